@@ -1,0 +1,1 @@
+"""The harness: matched runs of the real trainer, statistics, verdicts and evidence."""

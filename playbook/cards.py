@@ -1,0 +1,148 @@
+"""Cards: what the playbook claims, in which scope, why, from which source, and which case settles it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from playbook.document import Strict
+
+Slug = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64)
+ClaimId = Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$")
+
+
+class Quantity(Strict):
+    """A number with its unit; `approx` marks a rounded one."""
+
+    value: float
+    unit: Literal["percent", "points", "ratio", "count", "bytes", "gib", "tokens", "seconds", "flops", "gpus"]
+    approx: bool = False
+
+
+class Source(Strict):
+    """Where a statement comes from."""
+
+    title: str
+    origin: str
+    """Who published it, or `ours`."""
+    section: str | None = None
+    date: str = Field(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")
+    url: str | None = None
+
+
+class Expect(Strict):
+    """What the claim expects of the effect.
+
+    Effect: how much better the candidate is than the baseline, in the metric's own direction, as a share of the baseline.
+    `>=`: at least this much better. `<=`: no more than this much better. `within`: equal up to this much, both ways.
+    `holds`: for arithmetic and invariant cases, which are true or false.
+    """
+
+    op: Literal[">=", "<=", "within", "holds"]
+    margin: Quantity | None = None
+
+
+class Comparison(Strict):
+    """The two variants, as configuration deltas (dotted keys)."""
+
+    baseline: dict[str, Any] = Field(default_factory=dict)
+    candidate: dict[str, Any] = Field(default_factory=dict)
+
+
+class MechanismCheck(Strict):
+    """A deterministic check of the claim's mechanism, with a status of its own; it never colours the claim's."""
+
+    id: str = ClaimId
+    statement: str
+    case: str = Slug
+    metric: str
+    expect: Expect
+    comparison: Comparison
+
+
+class Claim(Strict):
+    """One statement that a machine can check."""
+
+    id: str = ClaimId
+    statement: str = Field(min_length=20, max_length=600)
+    mechanism: str = Field(min_length=20)
+    kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"]
+    comparison: Comparison = Field(default_factory=Comparison)
+    metric: str
+    expect: Expect
+    scope: dict[str, Any] = Field(default_factory=dict)
+    """A predicate over the machine and the run; see `playbook.scope`."""
+    cpu_scope: str | None = None
+    """What a verdict on a CPU may speak for, where the case has a cpu profile."""
+    label: Literal["training-equivalent", "benchmark-only"]
+    sources: list[Source] = Field(min_length=1)
+    case: str | None = Field(default=None, pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")
+    mechanism_check: MechanismCheck | None = None
+    contradicts: list[str] = Field(default_factory=list)
+    supersedes: list[str] = Field(default_factory=list)
+    depends_on: list[str] = Field(default_factory=list)
+
+
+class Decision(Strict):
+    """In this situation, set this, because of these claims."""
+
+    when: dict[str, Any]
+    set: dict[str, Any]
+    because: list[str] = Field(min_length=1)
+    note: str | None = None
+
+
+class ConfigFamily(Strict):
+    """A representative configuration."""
+
+    name: str
+    hardware: str
+    model: str
+    gpus: int | None = None
+    layout: dict[str, int]
+    settings: dict[str, Any] = Field(default_factory=dict)
+    note: str | None = None
+
+
+class Pitfall(Strict):
+    """A symptom, its cause and its fix."""
+
+    symptom: str
+    cause: str
+    fix: str
+
+
+class Related(Strict):
+    """Links to other cards, by id."""
+
+    supersedes: list[str] = Field(default_factory=list)
+    contradicts: list[str] = Field(default_factory=list)
+    see: list[str] = Field(default_factory=list)
+
+
+class Card(Strict):
+    """One subject: its claims, and what to do because of them."""
+
+    id: str = Slug
+    title: str
+    summary: str
+    symptoms: list[str] = Field(min_length=1)
+    aliases: list[str] = Field(default_factory=list)
+    phase: Literal["fit", "scale", "profile", "retune"]
+    wall: Literal["memory", "communication", "compute", "host", "data"]
+    claims: list[Claim] = Field(min_length=1)
+    decide: list[Decision] = Field(default_factory=list)
+    families: list[ConfigFamily] = Field(default_factory=list)
+    interactions: list[str] = Field(default_factory=list)
+    pitfalls: list[Pitfall] = Field(default_factory=list)
+    related: Related = Field(default_factory=Related)
+
+    @field_validator("claims")
+    @classmethod
+    def _unique(cls, claims: list[Claim]) -> list[Claim]:
+        ids = [i for c in claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i]
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise ValueError(f"claim id {', '.join(twice)} is used twice; every claim needs its own")
+        return claims

@@ -1,0 +1,219 @@
+"""Reading YAML that others wrote: safe, strict, and with every problem placed at file:line:column."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from playbook.errors import FileError, Finding
+
+MAX_BYTES = 2_000_000
+MAX_DEPTH = 40
+
+Path_ = tuple[str | int, ...]
+Marks = dict[Path_, tuple[int, int]]
+M = TypeVar("M", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """The base of every record in a file: unknown keys are errors, values are not coerced, instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+# The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `on` is a boolean, `1e-4` a string and 2026-04 may become a date.
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NULL = {"", "~", "null", "Null", "NULL"}
+_INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_SPECIAL = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+# Longer integers are no number that a card or a configuration holds, and converting them takes quadratic time.
+_MAX_DIGITS = 30
+
+
+def parse_scalar(text: str) -> Any:
+    """A plain YAML scalar as a Python value, by YAML 1.2's core schema."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if len(text) <= _MAX_DIGITS and _INT.match(text):
+        return int(text.replace("_", ""))
+    if len(text) <= _MAX_DIGITS and _FLOAT.match(text):
+        return float(text)
+    return _SPECIAL.get(text.lower(), text)
+
+
+def read(path: Path) -> tuple[Any, Marks]:
+    """The file's content and the place of each value.
+
+    Raises:
+        FileError: unreadable, too large, not YAML, an anchor or a tag, a duplicate or non-string key.
+    """
+    name = str(path)
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as e:
+        raise FileError([Finding(name, 1, 1, f"cannot be read: {e.strerror or e}")]) from e
+    except UnicodeDecodeError as e:
+        raise FileError([Finding(name, 1, 1, f"is not UTF-8 text (byte {e.start}); save it as UTF-8")]) from e
+    if len(raw) > MAX_BYTES:
+        raise FileError([Finding(name, 1, 1, f"has {len(raw)} bytes; at most {MAX_BYTES} are read")])
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> tuple[Any, Marks]:
+    """As `read`, for text already in memory; `name` stands for the file in messages."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise FileError([Finding(name, line, column, f"invalid YAML: {e.problem or e.context}")]) from e
+    except yaml.reader.ReaderError as e:
+        raise FileError([Finding(name, 1, 1, f"invalid YAML: {e.reason}")]) from e
+    except RecursionError as e:
+        raise FileError([Finding(name, 1, 1, "is nested too deeply")]) from e
+    marks: Marks = {(): (1, 1)}
+    findings: list[Finding] = []
+    data = None if node is None else _build(node, (), marks, findings, name, set())
+    if findings:
+        raise FileError(findings)
+    return data, marks
+
+
+def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name: str, seen: set[int]) -> Any:
+    line, column = node.start_mark.line + 1, node.start_mark.column + 1
+    marks.setdefault(path, (line, column))
+
+    def report(message: str, at: Node = node) -> None:
+        findings.append(Finding(name, at.start_mark.line + 1, at.start_mark.column + 1, message))
+
+    if len(path) > MAX_DEPTH:
+        report(f"is nested more than {MAX_DEPTH} levels deep")
+        return None
+    if id(node) in seen:
+        report("uses a YAML alias (*name); write the value out, so that a reader sees it where it is used")
+        return None
+    seen.add(id(node))
+    if node.tag.startswith("!") or (node.tag.startswith("tag:yaml.org,2002:python")):
+        report(f"uses the YAML tag {node.tag}; only plain values are read")
+        return None
+    if isinstance(node, ScalarNode):
+        return parse_scalar(node.value) if node.style is None else node.value
+    if isinstance(node, SequenceNode):
+        return [_build(child, (*path, i), marks, findings, name, seen) for i, child in enumerate(node.value)]
+    assert isinstance(node, MappingNode)
+    out: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, ScalarNode):
+            report("a key must be plain text", key_node)
+            continue
+        key = key_node.value
+        if key in out:
+            first = marks[(*path, key)]
+            report(f"duplicate key '{key}' (first at line {first[0]}); keep one", key_node)
+            continue
+        marks[(*path, key)] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
+        out[key] = _build(value_node, (*path, key), marks, findings, name, seen)
+    return out
+
+
+def load(path: Path, model: type[M]) -> tuple[M, Marks]:
+    """The file as a typed record.
+
+    Raises:
+        FileError: everything `read` raises, and each field that does not fit `model`.
+    """
+    data, marks = read(path)
+    return validate(data, marks, model, str(path)), marks
+
+
+def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
+    """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`."""
+    if not isinstance(data, Mapping):
+        raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
+    try:
+        return model.model_validate(data)
+    except ValidationError as e:
+        raise FileError([_finding(error, marks, model, name) for error in e.errors(include_url=False)]) from e
+
+
+def locate(marks: Marks, path: Path_) -> tuple[int, int]:
+    """The place of `path`, or of the nearest value around it."""
+    while path not in marks and path:
+        path = path[:-1]
+    return marks.get(path, (1, 1))
+
+
+def did_you_mean(word: str, options: typing.Iterable[str]) -> str:
+    """'; did you mean 'x'?' or the list of options when none is near."""
+    options = sorted(set(options))
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; expected one of: {', '.join(options)}" if options and len(options) <= 30 else ""
+
+
+def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Finding:
+    # A union's branch adds its own name to the location; only what exists in the file names a place.
+    where = tuple(part for part in error["loc"])
+    clean = tuple(p for i, p in enumerate(where) if where[: i + 1] in marks or i == len(where) - 1)
+    line, column = locate(marks, where if where in marks else clean)
+    key = str(where[-1]) if where else ""
+    kind = error["type"]
+    dotted = ".".join(str(p) for p in where)
+    if kind == "extra_forbidden":
+        message = f"unknown key '{key}'{did_you_mean(key, _fields_at(model, where[:-1]))}"
+    elif kind == "missing":
+        message = f"'{key}' is missing"
+        outer = ".".join(str(p) for p in where[:-1])
+        message += f" in '{outer}'; add it" if outer else "; add it"
+    elif kind == "literal_error":
+        expected = str(error["ctx"]["expected"])
+        options = re.findall(r"'([^']*)'", expected)
+        message = f"'{dotted}' is {error['input']!r}{did_you_mean(str(error['input']), options) if options else f'; expected {expected}'}"
+    else:
+        text = error["msg"].removeprefix("Value error, ")
+        shown = repr(error["input"])
+        found = "" if kind == "value_error" else f", found {shown if len(shown) <= 60 else _kind(error['input'])}"
+        message = f"'{dotted}': {text[0].lower()}{text[1:]}{found}" if dotted else text
+    return Finding(name, line, column, message)
+
+
+def _fields_at(model: type[BaseModel], path: Path_) -> list[str]:
+    models: list[type[BaseModel]] = [model]
+    for part in path:
+        following: list[type[BaseModel]] = []
+        for m in models:
+            if isinstance(part, str) and part in m.model_fields:
+                following += _models_in(m.model_fields[part].annotation)
+        models = following or models
+    return [field.alias or n for m in models for n, field in m.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, list, tuple, dict, typing.Annotated):
+        return [m for a in typing.get_args(annotation) for m in _models_in(a)]
+    return []
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return {dict: "a mapping", list: "a list", str: "text", bool: "true/false", int: "a number", float: "a number"}.get(
+        type(value), type(value).__name__
+    )

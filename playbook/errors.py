@@ -1,0 +1,63 @@
+"""Every error that a user can cause, as one tree.
+
+    PlaybookError
+      +-- FileError         a card, case, configuration or evidence file is invalid (carries Findings)
+      +-- ConfigError       the trainer's configuration or layout cannot run
+      +-- DataError         training data is missing or unreadable
+      +-- UnmetRequirement  the machine lacks what a claim needs
+      +-- LaunchError       a run could not be started
+      +-- StoreError        evidence could not be written or does not check out
+
+A message says what was found, what was expected and what to do next. The command line catches PlaybookError once,
+prints the message and exits with 2; a traceback is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PlaybookError(Exception):
+    """The root of every error that a user can cause."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong in one place of a file."""
+
+    file: str
+    line: int
+    column: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.message}"
+
+
+class FileError(PlaybookError):
+    """A file is invalid; `findings` holds each problem with its place."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__("\n".join(str(f) for f in findings))
+        self.findings = tuple(findings)
+
+
+class ConfigError(PlaybookError):
+    """The trainer's configuration or layout cannot run as written."""
+
+
+class DataError(PlaybookError):
+    """Training data is missing or unreadable."""
+
+
+class UnmetRequirement(PlaybookError):
+    """This machine lacks something that the claim or the run needs."""
+
+
+class LaunchError(PlaybookError):
+    """A run of the trainer could not be started."""
+
+
+class StoreError(PlaybookError):
+    """An evidence record could not be written, or does not check out."""

@@ -1,0 +1,33 @@
+"""Where shipped data lives: the one place that builds such a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+KINDS = {
+    "cards": "cards",
+    "schemas": "schemas",
+    "skills": "skills",
+    "cases": "bench/cases",
+    "results": "bench/results",
+    "baselines": "bench/baselines",
+    "configs": "trainer/configs",
+    "assets": "trainer/assets",
+}
+
+
+def repo_root() -> Path:
+    """The folder that holds `playbook/`: the repository, or site-packages for an installed wheel."""
+    return Path(__file__).resolve().parent.parent
+
+
+def data_root(kind: str) -> Path:
+    """The folder of one kind of shipped data.
+
+    An installed wheel carries it under `playbook/_data/<kind>`; a checkout has it in the repository.
+
+    Raises:
+        KeyError: `kind` is not one of `KINDS`.
+    """
+    shipped = Path(__file__).resolve().parent / "_data" / kind
+    return shipped if shipped.is_dir() else repo_root() / KINDS[kind]

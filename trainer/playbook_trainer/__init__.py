@@ -1,0 +1,1 @@
+"""The trainer that the harness measures; usable without any card."""

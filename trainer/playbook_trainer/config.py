@@ -1,0 +1,292 @@
+"""The trainer's configuration: one YAML tree, mirrored by these models. Torch-free, so that the harness can read it.
+
+Precedence: defaults < file < `key.path=value` overrides. Unknown keys are errors. `model` may be the name of a file in
+`trainer/configs/models/` or a mapping with `preset` (such a name) and fields that replace the preset's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
+from playbook.errors import ConfigError, FileError, Finding
+from playbook.paths import data_root
+
+
+class VisionConfig(Strict):
+    """The vision tower of Qwen3-VL."""
+
+    depth: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    ffn_size: int = Field(gt=0)
+    in_channels: int = 3
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    num_position_embeddings: int = 2304
+    deepstack_layers: list[int] = Field(default_factory=list)
+
+
+class ModelConfig(Strict):
+    """A Qwen3 decoder, dense (num_experts 0) or MoE, with or without a vision tower."""
+
+    name: str
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    ffn_size: int = 0
+    """Width of the dense MLP; unused where num_experts > 0."""
+    num_experts: int = 0
+    top_k: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
+    rope_theta: float = 1_000_000.0
+    mrope_section: list[int] | None = None
+    """Frequencies given to time, height and width; set for vision-language models."""
+    rms_norm_eps: float = 1e-6
+    init_std: float = 0.02
+    vision: VisionConfig | None = None
+    image_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
+    eos_token_id: int = 0
+    pad_token_id: int = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
+            raise ValueError("a model with experts needs 0 < top_k <= num_experts and expert_ffn_size > 0")
+        if not self.num_experts and self.ffn_size <= 0:
+            raise ValueError("a model without experts needs ffn_size > 0")
+        if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
+            raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
+        if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):
+            raise ValueError("a model with a vision tower needs mrope_section and image_token_id")
+        return self
+
+
+class DataConfig(Strict):
+    """What the model reads."""
+
+    kind: Literal["text", "vqa", "mock"] = "text"
+    """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
+    path: str | None = None
+    """A text file, or a folder of samples; None takes the bundled data."""
+    tokenizer: str = "byte"
+    """`byte`, or the path of a tokenizer.json."""
+    seq_len: int = Field(default=256, gt=0)
+    pack: bool = True
+    """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
+    pack_buffer: int = Field(default=32, gt=0)
+    pad: bool = True
+    """Pad every row to seq_len, so that shapes stay static."""
+    num_workers: int = Field(default=0, ge=0)
+    images: Literal["variable", "fixed"] = "variable"
+    """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
+    fixed_image_size: list[int] = Field(default_factory=lambda: [128, 128])
+    """Height and width in pixels, used with `images: fixed`."""
+    max_image_pixels: int = Field(default=65_536, gt=0)
+    """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    max_images_per_sample: int = Field(default=3, gt=0)
+
+
+class ParallelConfig(Strict):
+    """The layout. Data parallelism takes the ranks that are left: world = dp x tp x pp x cp; ep divides dp x cp."""
+
+    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
+    fsdp: bool = True
+    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2)."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
+
+
+class MoeConfig(Strict):
+    """How routed tokens reach their experts."""
+
+    dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"] = "alltoall"
+    experts: Literal["auto", "loop", "grouped"] = "auto"
+    """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
+
+
+class OptimizerConfig(Strict):
+    """AdamW with linear warm-up, then cosine decay or a constant rate."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95])
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(default=2, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+
+class CompileConfig(Strict):
+    """torch.compile, per region."""
+
+    vision: bool = False
+    decoder: bool = False
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    dynamic: Literal["static", "marked"] = "static"
+    """static: torch's default, which recompiles on a new shape. marked: the varying dimensions are marked dynamic."""
+
+
+class TrainConfig(Strict):
+    """The loop."""
+
+    steps: int = Field(default=20, gt=0)
+    warmup_steps: int = Field(default=3, ge=0)
+    """Steps before the timed window. They train, but are not timed."""
+    micro_batch_size: int = Field(default=1, gt=0)
+    """Rows of seq_len tokens per rank and micro-batch."""
+    global_batch_size: int = Field(default=2, gt=0)
+    """Rows per optimizer step over all data-parallel ranks."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    recompute: Literal["none", "full"] = "none"
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    deterministic: bool = False
+    log_every: int = Field(default=1, gt=0)
+    """Steps between reads of the loss from the device; each read waits for the device."""
+    on_nan: Literal["stop", "continue"] = "stop"
+    receipt: bool = True
+    """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+
+class EvalConfig(Strict):
+    """Evaluation on held-out samples."""
+
+    every: int = Field(default=0, ge=0)
+    """Optimizer steps between evaluations; 0 means never."""
+    batches: int = Field(default=2, gt=0)
+
+
+class CheckpointConfig(Strict):
+    """Saving and resuming."""
+
+    dir: str | None = None
+    every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, gt=0)
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+
+
+class ProfileConfig(Strict):
+    """Annotation and tracing. A timed run has kineto off."""
+
+    nvtx: bool = False
+    kineto: bool = False
+    steps: int = Field(default=2, gt=0)
+    """Traced steps, taken after the warm-up."""
+
+
+class TrainerConfig(Strict):
+    """The whole tree."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    seed: int = Field(default=1234, ge=0)
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    moe: MoeConfig = Field(default_factory=MoeConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    output: str = "runs/latest"
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:
+    """The resolved configuration of `path` with `overrides` (dotted keys to values) applied.
+
+    Raises:
+        FileError: the file, the model's preset or an override does not fit the tree.
+    """
+    data, marks = read(path)
+    if not isinstance(data, dict):
+        raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
+    for key, value in (overrides or {}).items():
+        _set(data, key, value, str(path))
+    data = {**data, "model": _expand_model(data.get("model"), marks, str(path))}
+    return validate(data, marks, TrainerConfig, str(path))
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["parallel.ep=4"]` as `{"parallel.ep": 4}`; values are YAML.
+
+    Raises:
+        ConfigError: a word without '='.
+    """
+    out: dict[str, Any] = {}
+    for word in words:
+        key, sep, text = word.partition("=")
+        if not sep or not key:
+            raise ConfigError(f"override '{word}' has no '='; write key.path=value, for example train.steps=50")
+        out[key] = parse(text, f"override {key}")[0] if text[:1] in "[{" else parse_scalar(text.strip("'\""))
+    return out
+
+
+def model_names() -> list[str]:
+    """The named model sizes."""
+    return sorted(p.stem for p in (data_root("configs") / "models").glob("*.yaml"))
+
+
+def dump(config: TrainerConfig) -> dict[str, Any]:
+    """The resolved configuration as plain data."""
+    return config.model_dump(mode="json")
+
+
+def config_sha(config: TrainerConfig) -> str:
+    """A hash of everything that decides what is computed; where results are written does not count."""
+    data = dump(config)
+    for key in ("output", "checkpoint", "profile"):
+        data.pop(key)
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _set(data: dict[str, Any], key: str, value: Any, file: str) -> None:
+    parts = key.split(".")
+    node: Any = data
+    for i, part in enumerate(parts[:-1]):
+        if node.get(part) is None:
+            node[part] = {}
+        if part == "model" and isinstance(node[part], str):
+            node[part] = {"preset": node[part]}
+        node = node[part]
+        if not isinstance(node, dict):
+            inner = ".".join(parts[: i + 1])
+            raise FileError([Finding(file, 1, 1, f"override '{key}': '{inner}' is a value, not a section")])
+    node[parts[-1]] = value
+
+
+def _expand_model(value: Any, marks: Marks, file: str) -> Any:
+    """A preset's fields with the file's own on top; anything else is left for validation to judge."""
+    fields = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict) or "preset" not in fields:
+        return value
+    preset = fields["preset"]
+    line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
+    if not isinstance(preset, str) or preset not in model_names():
+        options = model_names()
+        raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
+    base, _ = read(data_root("configs") / "models" / f"{preset}.yaml")
+    rest = {k: v for k, v in fields.items() if k != "preset"}
+    if isinstance(rest.get("vision"), dict) and isinstance(base.get("vision"), dict):
+        rest["vision"] = {**base["vision"], **rest["vision"]}
+    return {"name": preset, **base, **rest}
