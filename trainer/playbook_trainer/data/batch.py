@@ -1,0 +1,69 @@
+"""One micro-batch, as the loader hands it to the model.
+
+Suffixes of tensor names: N tokens (rows laid end to end), P patches, V visual tokens, I images, C values of a patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a token that bears no loss."""
+
+
+@dataclass
+class VisionBatch:
+    """The images of a micro-batch, packed patch by patch: no padding to the largest image. Indices are made by the data workers.
+
+    Shapes: patches of one image are in merge order (each 2 x 2 block that the merger joins is contiguous).
+    """
+
+    pixels_PC: Tensor
+    """float32 [P, channels * temporal_patch * patch * patch]"""
+    cu_seqlens: Tensor
+    """int32 [I + 1], patch offsets of the images (frames)."""
+    max_seqlen: int
+    rotary_P2: Tensor
+    """int64 [P, 2], row and column of each patch."""
+    pos_index_4P: Tensor
+    """int64 [4, P], the four neighbours in the learned position grid."""
+    pos_weight_4P: Tensor
+    """float32 [4, P], their bilinear weights."""
+    visual_index_V: Tensor
+    """int64 [V], where each merged visual token goes among the N tokens."""
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one data-parallel rank."""
+
+    tokens_N: Tensor
+    """int64 [N]"""
+    labels_N: Tensor
+    """int64 [N], the token to predict at each place (already shifted), IGNORE where none."""
+    positions: Tensor
+    """int64 [N], or [3, N] (time, height, width) for M-RoPE; restarts with each document."""
+    cu_seqlens: Tensor
+    """int32 [documents + 1]; attention never crosses these borders. Padding is a document of its own."""
+    max_seqlen: int
+    num_useful: int
+    """Real tokens, text and visual."""
+    num_loss: int
+    """Labels that are not IGNORE."""
+    num_images: int
+    vision: VisionBatch | None = None
+
+    def to(self, device: Any) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return Batch(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
+
+
+def _move(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, VisionBatch):
+        return VisionBatch(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+    return value

@@ -1,0 +1,1 @@
+"""Qwen3 decoders and the Qwen3-VL vision tower."""

@@ -1,0 +1,1 @@
+"""Layouts: FSDP2, expert, context, tensor and pipeline parallelism."""
