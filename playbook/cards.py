@@ -37,6 +37,9 @@ class Expect(Strict):
     Effect: how much better the candidate is than the baseline, in the metric's own direction, as a share of the baseline.
     `>=`: at least this much better. `<=`: no more than this much better. `within`: equal up to this much, both ways.
     `holds`: for arithmetic and invariant cases, which are true or false.
+
+    A rate or a count of bytes is compared as a ratio: where lower is better, `ratio: 2` means half as much, which is also `percent: 100`
+    (twice as good). Shares and counts that may be zero are compared by difference, in points or in counts.
     """
 
     op: Literal[">=", "<=", "within", "holds"]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from playbook.cards import Slug
-from playbook.document import Strict
+from playbook.document import Strict, did_you_mean, load, locate
+from playbook.errors import FileError, Finding
+from playbook.paths import data_root
+
+GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
+"""Ranges that every run has; finding one proves nothing."""
 
 
 class Rule(Strict):
@@ -101,3 +107,69 @@ class Case(Strict):
     function: str | None = None
     """For `arithmetic` and `invariant`: the name of a function in the harness's table."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+def load_case(id_or_path: str | Path) -> Case:
+    """The case of that id in `bench/cases/`, or the one in the file of that path.
+
+    Raises:
+        FileError: no such case, or the file is invalid.
+    """
+    path = _case_path(str(id_or_path))
+    case, marks = load(path, Case)
+    findings = [Finding(str(path), *locate(marks, where), message) for where, message in case_problems(case)]
+    if case.id != path.stem:
+        findings.append(Finding(str(path), *locate(marks, ("id",)), f"id '{case.id}' differs from the file's name; expected '{path.stem}'"))
+    if findings:
+        raise FileError(findings)
+    return case
+
+
+def list_cases() -> list[str]:
+    """The ids of all shipped cases."""
+    return sorted(p.stem for p in data_root("cases").glob("*.yaml"))
+
+
+def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """What the schema cannot say: (key path, message) for each problem."""
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    if case.kind in ("arithmetic", "invariant"):
+        if not case.function:
+            found.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
+        return found
+    found += [((field,), f"'{field}' is missing; a case of kind {case.kind} needs it") for field in ("trainer", "metric") if not getattr(case, field)]
+    if not case.profiles:
+        found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
+    delta = case.delta
+    if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
+        found.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
+    if case.guardrails.loss.relative is None and not case.guardrails.loss.reason:
+        found.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
+    if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
+        found.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
+    return found + _receipt_problems(case)
+
+
+def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    for variant in ("baseline", "candidate"):
+        receipt: Receipt = getattr(case.activation, variant)
+        rules = [*receipt.require, *receipt.forbid]
+        if all(r.range in GENERIC_RANGES for r in rules):
+            found.append((("activation", variant), f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter"))
+        for kind in ("require", "forbid"):
+            for i, rule in enumerate(getattr(receipt, kind)):
+                where = ("activation", variant, kind, i)
+                if sum(x is not None for x in (rule.collective, rule.range, rule.counter)) != 1:
+                    found.append((where, "a rule looks at exactly one of collective, range and counter"))
+                if kind == "forbid" and rule.count is not None:
+                    found.append((where, "a forbidden thing has no count; use require with op and count"))
+    return found
+
+
+def _case_path(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    if name not in list_cases():
+        raise FileError([Finding(name, 1, 1, f"no such case{did_you_mean(name, list_cases()) or '; playbook bench list names them'}")])
+    return data_root("cases") / f"{name}.yaml"

@@ -36,6 +36,18 @@ class VisionBatch:
     """int64 [V], where each merged visual token goes among the N tokens."""
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Under context parallelism, one stretch of a rank's queries and the stretch of keys k0:k1 that they may see."""
+
+    k0: int
+    k1: int
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
 @dataclass
 class Batch:
     """One micro-batch of one data-parallel rank."""
@@ -55,6 +67,8 @@ class Batch:
     """Labels that are not IGNORE."""
     num_images: int
     vision: VisionBatch | None = None
+    slices: list[Slice] | None = None
+    """Set by the context-parallel split."""
 
     def to(self, device: Any) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -64,6 +78,8 @@ class Batch:
 def _move(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, VisionBatch):
-        return VisionBatch(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+    if isinstance(value, VisionBatch | Slice):
+        return type(value)(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
+    if isinstance(value, list):
+        return [_move(v, device) for v in value]
     return value

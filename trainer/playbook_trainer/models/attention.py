@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attend(
-    q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, causal: bool
-) -> Tensor:
+def attend(q_NHd: Tensor, k_MGd: Tensor, v_MGd: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, causal: bool) -> Tensor:
     """Attention of each query segment over its key segment; causal masks are aligned to the segments' ends.
 
     On a GPU in 16-bit precision this is one variable-length flash call; elsewhere, the plain reference: one SDPA call per segment.

@@ -1,0 +1,382 @@
+"""Starting one run on this machine and coming back with an outcome, whatever happens.
+
+Each rank is started directly, with the variables that torchrun would set: torchrun itself would import torch once more. Every rank
+leads a session of its own, so that killing its group takes its loader workers along and a terminal's Ctrl-C reaches the harness
+alone, which then ends the ranks in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from playbook.errors import LaunchError
+from playbook.paths import repo_root
+from playbook_bench.records import RunOutcome
+from playbook_trainer import config as trainer_config
+from playbook_trainer.config import TrainerConfig
+
+TRAINER: tuple[str, ...] = (sys.executable, "-m", "playbook_trainer")
+GRACE_S = 3.0
+DRAIN_S = 20.0
+"""How long the other ranks may take to end after the first has finished well."""
+_POLL_S = 0.25
+_TAIL_BYTES = 4000
+_PR_SET_PDEATHSIG = 1
+_PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
+_MEMORY = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
+_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {3: "nan", 4: "oom"}
+_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "killed", "crash")
+
+
+class Interrupted(SystemExit):
+    """Ctrl-C or SIGTERM; every run has been ended. Its code is the exit code of the command (130 or 143)."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to launch. `folder` is new and belongs to this run alone."""
+
+    config: TrainerConfig
+    ranks: int
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 300.0
+    stall_s: float | None = None
+    """Seconds without a new step after which a run hangs; None takes six tenths of the timeout."""
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended. The files that it wrote are in its folder."""
+
+    outcome: RunOutcome
+    returncode: int | None
+    message: str
+    started: float
+    wall_s: float
+
+
+class Launcher(Protocol):
+    """Runs one configuration to its end. Another trainer, or a cluster's queue, is one more of these."""
+
+    def run(self, spec: Spec, on_step: Callable[[int], None] | None = None) -> Result:
+        """Run it; problems of the run are outcomes, and only what prevents a start is an error."""
+        ...
+
+
+@dataclass
+class _Rank:
+    index: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    pidfd: int | None
+    own: int | None = None
+    """The code with which it ended by itself, before the launcher ended the rest."""
+
+
+@dataclass(frozen=True)
+class LocalLauncher:
+    """Ranks as processes of this machine. `command` is what a rank runs; the configuration's path follows it."""
+
+    command: Sequence[str] = TRAINER
+    grace_s: float = GRACE_S
+
+    def run(self, spec: Spec, on_step: Callable[[int], None] | None = None) -> Result:
+        """Start the ranks, wait for them, and leave no process behind.
+
+        Raises:
+            LaunchError: the command does not exist, or the run's folder cannot be written.
+        """
+        result = self._once(spec, on_step)
+        # Another process may have taken the port between the asking and the listening; that says nothing about the run.
+        if result.outcome == "crash" and any(text in result.message for text in _PORT_TAKEN):
+            shutil.rmtree(spec.folder, ignore_errors=True)
+            result = self._once(spec, on_step)
+        return result
+
+    def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        config = _write_config(spec)
+        environment = rank_environment(spec)
+        started, clock = time.time(), time.monotonic()
+        ranks: list[_Rank] = []
+        try:
+            for index in range(spec.ranks):
+                ranks.append(self._start(spec, config, environment, index))
+            watched = _Watch(spec, on_step)
+            hung = _wait(ranks, watched, clock)
+        finally:
+            _end(ranks, self.grace_s)
+        wall = time.monotonic() - clock
+        if hung:
+            return Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
+        return _judge(ranks, spec, started, wall)
+
+    def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> _Rank:
+        log = spec.folder / f"rank{index}.log"
+        env = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
+        try:
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    [*self.command, str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+        except OSError as e:
+            raise LaunchError(f"a rank could not be started with {' '.join(self.command)}: {e.strerror or e}") from e
+        try:
+            pidfd: int | None = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            pidfd = None
+        return _Rank(index, process, log, pidfd)
+
+
+def rank_environment(spec: Spec) -> dict[str, str]:
+    """The variables that every rank of a run gets, on top of this process's own."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(import_paths()),
+        # `python -m` would otherwise put the working folder first, where any file may shadow a module.
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": str(spec.threads),
+        "WORLD_SIZE": str(spec.ranks),
+        "LOCAL_WORLD_SIZE": str(spec.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **spec.environment,
+    }
+
+
+def import_paths() -> list[str]:
+    """Where ranks import from: this process's own packages first, so that both run the same code from any folder."""
+    own = [str(repo_root())]
+    spec = importlib.util.find_spec("playbook_trainer")
+    if spec is not None and spec.submodule_search_locations:
+        own.append(str(Path(next(iter(spec.submodule_search_locations))).parent))
+    given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return list(dict.fromkeys([*own, *given]))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    try:
+        with log.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return f.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM raise Interrupted once, so that what is running is ended in order; later ones are ignored."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; its own are in force
+        return
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A new folder that belongs to the caller alone, even with another harness at work beside it.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    folder = parent / f"{name}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as e:
+        raise LaunchError(f"the run folder {folder} cannot be made: {e.strerror or e}; choose another with --results") from e
+    return folder
+
+
+class _Watch:
+    """Follows metrics.jsonl by its size alone; reading it in earnest waits until the ranks have gone."""
+
+    def __init__(self, spec: Spec, on_step: Callable[[int], None] | None) -> None:
+        self.spec = spec
+        self.stall_s = spec.stall_s if spec.stall_s is not None else 0.6 * spec.timeout_s
+        self.on_step = on_step
+        self.path = spec.folder / "metrics.jsonl"
+        self.offset = 0
+        self.steps = 0
+        self.last = time.monotonic()
+
+    def look(self, began: float) -> str:
+        """Why the run counts as hanging, or nothing."""
+        now = time.monotonic()
+        try:
+            if self.path.stat().st_size > self.offset:
+                with self.path.open("rb") as f:
+                    f.seek(self.offset)
+                    new = f.read()
+                self.offset += len(new)
+                self.steps += new.count(b"\n")
+                self.last = now
+                if self.on_step:
+                    self.on_step(self.steps)
+        except OSError:
+            pass
+        if now - began > self.spec.timeout_s:
+            return f"did not end within {self.spec.timeout_s:g} s"
+        if now - self.last > self.stall_s:
+            return f"no step for {self.stall_s:g} s, after step {self.steps}"
+        return ""
+
+
+def _wait(ranks: Sequence[_Rank], watch: _Watch, began: float) -> str:
+    """Until all ranks have ended, one has failed, or the run hangs; returns why it hangs."""
+    finished: float | None = None
+    while True:
+        alive = [r for r in ranks if r.process.poll() is None]
+        if not alive or any(r.process.returncode for r in ranks if r not in alive):
+            watch.look(began)
+            return ""
+        if len(alive) < len(ranks):
+            finished = finished or time.monotonic()
+            if time.monotonic() - finished > DRAIN_S:
+                return f"rank {alive[0].index} did not end within {DRAIN_S:g} s of the others"
+        hung = watch.look(began)
+        if hung:
+            return hung
+        handles = [r.pidfd for r in alive if r.pidfd is not None]
+        if len(handles) == len(alive):
+            select.select(handles, [], [], _POLL_S)
+        else:
+            time.sleep(_POLL_S / 5)
+
+
+def _end(ranks: Sequence[_Rank], grace_s: float) -> None:
+    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace."""
+    for rank in ranks:
+        rank.own = rank.process.poll()
+    alive = [r for r in ranks if r.own is None]
+    for rank in alive:
+        _signal_group(rank.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while any(r.process.poll() is None for r in alive) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for rank in ranks:
+        _signal_group(rank.process.pid, signal.SIGKILL)
+    _kill_sessions({r.process.pid for r in ranks})
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(timeout=grace_s + 10)
+        if rank.pidfd is not None:
+            os.close(rank.pidfd)
+
+
+def _signal_group(leader: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signum)
+
+
+def _kill_sessions(leaders: set[int]) -> None:
+    """Kill what has left its rank's process group but not its session, such as a worker with a group of its own."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_bytes().rsplit(b")", 1)[1].split()
+        except (OSError, IndexError):
+            continue
+        if int(fields[3]) in leaders and fields[0] != b"Z":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
+def _judge(ranks: Sequence[_Rank], spec: Spec, started: float, wall: float) -> Result:
+    """The outcome, from the ranks that ended by themselves; those that the launcher ended say nothing."""
+    judged = [(_outcome(r.own, tail(r.log)), r, r.own) for r in ranks if r.own]
+    if judged:
+        outcome, rank, code = min(judged, key=lambda j: _WORST_FIRST.index(j[0]))
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return Result(outcome, code, f"rank {rank.index} ended with {how}\n{tail(rank.log)}", started, wall)
+    summary = read_summary(spec.folder)
+    if summary is None:
+        return Result("crash", 0, f"every rank ended well but wrote no readable summary.json\n{tail(ranks[0].log)}", started, wall)
+    if summary.get("outcome") != "ok":
+        return Result("nan", 0, f"the summary says '{summary.get('outcome')}'", started, wall)
+    return Result("ok", 0, "", started, wall)
+
+
+def _outcome(code: int, log: str) -> RunOutcome:
+    if code < 0:
+        return "killed"
+    if code == 1 and any(text in log for text in _MEMORY):
+        return "oom"
+    return _EXIT_OUTCOMES.get(code, "crash")
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run, or None where it is missing or no JSON object."""
+    try:
+        data = json.loads((folder / "summary.json").read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _write_config(spec: Spec) -> Path:
+    """The resolved configuration, as JSON: every JSON text is YAML, and no value changes its type on the way."""
+    data = trainer_config.dump(spec.config) | {"output": str(spec.folder)}
+    path = spec.folder / "resolved.yaml"
+    try:
+        spec.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise LaunchError(f"the run folder {spec.folder} cannot be written: {e.strerror or e}; choose another with --results") from e
+    return path
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """What a rank does before it starts: ask the kernel to kill it when the harness dies, even by SIGKILL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,42 @@
+"""Cases without runs: arithmetic of shapes and layouts, and rules that the harness enforces on itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from playbook import layout
+from playbook.document import did_you_mean
+from playbook.errors import ConfigError
+from playbook_bench import invariants
+from playbook_bench.case import Case
+
+Statement = tuple[bool, str, dict[str, Any]]
+Function = Callable[..., Statement]
+
+ARITHMETIC: Mapping[str, Function] = {
+    "dp_floor": layout.dp_floor,
+    "batch_pressure": layout.batch_pressure,
+    "min_gpus_families": layout.min_gpus_families,
+}
+INVARIANTS: Mapping[str, Function] = {
+    "unequal_work_is_refused": invariants.unequal_work_is_refused,
+}
+
+
+def run(case: Case) -> Statement:
+    """Whether the case's statement holds, the sentence that says so, and the figures behind it.
+
+    Raises:
+        ConfigError: the function is not in the table, or its arguments do not fit.
+    """
+    table = ARITHMETIC if case.kind == "arithmetic" else INVARIANTS
+    name = case.function or ""
+    if name not in table:
+        raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, table)}")
+    try:
+        holds, sentence, figures = table[name](**case.arguments)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {e}") from e
+    return bool(holds), sentence, json.loads(json.dumps(figures))

@@ -1,0 +1,280 @@
+"""What machine this is, what it may use under a profile, and what a claim needs that it lacks. Never imports torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook import scope as scopes
+from playbook.errors import ConfigError
+from playbook.paths import repo_root
+from playbook_bench.case import Case
+from playbook_bench.records import Machine, Missing
+from playbook_trainer.config import TrainerConfig
+
+CPU = "cpu"
+BACKENDS = frozenset({"torch"})
+"""Trainer backends that this version can launch."""
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "deep-ep",
+    "flash-attn",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "numpy",
+    "pillow",
+)
+_ENV = re.compile(r"(NCCL|TORCH|CUDA|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
+_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})
+_QUERY = "name,memory.total,driver_version,power.limit"
+_PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
+_TOOL_TIMEOUT_S = 30
+
+
+def detect() -> Machine:
+    """The whole machine, from nvidia-smi where it answers, else its CPU alone."""
+    rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    gpus = [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
+    topology = _nvidia_smi(["topo", "-m"]) if len(gpus) > 1 else ""
+    return machine_of(gpus, topology, cpu_model(), cores())
+
+
+def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int) -> Machine:
+    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix."""
+    if not gpus:
+        return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores)
+    name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
+    link = interconnect(topology, len(gpus))
+    joined = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[link]
+    return Machine(
+        name=f"{short_gpu(name)}x{len(gpus)}",
+        description=f"{len(gpus)} x {name}{joined}",
+        gpus=len(gpus),
+        gpu=name,
+        gpu_memory_gib=round(float(memory) / 1024, 1) if re.fullmatch(r"[0-9.]+", memory) else None,
+        interconnect=link,
+        driver=driver,
+        cpu=cpu,
+        cores=num_cores,
+    )
+
+
+def short_gpu(name: str) -> str:
+    """`NVIDIA H200` as `h200`: the first word that has a digit, else the last word."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
+
+
+def interconnect(topology: str, gpus: int) -> Any:
+    """nvlink where every pair of GPUs in `nvidia-smi topo -m` is joined by NVLink, pcie where one is not, none for a single GPU."""
+    if gpus < 2:
+        return "none"
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
+    rows = [r for r in rows if r and re.fullmatch(r"GPU[0-9]+", r[0]) and len(r) > gpus and not re.fullmatch(r"GPU[0-9]+", r[1])]
+    cells = [cell for r in rows for cell in r[1 : gpus + 1] if cell != "X"]
+    return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
+
+
+def cpu_model() -> str:
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """The cores that this process may use: its affinity, cut by a container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+
+
+def choose_profile(case: Case, machine: Machine, wanted: str | None = None) -> str | None:
+    """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none.
+
+    Raises:
+        ConfigError: the case does not have the wanted profile.
+    """
+    if wanted is not None:
+        return wanted if wanted in case.profiles else None
+    fits = [(gpus, name) for name in case.profiles for gpu, gpus in [_profile_gpus(name)] if gpus and _has(machine, gpu, gpus)]
+    return max(fits)[1] if fits else CPU if CPU in case.profiles else None
+
+
+def restrict(machine: Machine, profile: str | None) -> Machine:
+    """The machine as a profile may use it: `cpu` uses no GPU, `h200x2` two of them.
+
+    Raises:
+        ConfigError: the machine does not have what the profile names.
+    """
+    if profile is None:
+        return machine
+    if profile == CPU:
+        return machine_of([], "", machine.cpu, machine.cores)
+    gpu, gpus = _profile_gpus(profile)
+    if not gpus:
+        raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
+    if not _has(machine, gpu, gpus):
+        raise ConfigError(f"profile '{profile}' needs {gpus} x {gpu.upper()}; this machine has {machine.description}")
+    if gpus == machine.gpus:
+        return machine
+    joined = "none" if gpus == 1 else machine.interconnect
+    suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
+    name = f"{short_gpu(machine.gpu or '')}x{gpus}"
+    return machine.model_copy(
+        update={"name": name, "gpus": gpus, "interconnect": joined, "description": f"{gpus} x {machine.gpu}{suffix}"}
+    )
+
+
+def _profile_gpus(profile: str) -> tuple[str, int]:
+    match = _PROFILE.match(profile)
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _has(machine: Machine, gpu: str, gpus: int) -> bool:
+    return machine.gpus >= gpus and machine.gpu is not None and short_gpu(machine.gpu) == gpu
+
+
+def facts(machine: Machine, config: TrainerConfig | None = None, ranks: int = 1) -> dict[str, Any]:
+    """What a scope may ask about: the machine, and the layout and model of a resolved configuration."""
+    out: dict[str, Any] = {
+        "gpus": machine.gpus,
+        "gpu": machine.gpu or "none",
+        "interconnect": machine.interconnect,
+        "gpu_memory_gib": machine.gpu_memory_gib or 0,
+        "nodes": machine.nodes,
+    }
+    if config is None:
+        return out
+    p = config.parallel
+    return out | {
+        "ranks": ranks,
+        "tp": p.tp,
+        "pp": p.pp,
+        "cp": p.cp,
+        "ep": p.ep,
+        "dp": ranks // (p.tp * p.pp * p.cp),
+        "seq_len": config.data.seq_len,
+        "top_k": config.model.top_k,
+        "backend": config.backend,
+        "model": config.model.name,
+        "vision": config.model.vision is not None,
+        "moe": config.model.num_experts > 0,
+    }
+
+
+def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machine: bool) -> list[Missing]:
+    """The parts of a claim's scope that this machine and run do not meet.
+
+    Without a resolved configuration only the machine's part is asked: nothing is known about the rest.
+    A claim that says what a verdict on a CPU may speak for is tried there without the machine's part.
+    """
+    asked = {k: v for k, v in scope.items() if k in known or "seq_len" in known}
+    waive = scopes.MACHINE_KEYS if waive_machine else frozenset[str]()
+    try:
+        return [Missing(reason="scope", detail=text) for text in scopes.unmet(asked, known, waive)]
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+
+
+def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
+    """The packages and backends of a case that are not here."""
+    out = []
+    for name in requires:
+        kind, _, rest = name.partition(":")
+        if kind == "backend" and rest:
+            if rest not in BACKENDS:
+                out.append(Missing(reason="package", detail=f"backend {rest} is not offered by this trainer"))
+        elif not installed(name):
+            out.append(Missing(reason="package", detail=f"package {name} is not installed"))
+    return out
+
+
+def installed(package: str) -> bool:
+    """Whether a package is here, asked without importing it."""
+    module = package.split(".")[0].replace("-", "_")
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can move a step time, for packages that are installed."""
+    out = {}
+    for name in PACKAGES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The parent's part of the strict fingerprint: hardware, driver, versions and the variables that steer the libraries."""
+    env = {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
+    return {
+        "machine": machine.model_dump(mode="json", exclude={"name", "description"}),
+        "packages": versions(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "env": env,
+    }
+
+
+def context() -> dict[str, Any]:
+    """Reported with the evidence; never compared."""
+    return {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The repository's commit, with `+` where files are changed; None outside a repository."""
+    root = folder or repo_root()
+    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"]).strip()
+    if not head:
+        return None
+    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]).strip() else "")
+
+
+def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
+    """The variable that hides from the ranks what the profile may not use."""
+    if profile == CPU:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    have = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    return {"CUDA_VISIBLE_DEVICES": ",".join((have or [str(i) for i in range(machine.gpus)])[: machine.gpus])}
+
+
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    return _tool(["nvidia-smi", *arguments]) if shutil.which("nvidia-smi") else ""
+
+
+def _tool(command: Sequence[str]) -> str:
+    """What a read-only tool prints, or nothing where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,129 @@
+"""Activation proof: what a run's receipt must show, and must not show, before its speed means anything."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from playbook.errors import ConfigError
+from playbook_bench.case import Activation, Rule
+from playbook_bench.records import Check, Observed, Run, Variant
+
+_MAX_FORMULA = 200
+_COUNT_TOLERANCE = 1e-9
+
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "==": lambda found, wanted: abs(found - wanted) <= _COUNT_TOLERANCE * max(1.0, abs(wanted)),
+    ">=": operator.ge,
+    "<=": operator.le,
+}
+
+
+def evaluate(formula: str, numbers: Mapping[str, float]) -> float:
+    """The value of an arithmetic formula over `numbers`: names, numbers, + - * / // % and parentheses, nothing else.
+
+    Raises:
+        ConfigError: anything else, an unknown name, or a division by zero.
+    """
+    if len(formula) > _MAX_FORMULA:
+        raise ConfigError(f"count formula has {len(formula)} characters; at most {_MAX_FORMULA} are read")
+    try:
+        return _value(ast.parse(formula, mode="eval").body, numbers, formula)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ConfigError(f"count formula '{formula}' is not arithmetic; write for example 4 * layers * microbatches") from e
+    except ZeroDivisionError as e:
+        raise ConfigError(f"count formula '{formula}' divides by zero with {dict(numbers)}") from e
+
+
+def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)
+    if isinstance(node, ast.Name):
+        if node.id not in numbers:
+            raise ConfigError(f"count formula '{formula}': '{node.id}' is not in the receipt; it has: {', '.join(sorted(numbers)) or 'nothing'}")
+        return float(numbers[node.id])
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, numbers, formula), _value(node.right, numbers, formula))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, numbers, formula)
+    raise ConfigError(f"count formula '{formula}' uses {type(node).__name__}; only names, numbers, + - * / // % and parentheses are read")
+
+
+def describe(rule: Rule) -> str:
+    """The rule's subject in words, such as `all_to_all inside dispatch on ep`."""
+    subject = rule.collective or rule.range or rule.counter or "nothing"
+    inside = f" inside {rule.inside}" if rule.inside else ""
+    group = f" on {rule.group}" if rule.group else ""
+    return f"{subject}{inside}{group}"
+
+
+def observe(rule: Rule, observed: Observed) -> float | None:
+    """How often the rule's subject appears; None where the run does not report it."""
+    if rule.collective is not None:
+        return float(
+            sum(
+                c.count
+                for c in observed.collectives
+                if c.op == rule.collective
+                and (rule.inside is None or rule.inside in (c.inside or "").split("/"))
+                and (rule.group is None or rule.group == c.group)
+            )
+        )
+    if rule.range is not None:
+        return float(observed.ranges.get(rule.range, 0))
+    if rule.counter is not None:
+        return observed.counters.get(rule.counter)
+    return None
+
+
+def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -> Check:
+    """One rule against one receipt. What a run does not report is not proven."""
+    found = observe(rule, observed)
+    verb = "forbid" if forbid else "require"
+    if forbid:
+        op, wanted, formula = "==", 0.0, "0"
+    elif rule.count is None:
+        op, wanted, formula = ">=", 1.0, "1"
+    else:
+        formula = str(rule.count)
+        op, wanted = rule.op, evaluate(formula, observed.numbers)
+    shown = formula if formula == f"{wanted:g}" else f"{formula} = {wanted:g}"
+    ok = found is not None and _COMPARE[op](found, wanted)
+    return Check(variant=variant, rule=f"{verb} {describe(rule)}", observed=found, expected=f"{op} {shown}", ok=ok)
+
+
+def judge_run(activation: Activation, run: Run) -> list[Check]:
+    """All rules of the run's variant against its receipt; a run without a receipt proves nothing."""
+    rules = activation.baseline if run.variant == "baseline" else activation.candidate
+    observed = run.observed or Observed()
+    return [
+        *(judge_rule(r, False, run.variant, observed) for r in rules.require),
+        *(_unproven(judge_rule(r, True, run.variant, observed), run) for r in rules.forbid),
+    ]
+
+
+def _unproven(check: Check, run: Run) -> Check:
+    """Absence counts only where something was looked at."""
+    return check if run.observed is not None else check.model_copy(update={"ok": False, "observed": None})
+
+
+def judge_runs(activation: Activation, runs: Sequence[Run]) -> list[Check]:
+    """One line per rule over all `runs`: the first failure where there is one, else the last run's figures."""
+    lines: dict[tuple[str, str, str], list[Check]] = {}
+    for run in runs:
+        for i, check in enumerate(judge_run(activation, run)):
+            lines.setdefault((run.variant, str(i), check.rule), []).append(check)
+    out = []
+    for found in lines.values():
+        worst = next((c for c in found if not c.ok), found[-1])
+        out.append(worst.model_copy(update={"runs": len(found)}))
+    return sorted(out, key=lambda c: c.variant)

@@ -1,0 +1,301 @@
+"""Running a series: launches in their planned order, each turned into a record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from playbook_bench import launch, preflight, schedule
+from playbook_bench.case import Case
+from playbook_bench.launch import Launcher, Result, Spec, read_summary
+from playbook_bench.records import Baseline, Fingerprint, Machine, Measured, Observed, Plan, Run, Sample, Seconds, Variant, digest
+from playbook_bench.schedule import RunSpec
+from playbook_bench.telemetry import Telemetry
+from playbook_bench.variants import Resolved, extended
+from playbook_trainer import config as trainer_config
+
+MAX_LINES = 100_000
+_NOISE_IGNORES = ("source_sha",)
+
+
+class Progress(Protocol):
+    """Told what happens while a series runs."""
+
+    def series(self, label: str, launches: int) -> None:
+        """A series begins; `launches` are expected up to its first look."""
+        ...
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Launch `number` of `total` begins."""
+        ...
+
+    def step(self, step: int, steps: int) -> None:
+        """The launch has done `step` of its `steps`."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that a reader should know now."""
+        ...
+
+
+class Silent:
+    """No progress at all."""
+
+    def series(self, label: str, launches: int) -> None:
+        """Nothing."""
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Nothing."""
+
+    def step(self, step: int, steps: int) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Series:
+    """One case on one machine under one profile, while it runs. Whoever makes it decides when it has enough."""
+
+    case: Case
+    profile: str
+    machine: Machine
+    variants: dict[Variant, Resolved]
+    plan: Plan
+    launcher: Launcher
+    work: Path
+    cache: Path
+    progress: Progress
+    deadline: float | None = None
+    telemetry: Telemetry | None = None
+    runs: list[Run] = field(default_factory=list)
+    strict: dict[str, dict[str, Any]] = field(default_factory=dict)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aa: Baseline | None = None
+    expected: int = 0
+    _launched: int = 0
+    _slowest: float = 0.0
+
+    def run(self, spec: RunSpec) -> Run:
+        """Launch once and record it."""
+        resolved = self.variants[spec.variant]
+        folder = launch.new_folder(self.work, f"{self._launched:03d}-{spec.variant}")
+        threads = max(1, self.machine.cores // max(r.ranks for r in self.variants.values()))
+        environment = {**preflight.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
+        self._launched += 1
+        self.progress.launch(self._launched, max(self.expected, self._launched), spec)
+        steps = resolved.config.train.steps
+        result = self.launcher.run(
+            Spec(resolved.config, resolved.ranks, folder, environment, self._timeout(), threads=threads),
+            lambda step: self.progress.step(step, steps),
+        )
+        self._slowest = max(self._slowest, result.wall_s)
+        run = self._record(spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)})
+        self.runs.append(run)
+        if run.outcome == "ok":
+            shutil.rmtree(folder, ignore_errors=True)
+        return run
+
+    def has_time_for(self, launches: int) -> bool:
+        """Whether the budget holds that many more launches, each as long as the longest so far."""
+        return self.deadline is None or time.monotonic() + launches * self._slowest <= self.deadline
+
+    def extend(self) -> None:
+        """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
+        self.variants = {v: extended(r) for v, r in self.variants.items()}
+        self.runs = [r for r in self.runs if r.role != "measure"]
+        self.plan = self.plan.model_copy(update={"extended": True, "order": []})
+
+    def measured(self) -> Measured:
+        """The record so far, without a claim."""
+        from playbook_bench.records import CaseRef
+
+        content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
+        candidate = self.variants["candidate"]
+        return Measured(
+            case=content,
+            machine=self.machine,
+            profile=self.profile,
+            facts=preflight.facts(self.machine, candidate.config, candidate.ranks),
+            plan=self.plan,
+            strict=dict(self.strict),
+            context=preflight.context(),
+            configs=dict(self.configs),
+            runs=list(self.runs),
+            aa=self.aa,
+        )
+
+    def _timeout(self) -> float:
+        limit = self.case.budget.launch_timeout_s
+        return limit if self.deadline is None else max(5.0, min(limit, self.deadline - time.monotonic()))
+
+    def _caches(self) -> dict[str, str]:
+        return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
+
+    def _record(self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str]) -> Run:
+        train = resolved.config.train
+        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        base: dict[str, Any] = {
+            "run_id": folder.name,
+            "variant": spec.variant,
+            "role": spec.role,
+            "pair": spec.pair,
+            "position": len(self.runs),
+            "started": iso(result.started),
+            "wall_s": result.wall_s,
+            "ranks": resolved.ranks,
+            "steps_wanted": train.steps - train.warmup_steps,
+            "config_sha": resolved.sha,
+            "telemetry": self.telemetry.between(result.started, result.started + result.wall_s) if self.telemetry else {},
+        }
+        try:
+            seen = read_run(folder)
+        except ValueError as e:
+            text = f"the run's files cannot be read: {e}"
+            return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
+        strict = preflight.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict}
+        sha = digest(strict, 16)
+        self.strict[sha] = strict
+        return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run left in its folder."""
+
+    fields: dict[str, Any]
+    fingerprint: Fingerprint
+
+
+def read_run(folder: Path) -> Seen:
+    """Samples, summary and receipt of a run, as far as it came.
+
+    Raises:
+        ValueError: a file does not hold what `docs/trainer-files.md` says.
+    """
+    samples = _samples(folder / "metrics.jsonl")
+    summary = read_summary(folder)
+    if summary is None:
+        return Seen({"samples": samples}, Fingerprint())
+    env = _mapping(summary.get("env"))
+    strict = {
+        **_mapping(env.get("strict")),
+        "source_sha": summary.get("source_sha"),
+        "performance_revision": summary.get("performance_revision"),
+        "world_size": summary.get("world_size"),
+    }
+    receipt = _mapping(summary.get("receipt"))
+    fields = {
+        "samples": samples,
+        "data_sha": summary.get("data_sha"),
+        "performance_revision": summary.get("performance_revision"),
+        "num_parameters": summary.get("num_parameters"),
+        "trained_parameters": summary.get("trained_parameters"),
+        "seconds": Seconds(**{k: float(v) for k, v in _mapping(summary.get("seconds")).items() if k in Seconds.model_fields}),
+        "metrics": {k: float(v) for k, v in _mapping(summary.get("metrics")).items() if isinstance(v, int | float)},
+        "observed": _observed(receipt),
+    }
+    return Seen(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
+
+
+def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
+
+    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either.
+    """
+    env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
+    for name in _NOISE_IGNORES:
+        env.get("trainer", {}).pop(name, None)
+    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
+
+
+def measure_aa(series: Series, pairs: int) -> list[Run]:
+    """A/A launches; stops at the first that fails, or when the budget has no room for a further pair."""
+    runs: list[Run] = []
+    for first, second in zip(*[iter(schedule.aa(pairs))] * 2, strict=True):
+        if runs and not series.has_time_for(2):
+            break
+        for spec in (first, second):
+            runs.append(series.run(spec))
+            if runs[-1].outcome != "ok":
+                return runs
+    return runs
+
+
+def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
+    """Pairs until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
+    last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
+    order: list[str] = []
+    for half, specs in schedule.measured(series.plan.seed):
+        if len(order) and not series.has_time_for(2):
+            return _stop(series, order, "budget")
+        order.append(half)
+        for spec in specs:
+            if series.run(spec).outcome != "ok":
+                return _stop(series, order, "failed")
+        series.plan = series.plan.model_copy(update={"order": list(order)})
+        if enough(series, len(order)):
+            return _stop(series, order, "decided")
+        if len(order) >= last:
+            return _stop(series, order, "complete" if last == series.plan.looks[-1] else "pairs")
+
+
+def _stop(series: Series, order: Sequence[str], why: Any) -> None:
+    series.plan = series.plan.model_copy(update={"order": list(order), "stopped": why})
+
+
+def totals(runs: Sequence[Run], extra: Sequence[Run] = ()) -> Seconds:
+    """Seconds over a series; `total` is wall time of its launches."""
+    every = [*runs, *extra]
+    return Seconds(
+        start_up=round(sum(r.seconds.start_up for r in every), 3),
+        warm_up=round(sum(r.seconds.warm_up for r in every), 3),
+        timed=round(sum(r.seconds.timed for r in every), 3),
+        receipt=round(sum(r.seconds.receipt for r in every), 3),
+        total=round(sum(r.wall_s for r in every), 3),
+    )
+
+
+def iso(seconds: float) -> str:
+    """Seconds since the epoch as UTC text."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _samples(path: Path) -> list[Sample]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if len(lines) > MAX_LINES:
+        raise ValueError(f"metrics.jsonl has {len(lines)} lines; at most {MAX_LINES} are read")
+    out = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line, parse_constant=lambda _: None)
+            out.append(Sample(**{k: v for k, v in _mapping(row).items() if k in Sample.model_fields}))
+        except (ValueError, ValidationError) as e:
+            if number == len(lines):
+                break  # a run that was ended may leave half a line
+            raise ValueError(f"metrics.jsonl line {number}: {str(e).splitlines()[0]}") from e
+    return out
+
+
+def _observed(receipt: Mapping[str, Any]) -> Observed | None:
+    if not receipt.get("numbers") and not receipt.get("ranges") and not receipt.get("collectives"):
+        return None
+    try:
+        return Observed.model_validate({k: v for k, v in receipt.items() if k in Observed.model_fields})
+    except ValidationError as e:
+        raise ValueError(f"summary.json, receipt: {e.errors(include_url=False)[0]['loc']}: {e.errors(include_url=False)[0]['msg']}") from e
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,183 @@
+"""Statistics of matched launches.
+
+The launch is the unit of replication: steps of one launch share its memory layout, its clock and its luck, so they never count as
+replicates. Pairs are adjacent launches; the interval is a paired t interval on log ratios (a percentile bootstrap covers too little
+at 4 to 12 pairs). The interval is asked only at the looks, and each look spends an equal part of the error rate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats as sps
+
+POWER = 0.8
+MAX_PAIRS = 10_000
+STEADY_ALPHA = 0.05
+CONTAMINATION_ALPHA = 0.01
+CONTAMINATION_LEAST = 0.0025
+_EXACT_FLIPS = 16
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A paired t interval of the mean difference."""
+
+    mean: float
+    low: float
+    high: float
+    deviation: float
+    """Sample deviation, before the floor."""
+    used: float
+    """The deviation that entered the interval: the larger of the sample's and the floor."""
+
+
+def log_ratio(baseline: float, candidate: float, higher_is_better: bool) -> float:
+    """log of how many times better the candidate is; infinite where one value is zero.
+
+    Raises:
+        ValueError: a value is negative or not a number.
+    """
+    for value in (baseline, candidate):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"a ratio needs finite values of at least 0, found {value}")
+    if baseline == candidate:
+        return 0.0
+    worse, better = (baseline, candidate) if higher_is_better else (candidate, baseline)
+    if worse == 0:
+        return math.inf
+    return -math.inf if better == 0 else math.log(better / worse)
+
+
+def difference(baseline: float, candidate: float, higher_is_better: bool) -> float:
+    """By how much the candidate is better."""
+    return candidate - baseline if higher_is_better else baseline - candidate
+
+
+def aa_deviation(differences: Sequence[float]) -> float:
+    """Deviation of A/A pairs around zero, which is their true mean."""
+    return math.sqrt(math.fsum(d * d for d in differences) / len(differences))
+
+
+def interval(differences: Sequence[float], alpha: float, floor: float = 0.0) -> Interval:
+    """The two-sided interval of error rate `alpha`, with the deviation floored.
+
+    Four lucky pairs must not give a width of zero: the machine's own A/A deviation is the least that is believed.
+
+    Raises:
+        ValueError: fewer than two pairs, or a value that is not finite.
+    """
+    n = len(differences)
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 pairs, found {n}")
+    if not all(math.isfinite(d) for d in differences):
+        raise ValueError("a difference is not finite")
+    mean = math.fsum(differences) / n
+    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    used = max(deviation, floor)
+    half = float(sps.t.ppf(1 - alpha / 2, n - 1)) * used / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, deviation, used)
+
+
+def hodges_lehmann(differences: Sequence[float]) -> float:
+    """Median of all pairwise means: where the effect lies if single launches are not to be trusted."""
+    walsh = [(a + b) / 2 for a, b in itertools.combinations_with_replacement(differences, 2)]
+    return float(np.median(walsh))
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Exact two-sided p of the mean under random signs; it cannot fall below 2 / 2^n."""
+    n = len(differences)
+    if n > _EXACT_FLIPS:
+        raise ValueError(f"exact sign flips are counted up to {_EXACT_FLIPS} pairs, found {n}")
+    d = np.abs(np.asarray(differences, dtype=float))
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=n)))
+    reached = abs(math.fsum(differences)) * (1 - 1e-12)
+    return float(np.mean(np.abs(signs @ d) >= reached))
+
+
+def least_effect(pairs: int, deviation: float, alpha: float) -> float:
+    """The effect beyond the margin that `pairs` pairs would settle with 80 % power (normal approximation of the power)."""
+    k = sps.t.ppf(1 - alpha / 2, pairs - 1) + sps.t.ppf(POWER, pairs - 1)
+    return float(k) * deviation / math.sqrt(pairs)
+
+
+def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
+    """How many pairs settle an effect that lies `distance` from the margin; None where no sensible number does."""
+    if deviation == 0:
+        return 2
+    low, high = 2, MAX_PAIRS
+    if least_effect(high, deviation, alpha) > abs(distance):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if least_effect(middle, deviation, alpha) <= abs(distance):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def contaminated(differences: Sequence[float], stored_deviation: float | None, stored_pairs: int = 0) -> bool:
+    """Whether A/A pairs of this series differ more than this machine's noise allows.
+
+    With a stored deviation: the mean of the fresh pairs against the prediction interval that the stored pairs give, at 1 %. (A fixed
+    limit of three deviations would reject one clean series in seventeen when the deviation rests on four pairs.) Without: the pairs'
+    own t test at 1 %. Means below 0.25 % never count: no claim is that fine.
+    """
+    n = len(differences)
+    mean = math.fsum(differences) / n
+    if abs(mean) <= CONTAMINATION_LEAST:
+        return False
+    if stored_deviation is not None:
+        # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
+        limit = sps.t.ppf(1 - CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
+        return abs(mean) > float(limit)
+    own = interval(differences, CONTAMINATION_ALPHA)
+    return not own.low <= 0 <= own.high
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Drift of step time inside the timed window, as a share of the step per step."""
+
+    slope: float
+    low: float
+    high: float
+    steps: int
+
+    def steady(self, tolerance: float) -> bool:
+        """Whether the interval contains zero, or the drift over the whole window stays below `tolerance`."""
+        return self.low <= 0 <= self.high or abs(self.slope) * self.steps <= tolerance
+
+
+def trend(launches: Sequence[Sequence[float]], alpha: float = STEADY_ALPHA / 2) -> Trend:
+    """One Theil-Sen test per variant, on the step-by-step mean over its launches.
+
+    A test per launch would reject at its error rate once per launch, so a series of twenty launches would nearly always fail.
+    A t test over per-launch slopes would be worse: launches read the same data in the same order, so a chance pattern of step sizes
+    gives every launch the same slope, and agreement would pass for proof. Averaged over launches, that pattern is one noise series, as
+    the interval assumes. The interval is widened by sqrt((1 + r) / (1 - r)) for the lag-one correlation r of the residuals, because
+    slow noise looks like drift to a test that believes in independent steps. Two variants are tested, so each spends half.
+
+    Raises:
+        ValueError: no launch, or launches of unequal length.
+    """
+    if not launches or len({len(x) for x in launches}) != 1:
+        raise ValueError("a trend needs launches with equally many timed steps")
+    rows = [np.asarray(x, dtype=float) / np.median(x) for x in launches]
+    profile = np.mean(rows, axis=0)
+    n = len(profile)
+    if n < 4:
+        return Trend(0.0, -math.inf, math.inf, n)
+    slope, intercept, low, high = (float(v) for v in sps.theilslopes(profile, np.arange(n), alpha=1 - alpha))
+    residual = profile - (intercept + slope * np.arange(n))
+    residual = residual - residual.mean()
+    power = float(residual @ residual)
+    r = min(0.9, max(0.0, float(residual[1:] @ residual[:-1]) / power)) if power > 0 else 0.0
+    widen = math.sqrt((1 + r) / (1 - r))
+    return Trend(slope, slope - (slope - low) * widen, slope + (high - slope) * widen, n)

@@ -1,0 +1,280 @@
+"""Evidence on disk: one file per verdict, written once, whole or not at all, and checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from playbook.errors import StoreError
+from playbook.paths import data_root
+from playbook_bench import verdict
+from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, content_sha, seal
+
+DEFAULT_RESULTS = Path(".playbook/results")
+EXPIRY_DAYS = 180
+FIGURE_TOLERANCE = 1e-9
+MAX_BYTES = 64_000_000
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+
+def new_id(now: float | None = None) -> str:
+    """A ULID: 48 bits of milliseconds and 80 random bits, so that names sort by time and two harnesses never meet."""
+    value = (int((time.time() if now is None else now) * 1000) << 80) | secrets.randbits(80)
+    return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds) -> Evidence:
+    """A sealed record, made now."""
+    now = datetime.now(UTC)
+    return seal(
+        Evidence(
+            evidence_id=new_id(now.timestamp()),
+            created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            expires=(now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
+            command=command,
+            measured=measured,
+            derived=derived,
+            seconds=seconds,
+        )
+    )
+
+
+def write(evidence: Evidence, results: Path) -> Path:
+    """Write the record to `<results>/<machine>/<id>.json`.
+
+    Raises:
+        StoreError: it cannot be written; nothing half-written stays behind.
+    """
+    path = results / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(path, render(evidence))
+    return path
+
+
+def render(evidence: Evidence) -> str:
+    """The record as text: a line per field and per run, so that a person can page through it."""
+    data = evidence.model_dump(mode="json")
+    measured = data.pop("measured")
+    lines = [f" {json.dumps(k)}: {_line(v)}," for k, v in data.items()]
+    inner = ",\n".join(f"  {json.dumps(k)}: {_runs(v) if k == 'runs' else _line(v)}" for k, v in measured.items())
+    return "{\n" + "\n".join(lines) + '\n "measured": {\n' + inner + "\n }\n}\n"
+
+
+def _runs(runs: Sequence[Any]) -> str:
+    return "[\n" + ",\n".join(f"   {_line(r)}" for r in runs) + "\n  ]" if runs else "[]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+
+
+def write_once(path: Path, text: str) -> None:
+    """Make a file that did not exist, atomically: readers see all of it or nothing, and no other file is ever replaced.
+
+    Raises:
+        StoreError: the disk is full, the folder cannot be written, or the file exists.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_through(temporary, text)
+            os.link(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except FileExistsError as e:
+        raise StoreError(f"{path} exists; a record is written once and never replaced") from e
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that may replace an older one, atomically.
+
+    Raises:
+        StoreError: it cannot be written; the older one stays as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_through(temporary, text)
+            temporary.rename(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load(path: Path) -> Evidence:
+    """The record in a file, without checking its hash; `replay` does that.
+
+    Raises:
+        StoreError: the file cannot be read or is no evidence record.
+    """
+    return _load(path, Evidence)
+
+
+def load_baseline(path: Path) -> Baseline:
+    """A stored A/A.
+
+    Raises:
+        StoreError: the file cannot be read or is none.
+    """
+    return _load(path, Baseline)
+
+
+def _load[T: BaseModel](path: Path, model: type[T]) -> T:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise StoreError(f"{path} is larger than {MAX_BYTES} bytes")
+        return model.model_validate_json(path.read_bytes())
+    except OSError as e:
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise StoreError(f"{path} is no {model.__name__.lower()} record: {where}: {first['msg']}") from e
+
+
+def replay(path: Path) -> tuple[bool, list[str]]:
+    """Derive verdict and figures again from what was measured; (same, what differs).
+
+    Raises:
+        StoreError: the file cannot be read or is no evidence record.
+        ConfigError: the record cannot be judged at all.
+    """
+    evidence = load(path)
+    differences = []
+    if content_sha(evidence) != evidence.sha256:
+        differences.append("sha256: the content is not the one that was sealed")
+    again = verdict.derive(evidence.measured)
+    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+    return not differences, differences
+
+
+def _differences(a: Any, b: Any, where: str) -> list[str]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
+    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
+        return []
+    return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
+
+
+def accept(path: Path) -> Path:
+    """Copy a record that replays into `bench/results/<machine>/`.
+
+    Raises:
+        StoreError: it does not replay, or is there already.
+    """
+    same, differences = replay(path)
+    if not same:
+        raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
+    evidence = load(path)
+    target = data_root("results") / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(target, path.read_text(encoding="utf-8"))
+    return target
+
+
+def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
+    """Every evidence record below `folders`, oldest first. A file that is none is an error, never skipped.
+
+    Raises:
+        StoreError: a file in a machine's folder is no evidence record.
+    """
+    paths = {p.resolve(): p for folder in folders for p in folder.glob("*/*.json") if _is_record(p)}
+    for path in sorted(paths.values(), key=lambda p: p.stem):
+        yield path, load(path)
+
+
+def _is_record(path: Path) -> bool:
+    return len(path.stem) == 26 and set(path.stem) <= set(_ALPHABET)
+
+
+def latest(folders: Sequence[Path], claim: str, machine: str | None = None, card: str | None = None) -> tuple[Path, Evidence] | None:
+    """The newest record of a claim; one that settles something goes before one that was not applicable or failed."""
+    found = [
+        (path, e)
+        for path, e in records(folders)
+        if e.measured.claim is not None
+        and e.measured.claim.id == claim
+        and (card is None or e.measured.claim.card == card)
+        and (machine is None or e.measured.machine.name == machine)
+    ]
+    ranked = sorted(found, key=lambda f: (_weight(f[1]), f[1].created, f[1].evidence_id))
+    return ranked[-1] if ranked else None
+
+
+def _weight(evidence: Evidence) -> int:
+    return {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2)
+
+
+def staleness(
+    evidence: Evidence, revision: int | None = None, packages: Mapping[str, str] | None = None, driver: str | None = None, today: str | None = None
+) -> list[str]:
+    """Why the verdict no longer speaks for the present; empty while it does. What is not given is not asked."""
+    reasons = []
+    if (today or datetime.now(UTC).strftime("%Y-%m-%d")) > evidence.expires:
+        reasons.append(f"expired on {evidence.expires}")
+    run = next((r for r in evidence.measured.runs if r.strict_sha in evidence.measured.strict), None)
+    if run is None:
+        return reasons
+    strict = evidence.measured.strict[run.strict_sha]
+    if revision is not None and run.performance_revision not in (None, revision):
+        reasons.append(f"performance revision {run.performance_revision} -> {revision}")
+    for name, now in (packages or {}).items():
+        then = strict.get("packages", {}).get(name)
+        if then is not None and _minor(then) != _minor(now):
+            reasons.append(f"{name} {then} -> {now}")
+    then_driver = strict.get("machine", {}).get("driver")
+    if driver is not None and then_driver not in (None, driver):
+        reasons.append(f"driver {then_driver} -> {driver}")
+    return reasons
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def find_baseline(folders: Sequence[Path], machine: Machine, case: str, noise_key: str) -> Baseline | None:
+    """The newest stored A/A of this machine and case with the same environment and configuration, unless it has expired."""
+    oldest = (datetime.now(UTC) - timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    found = [load_baseline(p) for folder in folders for p in sorted((folder / machine.name).glob(f"{case}.*.json"))]
+    fitting = [b for b in found if b.noise_key == noise_key and b.case == case and b.created >= oldest]
+    return max(fitting, key=lambda b: b.created, default=None)
+
+
+def write_baseline(baseline: Baseline, folder: Path) -> Path:
+    """Store an A/A as `<folder>/<machine>/<case>.<environment>.json`; a newer one of the same environment takes its place."""
+    path = folder / baseline.machine / f"{baseline.case}.{baseline.noise_key}.json"
+    replace(path, json.dumps(baseline.model_dump(mode="json"), ensure_ascii=False, allow_nan=False) + "\n")
+    return path

@@ -1,0 +1,79 @@
+"""Clocks, power and temperature of the GPUs while a series runs: one nvidia-smi for all its launches, read when they have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from playbook_bench.records import Machine
+
+_QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+_FORMAT = "%Y/%m/%d %H:%M:%S.%f"
+_NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
+
+
+class Telemetry:
+    """A context: nvidia-smi writes a line per GPU and second into a file. Without GPUs it does nothing."""
+
+    def __init__(self, machine: Machine, folder: Path) -> None:
+        self.machine = machine
+        self.path = folder / "telemetry.csv"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Telemetry:
+        if self.machine.gpus:
+            try:
+                with self.path.open("wb") as out:
+                    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
+                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
+            except OSError:
+                self._process = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def between(self, start: float, end: float) -> dict[str, Any]:
+        """5th, 50th and 95th percentile of each reading over a run, and the throttle reasons seen."""
+        if self._process is None:
+            return {}
+        try:
+            lines = self.path.read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            return {}
+        return summarize(lines, start, end)
+
+
+def summarize(lines: list[str], start: float, end: float) -> dict[str, Any]:
+    """nvidia-smi's lines between two times (seconds since the epoch), as percentiles."""
+    columns: dict[str, list[float]] = {name: [] for name in _NAMES}
+    throttled = set()
+    for line in lines:
+        fields = [f.strip() for f in line.split(",")]
+        if len(fields) != 1 + len(_NAMES) + 1 or not start <= _when(fields[0]) <= end:
+            continue
+        for name, text in zip(_NAMES, fields[1:], strict=False):
+            try:
+                columns[name].append(float(text))
+            except ValueError:
+                continue
+        throttled.add(fields[-1])
+    out: dict[str, Any] = {name: _percentiles(values) for name, values in columns.items() if values}
+    return out | {"throttle_reasons": sorted(throttled)} if out else {}
+
+
+def _when(text: str) -> float:
+    try:
+        return time.mktime(datetime.strptime(text, _FORMAT).timetuple())
+    except ValueError:
+        return -1.0
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (5, 50, 95)}

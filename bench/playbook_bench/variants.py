@@ -1,0 +1,130 @@
+"""From a case and a profile to two resolved configurations that differ only in what the case declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from playbook.document import did_you_mean
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook_bench.case import Case
+from playbook_bench.records import Variant
+from playbook_trainer import config as trainer_config
+from playbook_trainer.config import TrainerConfig
+
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+_CONFIG_PREFIX = "trainer/configs/"
+_NOT_COMPARED = frozenset({"output"})
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One variant, ready to launch."""
+
+    variant: Variant
+    config: TrainerConfig
+    ranks: int
+    environment: dict[str, str]
+
+    @property
+    def sha(self) -> str:
+        """The configuration's hash."""
+        return trainer_config.config_sha(self.config)
+
+
+def trainer_path(case: Case) -> Path:
+    """The case's trainer configuration, inside `trainer/configs`.
+
+    Raises:
+        ConfigError: none is named, it lies elsewhere, or it does not exist.
+    """
+    if not case.trainer:
+        raise ConfigError(f"case '{case.id}': 'trainer' is missing; name a file in {_CONFIG_PREFIX}")
+    root = data_root("configs").resolve()
+    inside = case.trainer.removeprefix(_CONFIG_PREFIX)
+    path = (root / inside).resolve()
+    if inside == case.trainer or not path.is_relative_to(root):
+        raise ConfigError(f"case '{case.id}': trainer '{case.trainer}' is not a path below {_CONFIG_PREFIX}")
+    if not path.is_file():
+        have = [_CONFIG_PREFIX + str(p.relative_to(root)) for p in root.glob("*.yaml")]
+        raise ConfigError(f"case '{case.id}': trainer '{case.trainer}' does not exist{did_you_mean(case.trainer, have)}")
+    return path
+
+
+def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
+    """The variant's configuration: trainer file < profile < the variant's delta < the variant's delta for this profile.
+
+    Raises:
+        ConfigError: the case has no such profile, or `ranks` is not a positive whole number.
+        FileError: the configuration does not fit the trainer's tree.
+    """
+    if profile not in case.profiles:
+        raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
+    own = case.variant_profiles.get(profile, {}).get(variant, {})
+    merged: dict[str, Any] = {**case.profiles[profile], **getattr(case, variant), **own}
+    ranks = merged.pop("ranks", 1)
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
+    if profile == "cpu":
+        merged.setdefault("train.device", "cpu")
+    return Resolved(variant, trainer_config.load(trainer_path(case), merged), ranks, dict(case.delta.environment.get(variant, {})))
+
+
+def resolve_pair(case: Case, profile: str) -> dict[Variant, Resolved]:
+    """Both variants, refused where they differ in anything that the case does not declare.
+
+    Raises:
+        ConfigError: an undeclared difference, with the keys.
+    """
+    pair = {v: resolve_variant(case, v, profile) for v in VARIANTS}
+    a, b = pair["baseline"], pair["candidate"]
+    keys = undeclared(case, trainer_config.dump(a.config), trainer_config.dump(b.config))
+    if keys:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': the variants differ in {', '.join(keys)}, which neither variant declares")
+    if a.ranks != b.ranks and not case.delta.ranks:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': {a.ranks} and {b.ranks} ranks; declare delta.ranks with a reason")
+    if a.sha == b.sha and a.ranks == b.ranks and a.environment == b.environment:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': both variants resolve to the same run; nothing would be compared")
+    return pair
+
+
+def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
+    """Dotted keys in which two resolved configurations differ without the case saying so."""
+    declared = {*case.baseline, *case.candidate}
+    return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Dotted keys in which two resolved configurations differ; where results are written does not count."""
+    left, right = _flat(a), _flat(b)
+    keys = sorted(left.keys() | right.keys())
+    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
+
+
+def extended(resolved: Resolved) -> Resolved:
+    """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""
+    train = resolved.config.train
+    window = train.steps - train.warmup_steps
+    longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
+    return Resolved(resolved.variant, resolved.config.model_copy(update={"train": longer}), resolved.ranks, resolved.environment)
+
+
+class _Absent:
+    """Stands for a key that is not there."""
+
+
+def _covered(key: str, declared: Iterable[str]) -> bool:
+    return any(key == d or key.startswith(d + ".") for d in declared)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out.update(_flat(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

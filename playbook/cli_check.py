@@ -1,0 +1,213 @@
+"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys. Part of the command line.
+
+Each package judges what it owns; here their answers are put side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playbook.cards import Claim, Comparison, Expect
+from playbook.document import Marks, Path_, did_you_mean, load, locate
+from playbook.errors import ConfigError, FileError, Finding
+from playbook.paths import data_root
+from playbook.validate import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
+from playbook_bench import logic, receipt
+from playbook_bench.case import Case, case_problems
+from playbook_bench.metrics import METRICS
+from playbook_bench.variants import VARIANTS, resolve_pair, trainer_path
+from playbook_bench.verdict import threshold
+from playbook_trainer import checks
+from playbook_trainer import config as trainer
+
+NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
+"""What a receipt counts with; see `playbook_bench.case.Rule`."""
+
+RANKS = "ranks"
+"""The one key of profiles and deltas that belongs to the launch, not to the trainer."""
+
+
+@dataclass(frozen=True)
+class LoadedCase:
+    """A case with the place of each of its values."""
+
+    case: Case
+    path: Path
+    marks: Marks
+
+    def finding(self, where: Path_, message: str) -> Finding:
+        """A finding at `where` in the case's file."""
+        line, column = locate(self.marks, where)
+        return Finding(str(self.path), line, column, message)
+
+
+def check_all(paths: Sequence[Path]) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
+    """The cards of `paths` (all that ship, if empty), the cases, and everything that is wrong with them."""
+    shelf = read_cards([data_root("cards")])
+    cards = read_cards(paths) if paths else shelf
+    cases, findings = read_cases(data_root("cases"))
+    broken = {Path(f.file).stem for f in findings}
+    found = check_cards(cards, shelf, cases=set(cases) | broken, metrics=METRICS)
+    for entry, i, claim in cards.claims():
+        found += _claim_and_case(entry, i, claim, cases)
+    for loaded in cases.values():
+        findings += check_case(loaded)
+    return cards, cases, found + findings
+
+
+def read_cases(folder: Path) -> tuple[dict[str, LoadedCase], list[Finding]]:
+    """The cases of a folder by id, and what does not load."""
+    cases: dict[str, LoadedCase] = {}
+    findings: list[Finding] = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".yaml" or path.is_dir():
+            findings.append(Finding(str(path), 1, 1, "is no case; only cases (*.yaml) belong here, move it elsewhere"))
+            continue
+        try:
+            case, marks = load(path, Case)
+        except FileError as e:
+            findings += e.findings
+            continue
+        loaded = LoadedCase(case, path, marks)
+        if path.stem != case.id:
+            findings.append(
+                loaded.finding(("id",), f"case id '{case.id}' differs from the file's name; rename the file to '{case.id}.yaml'")
+            )
+        cases[case.id] = loaded
+    return cases, findings
+
+
+def check_case(loaded: LoadedCase) -> list[Finding]:
+    """What is wrong with one case: its fields, its function, its trainer configuration, its keys, its layouts."""
+    case = loaded.case
+    findings = [loaded.finding(where, message) for where, message in case_problems(case)]
+    if findings:
+        return findings
+    if case.kind in LOGIC_KINDS:
+        return list(_function(loaded))
+    if case.metric not in METRICS:
+        findings.append(loaded.finding(("metric",), f"metric '{case.metric}' is not known{did_you_mean(str(case.metric), METRICS)}"))
+    try:
+        trainer_path(case)
+    except ConfigError as e:
+        return [*findings, loaded.finding(("trainer",), str(e))]
+    findings += _formulas(loaded)
+    return findings + (list(_unknown_keys(loaded)) or list(_layouts(loaded)))
+
+
+def trainer_keys() -> set[str]:
+    """Every dotted key of the trainer's tree, sections included."""
+    keys = {"model.preset"}
+    pending: list[tuple[str, Any]] = [("", trainer.TrainerConfig), ("model.", trainer.ModelConfig), ("model.vision.", trainer.VisionConfig)]
+    while pending:
+        prefix, model = pending.pop()
+        for name, info in model.model_fields.items():
+            keys.add(prefix + name)
+            if hasattr(info.annotation, "model_fields"):
+                pending.append((f"{prefix}{name}.", info.annotation))
+    return keys
+
+
+def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    here: Path_ = ("claims", i)
+    yield from _same(entry, here, claim.kind, claim.case, claim.metric, claim.comparison, cases)
+    yield from _margin(entry, here, claim.metric, claim.expect)
+    check = claim.mechanism_check
+    if check:
+        yield from _margin(entry, (*here, "mechanism_check"), check.metric, check.expect)
+        yield from _same(entry, (*here, "mechanism_check"), "pair", check.case, check.metric, check.comparison, cases)
+
+
+def _same(
+    entry: LoadedCard, here: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
+) -> Iterator[Finding]:
+    """A claim and its case must speak of the same thing."""
+    loaded = cases.get(name or "")
+    if loaded is None:
+        return  # reported as a case that does not exist, or as a case file that does not load
+    case = loaded.case
+    if case.kind != kind:
+        yield entry.finding((*here, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
+    if case.metric is not None and case.metric != metric:
+        yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{case.metric}' in case '{case.id}'; make them agree")
+    for variant in VARIANTS:
+        ours, theirs = getattr(comparison, variant), getattr(case, variant)
+        if ours != theirs:
+            where = (*here, "comparison", variant)
+            yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")
+
+
+def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
+    """The margin's unit must fit the metric."""
+    if metric in METRICS and expect.margin is not None:
+        try:
+            threshold(METRICS[metric], expect.margin)
+        except ConfigError as e:
+            yield entry.finding((*here, "expect", "margin"), str(e))
+
+
+def _delta(values: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{k}: {v}" for k, v in values.items()) + "}"
+
+
+def _function(loaded: LoadedCase) -> Iterator[Finding]:
+    case = loaded.case
+    table = logic.ARITHMETIC if case.kind == "arithmetic" else logic.INVARIANTS
+    if case.function not in table:
+        yield loaded.finding(
+            ("function",), f"function '{case.function}' is not in the harness's table{did_you_mean(str(case.function), table)}"
+        )
+
+
+def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
+    """Every count must be a formula over the numbers of a receipt."""
+    for variant in VARIANTS:
+        for i, rule in enumerate(getattr(loaded.case.activation, variant).require):
+            try:
+                receipt.evaluate(str(rule.count or 0), dict.fromkeys(NUMBERS, 1.0))
+            except ConfigError as e:
+                yield loaded.finding(("activation", variant, "require", i, "count"), str(e))
+
+
+def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
+    known = trainer_keys() | {RANKS}
+    places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), loaded.case.baseline), (("candidate",), loaded.case.candidate)]
+    places += [(("profiles", name), keys) for name, keys in loaded.case.profiles.items()]
+    for name, variants in loaded.case.variant_profiles.items():
+        if name not in loaded.case.profiles:
+            yield loaded.finding(
+                ("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, loaded.case.profiles)}"
+            )
+        for variant, keys in variants.items():
+            if variant not in VARIANTS:
+                yield loaded.finding(
+                    ("variant_profiles", name, variant), f"variant '{variant}' is not known; expected baseline or candidate"
+                )
+            places.append((("variant_profiles", name, variant), keys))
+    for where, keys in places:
+        for key in keys:
+            if key not in known:
+                yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, known)}")
+
+
+def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
+    """Each variant on each profile must resolve, differ only as declared, and divide its ranks."""
+    for profile in loaded.case.profiles:
+        try:
+            problems = list(_pair_problems(loaded.case, profile))
+        except FileError as e:
+            problems = [f"profile '{profile}': {f.message}" for f in e.findings]
+        except ConfigError as e:
+            problems = [" ".join(str(e).split())]
+        yield from (loaded.finding(("profiles", profile), p) for p in problems)
+
+
+def _pair_problems(case: Case, profile: str) -> Iterator[str]:
+    for variant, run in resolve_pair(case, profile).items():
+        problems = checks.layout_problems(run.config, run.ranks)
+        if run.config.backend == "torch":
+            problems += checks.feature_problems(run.config)
+        yield from (f"{variant} on profile '{profile}': {p}" for p in problems)

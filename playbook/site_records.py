@@ -1,0 +1,195 @@
+"""Evidence and traces as the site reads them: plain data, checked against their own hash.
+
+A record whose hash does not match its content is `altered`: it is shown as that and never as a verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from playbook.cards import Claim, MechanismCheck
+from playbook.errors import FileError, Finding
+
+EVIDENCE, TRACE = "evidence/1", "trace/1"
+KNOWN = (EVIDENCE, TRACE, "baseline/1")
+MAX_BYTES = 64_000_000
+_DECIDED = ("confirmed", "refuted")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One evidence or trace file."""
+
+    path: Path
+    data: dict[str, Any]
+    expected_sha: str
+    """The hash of its content, as computed here."""
+
+    @property
+    def altered(self) -> bool:
+        """Whether the content is not what was written."""
+        return self.get("sha256") != self.expected_sha
+
+    @property
+    def id(self) -> str:
+        """The record's own id."""
+        return str(self.data.get("evidence_id") or self.data.get("trace_id"))
+
+    @property
+    def schema(self) -> str:
+        """The kind of record."""
+        return str(self.data.get("schema_version"))
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The value at a path of keys, or `default` where it is missing or null."""
+        node: Any = self.data
+        for key in keys:
+            if not isinstance(node, Mapping) or node.get(key) is None:
+                return default
+            node = node[key]
+        return node
+
+    @property
+    def status(self) -> str:
+        """The verdict's word; `altered` where the record cannot be trusted."""
+        return "altered" if self.altered else str(self.get("derived", "verdict", "status"))
+
+    @property
+    def claim(self) -> str | None:
+        """The claim it speaks for, if any."""
+        found = self.get("measured", "claim", "id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def machine(self) -> str:
+        """The machine's name."""
+        return str(self.get("measured", "machine", "name", default="unknown"))
+
+    @property
+    def created(self) -> str:
+        """When it was written, in ISO format."""
+        return str(self.get("created", default=""))
+
+    def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
+        """Why the verdict no longer speaks for today, or None."""
+        until = _day(self.get("expires", default=""))
+        if until is None or until < today:
+            return f"expired on {until}" if until else "without expiry date"
+        if claim is not None and self._reworded(claim):
+            return "the claim has changed since"
+        return None
+
+    def _reworded(self, claim: Claim | MechanismCheck) -> bool:
+        then = self.get("measured", "claim", default={})
+        now = {
+            "metric": claim.metric,
+            "expect": claim.expect.model_dump(mode="json"),
+            "comparison": claim.comparison.model_dump(mode="json"),
+        }
+        return any(then.get(k) != v for k, v in now.items())
+
+
+def read(folders: Sequence[Path]) -> list[Record]:
+    """Every record below the folders, newest first; the first copy of an id counts.
+
+    Raises:
+        FileError: a file that is no record, with its path; none is skipped.
+    """
+    found: dict[tuple[str, str], Record] = {}
+    findings: list[Finding] = []
+    for path in _files(folders):
+        try:
+            record = _load(path)
+        except ValueError as e:
+            findings.append(Finding(str(path), 1, 1, str(e)))
+            continue
+        if record.schema in (EVIDENCE, TRACE):
+            found.setdefault((record.schema, record.id), record)
+    if findings:
+        raise FileError(findings)
+    return sorted(found.values(), key=lambda r: (r.created, r.id), reverse=True)
+
+
+def _files(folders: Iterable[Path]) -> list[Path]:
+    """Records lie in `<folder>/<machine>/` and `<folder>/traces/`; a trace's reports, one level deeper, are no records."""
+    return sorted(p for f in folders for p in [*f.glob("*.json"), *f.glob("*/*.json")] if p.is_file() and not p.name.startswith("."))
+
+
+def _load(path: Path) -> Record:
+    try:
+        raw = path.read_bytes()
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"has {len(raw)} bytes; at most {MAX_BYTES} are read")
+        data = json.loads(raw)
+    except (OSError, RecursionError, ValueError) as e:
+        raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e
+    if not isinstance(data, dict) or data.get("schema_version") not in KNOWN:
+        kind = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"has schema_version {kind!r}; expected one of {', '.join(KNOWN)}")
+    if data["schema_version"] != "baseline/1":
+        _check(data)
+    return Record(path, data, content_sha(data))
+
+
+def _check(data: dict[str, Any]) -> None:
+    """The few fields without which no page can be made."""
+    key = "evidence_id" if data["schema_version"] == EVIDENCE else "trace_id"
+    name = data.get(key)
+    if not isinstance(name, str) or not name.isalnum() or len(name) > 64:
+        raise ValueError(f"{key} is {str(name)[:40]!r}; expected letters and digits")
+    record = Record(Path(), data, "")
+    if data["schema_version"] == EVIDENCE and not isinstance(record.get("derived", "verdict", "status"), str):
+        raise ValueError("has no derived.verdict.status")
+    if data["schema_version"] == TRACE and not isinstance(record.get("variants"), dict):
+        raise ValueError("has no variants")
+
+
+def content_sha(data: Mapping[str, Any]) -> str:
+    """The hash that a record should carry: SHA-256 over the canonical JSON of everything but the hash."""
+    rest = {k: v for k, v in data.items() if k != "sha256"}
+    try:
+        line = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return hashlib.sha256(line.encode()).hexdigest()
+    except ValueError:  # NaN, or a lone surrogate: nothing that the harness writes
+        return "none"
+
+
+def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
+    """The newest verdict of each machine on a claim, decided ones first. Altered records do not count."""
+    newest: dict[str, Record] = {}
+    for r in records:
+        if r.schema == EVIDENCE and r.claim == claim and not r.altered:
+            known = newest.setdefault(r.machine, r)
+            if r.created > known.created:
+                newest[r.machine] = r
+    return sorted(
+        newest.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
+    )
+
+
+def earlier(records: Iterable[Record], claim: str) -> list[Record]:
+    """Every record on a claim, newest first, altered ones included."""
+    return [r for r in records if r.schema == EVIDENCE and r.claim == claim]
+
+
+def trace_for(records: Iterable[Record], case: str | None, profile: str | None = None) -> Record | None:
+    """The newest trace of a case (on one profile), unless altered."""
+    found = [
+        r
+        for r in records
+        if r.schema == TRACE and not r.altered and r.get("case") == case and (profile is None or r.get("profile") == profile)
+    ]
+    return max(found, key=lambda r: r.created, default=None)
+
+
+def _day(stamp: Any) -> date | None:
+    try:
+        return datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).astimezone(UTC).date()
+    except ValueError:
+        return None

@@ -1,0 +1,122 @@
+"""Markdown for the site: escaping, numbers with units, tables. Text from files is data: none of it becomes markup."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_SPACE = re.compile(r"\s+")
+# What would change meaning inside a sentence; the rest stays readable in the generated file.
+_INLINE = re.compile(r"([\\`*_{}\[\]#!|~^<>$]|(?<=\S):(?=\S)|^[-+]|^\d+\.)")
+
+
+def text(value: object) -> str:
+    """`value` as one line that Markdown and HTML leave alone."""
+    line = _SPACE.sub(" ", str(value)).strip().replace("&", "&amp;")
+    return _INLINE.sub(lambda m: "".join(f"&#{ord(c)};" for c in m.group(0)), line)
+
+
+def code(value: object) -> str:
+    """`value` as code within a line."""
+    return f"<code>{html.escape(_SPACE.sub(' ', str(value)).strip()).translate(_CODE)}</code>"
+
+
+_CODE = {ord(c): f"&#{ord(c)};" for c in "\\`*_{}[]()#!|~^:$"}
+
+
+def attribute(value: object) -> str:
+    """`value` for an HTML attribute in double quotes."""
+    return html.escape(_SPACE.sub(" ", str(value)).strip(), quote=True).translate(_CODE)
+
+
+def block(content: str, language: str) -> str:
+    """A fenced block; the fence is longer than any in the content."""
+    longest = max((len(m) for m in re.findall(r"`+", content)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{content}\n{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; cells are Markdown already. A column whose title ends with `>` is aligned right."""
+    titles = [h.removesuffix(">") for h in header]
+    rule = ["---:" if h.endswith(">") else "---" for h in header]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *rows])
+
+
+def link(label: str, target: str, *classes: str) -> str:
+    """A Markdown link; `label` is Markdown already."""
+    marks = "{ " + " ".join("." + c for c in classes) + " }" if classes else ""
+    return f"[{label}]({target}){marks}"
+
+
+def badge(status: str, label: str | None = None) -> str:
+    """The word of a verdict, coloured by its class."""
+    name = status.replace("_", "-")
+    return f'<span class="pb-badge pb-{attribute(name)}">{html.escape((label or status).replace("_", " "))}</span>'
+
+
+def front_matter(title: str, **fields: str) -> str:
+    """A page's front matter, and its heading."""
+    lines = [f"{k}: {_quoted(v)}" for k, v in {"title": title, **fields}.items()]
+    return "---\n" + "\n".join(lines) + "\n---\n"
+
+
+def _quoted(value: str) -> str:
+    clean = _SPACE.sub(" ", value).strip().replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{clean}"'
+
+
+def number(value: Any) -> str:
+    """A number in as many digits as a reader needs."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return text("none" if value is None else value)
+    if not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) or value == int(value):
+        return f"{int(value):,}" if abs(value) < 1e15 else f"{value:.3g}"
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def quantity(value: Any, unit: str) -> str:
+    """A value of a metric with its unit, scaled for reading."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return number(value)
+    if unit == "bytes":
+        step = min(len(_BINARY) - 1, int(math.log(abs(value), 1024)) if abs(value) >= 1 else 0)
+        return f"{number(round(value / 1024**step, 3))} {_BINARY[step]}"
+    if unit == "s":
+        return f"{number(value)} s" if abs(value) >= 1 else f"{number(value * 1000)} ms"
+    if unit == "share":
+        return f"{value * 100:.1f} %"
+    return f"{number(value)} {text(unit)}"
+
+
+def percent(share: float) -> str:
+    """A share as a signed percentage; the sign of a rounded zero is dropped."""
+    shown = f"{share * 100:+.1f}"
+    return ("0.0" if shown in ("+0.0", "-0.0") else shown.replace("-", "−")) + " %"
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds for a table."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def mapping(values: Mapping[str, Any]) -> str:
+    """Keys and values as code, joined by commas."""
+    return ", ".join(code(f"{k}: {plain(v)}") for k, v in values.items()) or "the configuration as it is"
+
+
+def plain(value: Any) -> str:
+    """A configuration value as YAML would show it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(plain(v) for v in value) + "]"
+    return str(value)

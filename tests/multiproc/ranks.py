@@ -1,0 +1,46 @@
+"""Start ranks of the trainer as torchrun would, and read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(words: list[str], ranks: int, *, command: list[str] | None = None, log: Path | None = None) -> list[subprocess.Popen[str]]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    base = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}:{ROOT / 'trainer'}", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(ranks):
+        env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        line = [*(command or [sys.executable, "-m", "playbook_trainer"]), *words]
+        processes.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+def run(words: list[str], ranks: int = 1, timeout: float = 120, **how: Any) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank."""
+    processes = start(words, ranks, **how)
+    try:
+        outputs = [p.communicate(timeout=timeout) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

@@ -1,0 +1,63 @@
+"""Every layout computes what one rank computes: same data, same seed, FP32, ten steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ranks import run, steps, summary
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
+COMMON = ["train.steps=10", "train.warmup_steps=1"]
+
+LAYOUTS = {
+    "fsdp2": (TEXT, 2, []),
+    "fsdp4": (TEXT, 4, []),
+    "ep2-alltoall": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
+    "ep2-allgather": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=allgather"]),
+    "ep2-of-4": (TEXT, 4, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
+    "ep4-allgather": (TEXT, 4, ["parallel.ep=4", "moe.dispatcher=allgather"]),
+    "cp2": (TEXT, 2, ["parallel.cp=2"]),
+    "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
+    "tp2": (TEXT, 2, ["parallel.tp=2"]),
+    "pp2": (TEXT, 2, ["parallel.pp=2"]),
+    "tp2-pp2": (TEXT, 4, ["parallel.tp=2", "parallel.pp=2"]),
+    "tp2-dp2": (TEXT, 4, ["parallel.tp=2"]),
+    "pp2-dp2": (TEXT, 4, ["parallel.pp=2"]),
+    "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
+    "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
+    "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
+}
+
+
+def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[str, float]]:
+    results = run([config, *COMMON, *words, f"output={folder}"], ranks)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    return steps(folder)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
+    root = tmp_path_factory.mktemp("one")
+
+    @cache
+    def reference(config: str) -> list[dict[str, float]]:
+        return curve(root / Path(config).stem, config, 1, [])
+
+    return reference
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
+    config, ranks, words = LAYOUTS[name]
+    rows = curve(tmp_path, config, ranks, words)
+    reference = one_rank(config)
+    assert len(rows) == len(reference) == 10
+    for a, b in zip(rows, reference, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), f"loss at step {a['step']}"
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), f"gradient norm at step {a['step']}"
+        assert (a["useful_tokens"], a["raw_tokens"], a["images"]) == (b["useful_tokens"], b["raw_tokens"], b["images"])
+    assert summary(tmp_path)["outcome"] == "ok"

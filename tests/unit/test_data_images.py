@@ -1,0 +1,124 @@
+"""Images: target sizes, patches as Hugging Face makes them, broken and hostile files, and the bundle's likeness to COCO."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from playbook.errors import DataError
+from playbook.paths import data_root
+from playbook_trainer.config import VisionConfig
+from playbook_trainer.data.images import ImageRef, decode, header_size, patches_into, target_size
+
+# COCO 2017: https://cocodataset.org. val2017.zip has 815,585,330 bytes for 5,000 images.
+COCO = {"longer": 640, "shorter": 480, "bytes": 815_585_330 / 5_000}
+
+
+def patches(pixels: np.ndarray, vision: VisionConfig) -> np.ndarray:
+    count = pixels.shape[0] * pixels.shape[1] // vision.patch_size**2
+    out = np.full((count, 3 * vision.temporal_patch_size * vision.patch_size**2), np.nan, dtype=np.float32)
+    patches_into(out, pixels, vision)
+    return out
+
+
+@pytest.mark.parametrize(("patch", "merge", "height", "width"), [(16, 2, 64, 96), (16, 2, 96, 32), (14, 2, 56, 84), (8, 3, 48, 24)])
+def test_patches_equal_hugging_face(patch: int, merge: int, height: int, width: int) -> None:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = module.Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=merge, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, do_resize=False
+    )
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    expected = processor(Image.fromarray(pixels), return_tensors="np")
+    vision = VisionConfig(depth=1, hidden_size=8, num_heads=1, ffn_size=8, patch_size=patch, spatial_merge_size=merge)
+    assert expected["image_grid_thw"].tolist() == [list(ImageRef(Path(), height, width).grid(patch))]
+    np.testing.assert_allclose(patches(pixels, vision), expected["pixel_values"], atol=1e-6)
+
+
+def test_target_size_equals_hugging_face_for_ordinary_images() -> None:
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    for height, width in [(480, 640), (640, 427), (333, 500), (100, 90), (1411, 1411)]:
+        expected = module.smart_resize(height, width, factor=32, min_pixels=1, max_pixels=65_536)
+        assert target_size(height, width, 32, 65_536) == expected
+
+
+@given(st.integers(1, 20_000), st.integers(1, 20_000), st.sampled_from([28, 32]), st.integers(1, 2_000_000))
+def test_target_size_is_bounded_and_in_whole_visual_tokens(height: int, width: int, factor: int, most: int) -> None:
+    h, w = target_size(height, width, factor, most)
+    assert h % factor == 0 and w % factor == 0 and h > 0 and w > 0
+    assert h * w <= max(most, factor * factor)
+
+
+def test_larger_images_get_more_patches_than_smaller_ones() -> None:
+    assert target_size(480, 640, 32, 65_536) == (192, 288)
+    assert target_size(480, 640, 32, 10_000_000) == (480, 640)
+
+
+def write_jpeg(path: Path, size: tuple[int, int] = (64, 48)) -> Path:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path, quality=90)
+    return path
+
+
+def test_decode_resizes_to_rgb(tmp_path: Path) -> None:
+    Image.new("L", (50, 40), 200).save(tmp_path / "gray.png")
+    pixels = decode(ImageRef(tmp_path / "gray.png", 32, 64))
+    assert pixels.shape == (32, 64, 3)
+    assert (pixels == 200).all()
+
+
+@pytest.mark.parametrize("keep", [0, 10, 400])
+def test_a_truncated_jpeg_is_an_error_that_names_the_file(tmp_path: Path, keep: int) -> None:
+    path = write_jpeg(tmp_path / "cut.jpg")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match=r"cut\.jpg"):
+        decode(ImageRef(path, 32, 32))
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    Image.new("RGB", (8, 8)).save(path, format="BMP")
+    with pytest.raises(DataError, match=r"image\.jpg"):
+        header_size(path)
+
+
+@pytest.mark.parametrize(("width", "height"), [(9_000, 9_000), (60_000, 60_000)])
+def test_a_decompression_bomb_is_refused_by_its_header(tmp_path: Path, width: int, height: int) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    (tmp_path / "bomb.png").write_bytes(data)
+    with pytest.raises(DataError, match=r"bomb\.png"):
+        header_size(tmp_path / "bomb.png")
+
+
+def test_the_bundle_is_like_coco_within_a_factor_of_two() -> None:
+    files = sorted((data_root("assets") / "vqa").glob("*.jpg"))
+    sizes = [header_size(path) for path in files]
+    found = {
+        "longer": statistics.median(max(s) for s in sizes),
+        "shorter": statistics.median(min(s) for s in sizes),
+        "bytes": statistics.median(path.stat().st_size for path in files),
+    }
+    assert len(files) >= 20
+    assert len(set(sizes)) >= 5, "aspect ratios vary"
+    for key, reference in COCO.items():
+        assert 0.5 <= found[key] / reference <= 2, key
+
+
+def test_the_bundle_is_small_and_every_file_has_a_licence() -> None:
+    root = data_root("assets")
+    assert sum(p.stat().st_size for p in (root / "vqa").iterdir()) < 3_000_000
+    assert sum(p.stat().st_size for p in (root / "text").iterdir()) < 1_200_000
+    licences = (root / "LICENSES.md").read_text(encoding="utf-8")
+    for path in (root / "vqa").glob("*.jpg"):
+        assert f"`{path.stem.split('_')[0]}_*`" in licences, path.name

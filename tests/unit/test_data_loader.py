@@ -1,0 +1,263 @@
+"""Batches: what the model gets, in which order, from how many ranks and workers, and what happens when something dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from playbook.errors import ConfigError, DataError
+from playbook.paths import data_root, repo_root
+from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.data.batch import IGNORE, Batch
+from playbook_trainer.data.loader import build_loader
+
+TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
+
+
+def config(name: str, **overrides: Any) -> TrainerConfig:
+    keys = {"data.num_workers": 0} | {key.replace("__", "."): value for key, value in overrides.items()}
+    return load(data_root("configs") / f"{name}.yaml", keys)
+
+
+def steps(cfg: TrainerConfig, n: int, **options: Any) -> list[list[Batch]]:
+    loader = build_loader(cfg, **{"dp_rank": 0, "dp_size": 1, **options})
+    try:
+        return list(itertools.islice(loader, n))
+    finally:
+        loader.close()
+
+
+def documents(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tokens, labels and positions of each document."""
+    cu = batch.cu_seqlens.tolist()
+    return [(batch.tokens_N[a:b], batch.labels_N[a:b], batch.positions[..., a:b]) for a, b in itertools.pairwise(cu)]
+
+
+def fingerprint(batch: Batch) -> tuple[bytes, ...]:
+    parts = [batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens]
+    if batch.vision is not None:
+        v = batch.vision
+        parts += [v.pixels_PC, v.cu_seqlens, v.rotary_P2, v.pos_index_4P, v.pos_weight_4P, v.visual_index_V]
+    return tuple(t.contiguous().numpy().tobytes() for t in parts)
+
+
+def rows_of(run: list[list[Batch]]) -> list[bytes]:
+    """The tokens of each padded row, in the order in which one rank reads them."""
+    return [row.numpy().tobytes() for step in run for batch in step for row in batch.tokens_N.split(512)]
+
+
+@pytest.mark.parametrize("name", [TEXT, VL])
+@pytest.mark.parametrize("pack", [True, False])
+def test_documents_are_whole_and_never_see_each_other(name: str, pack: bool) -> None:
+    for step in steps(config(name, data__pack=pack, train__micro_batch_size=2, train__global_batch_size=4), 3):
+        for batch in step:
+            cu = batch.cu_seqlens.tolist()
+            assert cu[0] == 0
+            assert cu[-1] == len(batch.tokens_N) == batch.positions.shape[-1]
+            assert all(a < b for a, b in itertools.pairwise(cu))
+            assert batch.max_seqlen == max(b - a for a, b in itertools.pairwise(cu))
+            assert batch.num_loss == int((batch.labels_N != IGNORE).sum()) > 0
+            for tokens, labels, positions in documents(batch):
+                assert (positions[..., 0] == 0).all()
+                assert labels[-1] == IGNORE, "no label across a border"
+                has = labels != IGNORE
+                assert torch.equal(labels[:-1][has[:-1]], tokens[1:][has[:-1]]), "a label is the next token"
+                if (tokens == 257).all():
+                    assert not has.any(), "padding bears no loss"
+                elif name == TEXT:
+                    assert has[:-1].all()
+                    assert torch.equal(positions, torch.arange(len(tokens)))
+
+
+def test_padding_is_a_document_and_is_counted() -> None:
+    loader = build_loader(config(TEXT, data__pack=False), dp_rank=0, dp_size=1)
+    batches = [batch for step in itertools.islice(loader, 40) for batch in step]
+    assert all(len(b.tokens_N) == 256 and len(b.cu_seqlens) <= 3 for b in batches)
+    assert any(b.num_useful < 256 for b in batches)
+    for batch in batches:
+        assert int((batch.tokens_N != 257).sum()) == batch.num_useful
+    assert loader.counters()["padding_tokens"] == sum(256 - b.num_useful for b in batches)
+
+
+def test_without_padding_rows_keep_their_length() -> None:
+    lengths = {len(b.tokens_N) for step in steps(config(VL, data__pad=False, data__pack=False), 6) for b in step}
+    assert len(lengths) > 3
+    assert max(lengths) <= 512
+
+
+def test_the_loss_is_on_the_answer_alone(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    lines = [{"images": ["a.png"], "question": "Which?", "answer": "this"}] * 2
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    batch = steps(config(VL, data__path=str(tmp_path), train__global_batch_size=1), 1)[0][0]
+    tokens, labels, _ = documents(batch)[0]
+    assert bytes(labels[labels != IGNORE][:-1].tolist()) == b"this"
+    assert labels[labels != IGNORE][-1] == 256
+    assert labels[int((labels != IGNORE).nonzero()[0])] == tokens[int((labels != IGNORE).nonzero()[0]) + 1]
+
+
+def test_images_stand_where_their_tokens_stand() -> None:
+    for step in steps(config(VL), 4):
+        for batch in step:
+            v = batch.vision
+            assert v is not None
+            assert torch.equal(v.visual_index_V, (batch.tokens_N == 258).nonzero()[:, 0])
+            assert v.pixels_PC.shape == (len(v.visual_index_V) * 4, 1536)
+            assert v.cu_seqlens.tolist()[-1] == len(v.pixels_PC)
+            assert len(v.cu_seqlens) - 1 == batch.num_images == int((batch.tokens_N == 259).sum())
+            assert v.max_seqlen == int(v.cu_seqlens.diff().max())
+            assert v.rotary_P2.shape == (len(v.pixels_PC), 2)
+            assert v.pos_index_4P.shape == v.pos_weight_4P.shape == (4, len(v.pixels_PC))
+            assert float(v.pixels_PC.abs().max()) <= 1
+            assert float(v.pixels_PC.std()) > 0.1
+            assert batch.positions.shape == (3, len(batch.tokens_N))
+
+
+def test_batches_without_images_have_no_vision() -> None:
+    for overrides in ({"data__kind": "mock"}, {"data__kind": "text"}):
+        batch = steps(config(VL, **overrides), 1)[0][0]
+        assert batch.vision is None
+        assert batch.num_images == 0
+        assert batch.positions.shape == (3, 512)
+    assert steps(config(VL, data__kind="mock"), 1)[0][0].num_useful == 512
+
+
+@pytest.mark.parametrize(("dp", "mbs", "workers"), [(2, 1, 0), (4, 2, 0), (1, 4, 2), (2, 2, 1)])
+def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: int, mbs: int, workers: int) -> None:
+    overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 16_384}
+    expected = steps(config(VL, **overrides), 3)
+    cfg = config(VL, **overrides, train__micro_batch_size=mbs, data__num_workers=workers)
+    ranks = [steps(cfg, 3, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+    for s in range(3):
+        # Micro-batch j of rank r comes before micro-batch j of rank r + 1, and that before micro-batch j + 1.
+        found = [[ranks[r][s][j]] for j in range(8 // (dp * mbs)) for r in range(dp)]
+        assert rows_of(found) == rows_of([expected[s]])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_equals_going_on(workers: int) -> None:
+    cfg = config(VL, data__max_image_pixels=16_384, data__num_workers=workers)
+    whole = steps(cfg, 7)
+    loader = build_loader(cfg, dp_rank=0, dp_size=1)
+    list(itertools.islice(loader, 3))
+    state = json.loads(json.dumps(loader.state()))
+    loader.close()
+    rest = steps(cfg, 4, start_row=state["row"])
+    assert [[fingerprint(b) for b in s] for s in rest] == [[fingerprint(b) for b in s] for s in whole[3:]]
+    assert fingerprint(whole[0][0]) != fingerprint(whole[3][0])
+
+
+def test_resuming_in_a_later_epoch() -> None:
+    cfg = config(TEXT, data__seq_len=4096, train__global_batch_size=64)
+    whole = steps(cfg, 6)
+    rest = steps(cfg, 1, start_row=5 * 64)
+    assert [fingerprint(b) for b in rest[0]] == [fingerprint(b) for b in whole[5]]
+
+
+def test_iterating_again_starts_again() -> None:
+    loader = build_loader(config(VL, data__num_workers=1, data__max_image_pixels=16_384), dp_rank=0, dp_size=1, split="eval")
+    first = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
+    second = [fingerprint(b) for s in itertools.islice(loader, 2) for b in s]
+    loader.close()
+    assert first == second
+
+
+def test_the_seed_decides_the_order_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = steps(config(TEXT, seed=1), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    np.random.seed(3)
+    assert fingerprint(steps(config(TEXT, seed=1), 1)[0][0]) == fingerprint(first[0][0])
+    assert fingerprint(steps(config(TEXT, seed=2), 1)[0][0]) != fingerprint(first[0][0])
+
+
+def test_batch_sizes_must_divide() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size is 4"):
+        build_loader(config(TEXT), dp_rank=0, dp_size=3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_is_an_error_that_names_it(tmp_path: Path, workers: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "broken.jpg")
+    data = (tmp_path / "broken.jpg").read_bytes()
+    (tmp_path / "broken.jpg").write_bytes(data[: len(data) // 2])  # the header is whole, the pixels are not
+    lines = [{"images": ["broken.jpg"], "question": "q", "answer": "a"}] * 4
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken\.jpg") as caught:
+        steps(config(VL, data__path=str(tmp_path), data__num_workers=workers), 1)
+    assert "Traceback" not in str(caught.value)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
+    before = set(children(os.getpid()))
+    loader = build_loader(config(VL, data__num_workers=1), dp_rank=0, dp_size=1)
+    iterator = iter(loader)
+    next(iterator)
+    (worker,) = set(children(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker"):
+        for _ in range(20):
+            next(iterator)
+    loader.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.timeout(60)
+def test_workers_die_with_a_killed_rank() -> None:
+    program = (
+        "import sys; from pathlib import Path; from playbook_trainer.config import load\n"
+        "from playbook_trainer.data.loader import build_loader\n"
+        "loader = build_loader(load(Path(sys.argv[1]), {'data.num_workers': 2}), dp_rank=0, dp_size=1)\n"
+        "steps = iter(loader); next(steps); print('ready', flush=True); sys.stdin.read()\n"
+    )
+    root = repo_root()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / p) for p in (".", "bench", "trainer"))}
+    command = [sys.executable, "-c", program, str(data_root("configs") / f"{VL}.yaml")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+        workers = children(rank.pid)
+        assert len(workers) == 2
+        rank.kill()
+        rank.wait()
+    deadline = time.monotonic() + 3  # the DataLoader's own watchdog would take five seconds
+    while any(alive(w) for w in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(w) for w in workers)
+
+
+def test_speed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, overrides in ((TEXT, {}), (VL, {}), (VL, {"data__kind": "mock"})):
+        cfg = config(name, **overrides)
+        start = time.perf_counter()
+        n = len(steps(cfg, 6)) * cfg.train.global_batch_size
+        with capsys.disabled():
+            print(f"  {name} {cfg.data.kind}: {n / (time.perf_counter() - start):.0f} rows/s")

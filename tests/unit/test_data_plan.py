@@ -1,0 +1,244 @@
+"""Planning rows, reading text and samples, fitting long ones, tokenizers: what is known before any image is decoded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from playbook.errors import ConfigError, DataError
+from playbook.paths import data_root
+from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.data.loader import check, data_sha
+from playbook_trainer.data.plan import Plan, pack_rows
+from playbook_trainer.data.rows import make_rows
+from playbook_trainer.data.text import read_documents
+from playbook_trainer.data.tokenizer import ByteTokenizer
+
+TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
+
+
+def config(name: str, **overrides: Any) -> TrainerConfig:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load(data_root("configs") / f"{name}.yaml", keys)
+
+
+def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, size in images.items():
+        Image.new("RGB", size, (10, 20, 30)).save(folder / name)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+@given(st.lists(st.integers(1, 100), max_size=80), st.integers(1, 40))
+def test_packing_places_each_sample_once_and_never_overfills(lengths: list[int], buffer: int) -> None:
+    rows = list(pack_rows(range(len(lengths)), lengths, 100, buffer))
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in row) <= 100 for row in rows)
+
+
+def test_a_longer_look_ahead_packs_denser() -> None:
+    lengths = np.random.default_rng(0).integers(10, 90, 500).tolist()
+    count = {buffer: len(list(pack_rows(range(500), lengths, 100, buffer))) for buffer in (1, 4, 32)}
+    assert count[1] > count[4] > count[32] >= sum(lengths) / 100
+
+
+def test_every_epoch_holds_each_sample_once_in_another_order() -> None:
+    plan = Plan([5, 6, 7, 8, 9, 3, 2], 10, pack=False, buffer=4, seed=[1])
+    rows = [plan.row(k) for k in range(21)]
+    epochs = [[i for row in rows[start : start + 7] for i in row] for start in (0, 7, 14)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_rows_do_not_depend_on_the_order_of_asking() -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 50).tolist()
+    forward = Plan(lengths, 64, pack=True, buffer=8, seed=[7])
+    backward = Plan(lengths, 64, pack=True, buffer=8, seed=[7])
+    assert [forward.row(k) for k in range(90)] == [backward.row(k) for k in reversed(range(90))][::-1]
+    assert [forward.row(k) for k in range(9)] != [Plan(lengths, 64, pack=True, buffer=8, seed=[8]).row(k) for k in range(9)]
+
+
+def test_text_pieces_cover_the_documents_and_end_with_eos(tmp_path: Path) -> None:
+    texts = [chr(97 + i) * (40 * i + 1) for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False), "train")
+    pieces = sum(-(-(len(t) + 1) // 64) for t in texts[:8])  # the ninth of nine is held out
+    tokens: Counter[int] = Counter()
+    for k in range(pieces):
+        (document,) = rows.row(k)
+        assert len(document.tokens) <= 64
+        assert len({*document.tokens.tolist()} - {256}) <= 1, "a piece holds one document"
+        tokens.update(document.tokens.tolist())
+    assert tokens == Counter("".join(texts[:8]).encode()) + Counter({256: 8})
+
+
+def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("One.\n\nStill one.\n\n\nTwo.\r\n\r\n\r\n\r\nThree.\n", encoding="utf-8")
+    assert read_documents(tmp_path / "book.txt") == ["One.\n\nStill one.", "Two.", "Three."]
+
+
+def test_train_and_eval_share_nothing_and_eval_is_a_tenth() -> None:
+    seen = {}
+    for split in ("train", "eval"):
+        rows = make_rows(config(VL, data__pack=False), split)  # type: ignore[arg-type]
+        seen[split] = {rows.row(k)[0].tokens.tobytes() + repr(rows.row(k)[0].images).encode() for k in range(230 if split == "train" else 25)}
+    assert not seen["train"] & seen["eval"]
+    assert len(seen["eval"]) == 25
+    assert len(seen["train"]) == 230
+
+
+def test_a_sample_that_is_too_long_is_scaled_then_cut_never_dropped(tmp_path: Path) -> None:
+    images = {"a.png": (256, 256), "b.png": (128, 256)}
+    lines = [
+        {"images": ["a.png"], "question": "short?", "answer": "yes"},
+        {"images": ["a.png", "b.png"], "question": "q" * 20, "answer": "no"},
+        {"images": ["a.png"], "question": "q" * 200, "answer": "a" * 30},
+        {"images": ["b.png"], "question": "", "answer": "a" * 300},
+        {"images": ["b.png"] * 5, "question": "five?", "answer": "5"},
+        {"images": [], "question": "held out", "answer": ""},
+    ]
+    path = str(samples(tmp_path / "set", lines, images))
+    rows = make_rows(config(VL, data__path=path, data__seq_len=80, data__pack=False), "train")
+    found = [rows.row(k)[0] for k in range(5)]
+    assert rows.num_shortened == 4
+    assert all(len(d.tokens) <= 80 and d.tokens[-1] == 256 for d in found)
+    by_text = {bytes(t for t in d.tokens.tolist() if t < 256): d for d in found}
+    assert set(by_text) == {b"short?yes", b"q" * 20 + b"no", b"q" * 43 + b"a" * 30, b"a" * 75, b"five?5"}
+    assert [(i.height, i.width) for i in by_text[b"short?yes"].images] == [(256, 256)]
+    two = by_text[b"q" * 20 + b"no"].images
+    assert len(two) == 2
+    assert two[0].height * two[0].width < 256 * 256, "scaled down, both kept"
+    assert len(by_text[b"five?5"].images) == 3, "max_images_per_sample"
+    for document in found:
+        visual = sum(i.height * i.width for i in document.images) // 32**2
+        assert int((document.tokens == 258).sum()) == visual
+
+
+def test_the_layout_of_a_sample(tmp_path: Path) -> None:
+    lines = [{"images": ["a.png", "b.png"], "question": "Qu", "answer": "An"}, {"images": [], "question": "", "answer": ""}]
+    path = str(samples(tmp_path / "set", lines, {"a.png": (64, 32), "b.png": (32, 96)}))
+    (document,) = make_rows(config(VL, data__path=path), "train").row(0)
+    assert document.tokens.tolist() == [259, 258, 258, 260, 259, 258, 258, 258, 260, *b"Qu", *b"An", 256]
+    assert document.loss_from == 11
+
+
+def test_fixed_images_all_have_the_given_size() -> None:
+    rows = make_rows(config(VL, data__images="fixed", data__fixed_image_size=[64, 96]), "train")
+    assert {(i.height, i.width) for k in range(20) for d in rows.row(k) for i in d.images} == {(64, 96)}
+
+
+def test_mock_rows_are_full_and_cut_at_real_lengths() -> None:
+    rows = make_rows(config(VL, data__kind="mock"), "train")
+    real = {len(d.tokens) for k in range(60) for d in make_rows(config(VL), "train").row(k)}
+    for k in range(10):
+        row = rows.row(k)
+        assert sum(len(d.tokens) for d in row) == 512
+        assert len(row) > 1
+        assert all(len(d.tokens) in real for d in row[:-1])
+        assert all(not d.images and d.tokens.max() < 258 for d in row)
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "link.png", "missing.png", "a\0b"])
+def test_images_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    folder = samples(tmp_path / "set", [{"images": [name], "question": "q", "answer": "a"}] * 2, {})
+    Image.new("RGB", (32, 32)).save(tmp_path / "secret.png")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(DataError, match=r"samples\.jsonl:1"):
+        check(config(VL, data__path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "{", '{"images": "a", "question": "q", "answer": "a"}', '{"images": [1], "question": "q", "answer": "a"}', '{"images": []}']
+)
+def test_a_line_that_is_no_sample_is_placed(tmp_path: Path, line: str) -> None:
+    (tmp_path / "samples.jsonl").write_text('\n{"images": [], "question": "q", "answer": "a"}\n' + line, encoding="utf-8")
+    with pytest.raises(DataError, match=r"samples\.jsonl:3"):
+        check(config(VL, data__path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (TEXT, {"data__path": "no/such/file.txt"}, "no file or folder"),
+        (VL, {"data__path": "no/such/folder"}, "no samples.jsonl"),
+        (TEXT, {"data__kind": "vqa"}, "no vision tower"),
+        (VL, {"data__seq_len": 7}, "at least 8 tokens"),
+        (VL, {"data__images": "fixed", "data__fixed_image_size": [100, 100]}, "multiple of 32"),
+        (VL, {"data__images": "fixed", "data__fixed_image_size": [640, 640], "data__seq_len": 403}, "at least 404"),
+        (VL, {"data__max_image_pixels": 1000}, "max_image_pixels"),
+        (TEXT, {"data__tokenizer": "no/such/tokenizer.json"}, "no file"),
+        (TEXT, {"model__vocab_size": 200}, "eos_token_id"),
+        (TEXT, {"model__eos_token_id": 0}, "bytes"),
+    ],
+)
+def test_check_refuses_what_cannot_run(name: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        check(config(name, **overrides))
+
+
+def test_text_that_is_not_utf8_or_too_little_to_hold_out(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("only one document", encoding="utf-8")
+    path = str(tmp_path / "one.txt")
+    check(config(TEXT, data__path=path))
+    with pytest.raises(DataError, match="held out"):
+        check(config(TEXT, data__path=path, eval__every=5))
+    (tmp_path / "one.txt").write_bytes(b"\xff\xfe bad")
+    with pytest.raises(DataError, match="UTF-8"):
+        check(config(TEXT, data__path=path))
+
+
+def tokenizer_file(path: Path, words: int) -> Path:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    vocab = {"[UNK]": 0} | {f"w{i}": i for i in range(1, words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<|image|>", special=True)])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_is_read_and_its_ids_must_fit(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "w3 w5 w7"}\n{"text": "held"}\n', encoding="utf-8")
+    small = str(tokenizer_file(tmp_path / "small.json", 100))
+    rows = make_rows(config(TEXT, data__path=str(tmp_path / "t.jsonl"), data__tokenizer=small), "train")
+    assert rows.row(0)[0].tokens.tolist() == [3, 5, 7, 256]
+    with pytest.raises(ConfigError, match="ids up to 400"):
+        check(config(TEXT, data__tokenizer=str(tokenizer_file(tmp_path / "large.json", 400))))
+    (tmp_path / "broken.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken\.json"):
+        check(config(TEXT, data__tokenizer=str(tmp_path / "broken.json")))
+
+
+def test_text_cannot_forge_an_image_token(tmp_path: Path) -> None:
+    name = str(tokenizer_file(tmp_path / "t.json", 258))  # its special token gets id 258, the model's image token
+    lines = [{"images": [], "question": "w1 <|image|>", "answer": "w2"}, {"images": [], "question": "w1", "answer": "w2"}]
+    path = str(samples(tmp_path / "set", lines, {}))
+    (document,) = make_rows(config(VL, data__path=path, data__tokenizer=name), "train").row(0)
+    assert 258 not in document.tokens.tolist()
+
+
+def test_byte_tokens_are_the_bytes() -> None:
+    assert bytes(ByteTokenizer().encode("naïve ☕")).decode() == "naïve ☕"
+
+
+def test_data_sha_sees_text_images_seed_and_sizes_but_not_layout(tmp_path: Path) -> None:
+    lines = [{"images": ["a.png"], "question": f"q{i}", "answer": "a"} for i in range(12)]
+    folder = samples(tmp_path / "set", lines, {"a.png": (96, 96)})
+    base = {"data__path": str(folder), "data__seq_len": 128}
+    first = data_sha(config(VL, **base))
+    assert data_sha(config(VL, **base)) == first
+    assert data_sha(config(VL, **base, train__micro_batch_size=2, data__num_workers=3)) == first
+    assert data_sha(config(VL, **base, seed=5)) != first
+    assert data_sha(config(VL, **base, data__max_image_pixels=4096)) != first
+    Image.new("RGB", (96, 96), (11, 20, 30)).save(folder / "a.png")
+    assert data_sha(config(VL, **base)) != first

@@ -1,0 +1,219 @@
+"""Checkpoints survive the way out and back bit for bit, transformers reads ours and we read theirs, and broken ones are refused."""
+
+import json
+
+import parity
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import model_names
+from playbook_trainer.models import hf
+from playbook_trainer.models.decoder import Decoder
+
+MAKE = {
+    "text-moe": lambda: parity.tiny("qwen3_moe_tiny"),
+    "text-dense": lambda: parity.dense("qwen3_moe_tiny"),
+    "vl-moe": lambda: parity.tiny("qwen3_vl_moe_tiny"),
+    "vl-moe-wide-experts": lambda: parity.tiny("qwen3_vl_moe_tiny", expert_ffn_size=80),
+    "vl-moe-narrow-experts": lambda: parity.tiny("qwen3_vl_moe_tiny", expert_ffn_size=32),
+    "vl-dense": lambda: parity.dense("qwen3_vl_moe_tiny"),
+}
+every_kind = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+
+
+@pytest.fixture
+def text():
+    config = parity.tiny("qwen3_moe_tiny")
+    return config, parity.random_state(config)
+
+
+def assert_identical(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def rewrite(folder, change):
+    """Change the tensors of a single-file checkpoint."""
+    tensors = load_file(folder / hf.SINGLE)
+    change(tensors)
+    save_file(tensors, folder / hf.SINGLE)
+
+
+@every_kind
+def test_rules_name_exactly_the_parameters_of_the_model(make):
+    config = make()
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert {rule.ours: rule.shape for rule in hf.rules(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_shipped_size_has_rules_for_every_parameter(name):
+    config = parity.preset(name)
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert {rule.ours: rule.shape for rule in hf.rules(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_way_out_and_back_is_exact(make, dtype, tmp_path):
+    config = make()
+    state = {name: t.to(dtype) for name, t in parity.random_state(config).items()}
+    assert_identical(hf.from_hf(config, hf.to_hf(config, state)), state)
+    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    assert_identical(hf.load_safetensors(config, tmp_path / "m"), state)
+
+
+@every_kind
+def test_we_read_what_transformers_reads_and_writes(make, tmp_path):
+    config = make()
+    state = parity.random_state(config)
+    hf.save_safetensors(config, state, tmp_path / "ours")
+    model = parity.theirs(config, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="500KB")
+    assert (tmp_path / "theirs" / hf.INDEX).exists()
+    assert_identical(hf.load_safetensors(config, tmp_path / "theirs"), state)
+
+
+def test_published_vision_language_layout_has_inputs_before_outputs():
+    config = parity.tiny("qwen3_vl_moe_tiny", expert_ffn_size=48)
+    state = parity.random_state(config)
+    out = hf.to_hf(config, state)
+    base = "model.language_model.layers.1.mlp.experts."
+    assert out[f"{base}gate_up_proj"].shape == (8, 64, 96)
+    assert out[f"{base}down_proj"].shape == (8, 48, 64)
+    assert torch.equal(out[f"{base}gate_up_proj"][3, :, :48], state["layers.1.moe.experts.w13"][3, :48].T)
+    assert out["model.visual.patch_embed.proj.weight"].shape == (64, 3, 2, 16, 16)
+
+
+def test_text_layout_keeps_each_expert_apart(text):
+    config, state = text
+    out = hf.to_hf(config, state)
+    w13 = state["layers.2.moe.experts.w13"]
+    assert torch.equal(out["model.layers.2.mlp.experts.5.gate_proj.weight"], w13[5, :64])
+    assert torch.equal(out["model.layers.2.mlp.experts.5.up_proj.weight"], w13[5, 64:])
+    assert torch.equal(out["model.layers.2.mlp.experts.5.down_proj.weight"], state["layers.2.moe.experts.w2"][5])
+
+
+def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path / "m")
+
+    def spoil(tensors):
+        del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
+        tensors["model.layers.0.mlp.extra"] = torch.zeros(1)
+        tensors["lm_head.weight"] = torch.zeros(7, 64)
+
+    rewrite(tmp_path / "m", spoil)
+    with pytest.raises(ConfigError) as error:
+        hf.load_safetensors(config, tmp_path / "m")
+    message = str(error.value)
+    assert "1 missing: model.layers.0.mlp.experts.3.up_proj.weight" in message
+    assert "1 unexpected: model.layers.0.mlp.extra" in message
+    assert "1 of another shape: lm_head.weight (7, 64), expected (320, 64)" in message
+
+
+def test_a_wrong_preset_gives_a_short_message(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path / "m")
+    (tmp_path / "m" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="more") as error:
+        hf.load_safetensors(config.model_copy(update={"num_layers": 40}), tmp_path / "m")
+    assert len(str(error.value)) < 2000
+
+
+def test_a_state_that_is_not_the_models_is_refused_on_the_way_out(text):
+    config, state = text
+    state.pop("norm.weight")
+    with pytest.raises(ConfigError, match=r"1 missing: norm\.weight"):
+        hf.to_hf(config, state)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["../secret.safetensors", "/etc/secret.safetensors", "sub/a.safetensors", "..\\a.safetensors", "..", "", "a.bin", "C:\\a.safetensors"],
+)
+def test_an_index_may_only_name_files_of_its_own_folder(text, tmp_path, place):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "m" / hf.INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = place
+    (tmp_path / "m" / hf.INDEX).write_text(json.dumps(index))
+    save_file({"lm_head.weight": state["head.weight"]}, tmp_path / "secret.safetensors")
+    with pytest.raises(ConfigError, match="in the same folder"):
+        hf.load_safetensors(config, tmp_path / "m")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_unreadable_index_is_refused(text, tmp_path, content):
+    (tmp_path / hf.INDEX).write_text(content)
+    with pytest.raises(ConfigError, match="fetch it again"):
+        hf.load_safetensors(text[0], tmp_path)
+
+
+def test_an_index_that_misplaces_a_tensor_is_refused(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "m" / hf.INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (tmp_path / "m" / hf.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        hf.load_safetensors(config, tmp_path / "m")
+
+
+def test_missing_and_damaged_files_are_refused(text, tmp_path):
+    config, state = text
+    with pytest.raises(ConfigError, match=r"lacks model\.safetensors"):
+        hf.load_safetensors(config, tmp_path)
+    (tmp_path / hf.SINGLE).write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ConfigError, match="no readable safetensors file"):
+        hf.load_safetensors(config, tmp_path)
+    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    lost = next((tmp_path / "m").glob("model-00002-*"))
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        hf.load_safetensors(config, tmp_path / "m")
+    lost.write_bytes((tmp_path / "m" / lost.name.replace("00002", "00001")).read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="no readable safetensors file"):
+        hf.load_safetensors(config, tmp_path / "m")
+
+
+def test_weights_are_never_written_over(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path)
+    with pytest.raises(ConfigError, match="already holds weights"):
+        hf.save_safetensors(config, state, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 10_000.0}, "rope_theta"),
+        ({"top_k": 4}, "num_experts_per_tok 2, here 4"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ],
+)
+def test_a_checkpoint_of_another_computation_is_refused(text, tmp_path, change, message):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        hf.load_safetensors(config.model_copy(update=change), tmp_path)
+
+
+def test_a_config_json_of_transformers_4_is_understood(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_scaling": None, "rope_theta": config.rope_theta}))
+    assert_identical(hf.load_safetensors(config, tmp_path), state)
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_scaling": None, "rope_theta": 5.0}))
+    with pytest.raises(ConfigError, match="rope_theta"):
+        hf.load_safetensors(config, tmp_path)

@@ -1,0 +1,89 @@
+"""Our decoders agree with Hugging Face transformers on tiny random weights: logits, loss and the gradient of every parameter.
+
+The weights travel through our own writer and transformers' own reader, so the checkpoint layout is tested on the way.
+"""
+
+import parity
+import pytest
+import torch
+from parity import Document
+
+from playbook_trainer.models import hf
+
+SMALL, WIDE, TALL, LARGE = (1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 14, 20)
+
+TEXT = {"one": [(41, [])], "packed": [(41, []), (1, []), (30, [])]}
+IMAGES = {
+    "text only": [(23, [])],
+    "one image": [(9, [WIDE])],
+    "several sizes": [(5, [SMALL, TALL, WIDE])],
+    "packed": [(9, [WIDE]), (17, []), (4, [LARGE, SMALL]), (3, [TALL])],
+    "image before any text": [(0, [TALL])],
+}
+CONFIGS = {
+    "text-moe": (lambda: parity.tiny("qwen3_moe_tiny"), TEXT),
+    "text-moe-unnormalized": (lambda: parity.tiny("qwen3_moe_tiny", norm_topk_prob=False), TEXT),
+    "text-dense": (lambda: parity.dense("qwen3_moe_tiny"), TEXT),
+    "vl-moe": (lambda: parity.tiny("qwen3_vl_moe_tiny"), IMAGES),
+    "vl-dense": (lambda: parity.dense("qwen3_vl_moe_tiny"), IMAGES),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request, tmp_path_factory):
+    """The configuration, both models with the same weights, and the documents to run."""
+    make, batches = CONFIGS[request.param]
+    config = make()
+    state = parity.random_state(config)
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    hf.save_safetensors(config, state, folder)
+    return config, parity.ours(config, state), parity.theirs(config, folder), batches
+
+
+def documents(config, batch):
+    return [Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
+
+
+def test_logits_loss_and_gradients_equal_those_of_transformers(pair):
+    config, decoder, model, batches = pair
+    for what, batch in batches.items():
+        docs = documents(config, batch)
+        packed = parity.pack(docs)
+        decoder.zero_grad()
+        model.zero_grad()
+        logits, loss = parity.run_theirs(model, docs)
+        found = decoder(packed, logits=True)
+        assert logits.std() > 0.1, "logits this flat would agree anyway"
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0, msg=lambda m, w=what: f"{w}: {m}")
+        found_loss = decoder(packed)
+        assert abs(float(found_loss / packed.num_loss - loss / packed.num_loss)) < 1e-4, what
+        found_loss.backward()
+        if packed.vision is None and config.vision is not None:
+            continue  # without an image the tower has no gradient on either side
+        worst, name = parity.worst_gradient(decoder, parity.their_gradients(config, model))
+        assert worst < 1e-3, f"{what}: gradient of {name} differs by {worst:.1e}"
+
+
+def test_a_packed_document_does_not_see_its_neighbours(pair):
+    config, decoder, _, batches = pair
+    docs = documents(config, batches["packed"])
+    with torch.no_grad():
+        alone = [decoder(parity.pack([d]), logits=True) for d in docs]
+        torch.testing.assert_close(decoder(parity.pack(docs), logits=True), torch.cat(alone), atol=1e-5, rtol=0)
+        torch.testing.assert_close(decoder(parity.pack(docs[::-1]), logits=True), torch.cat(alone[::-1]), atol=1e-5, rtol=0)
+
+
+def test_recompute_gives_the_same_gradients(pair):
+    from playbook_trainer.models.decoder import Options
+
+    config, decoder, _, batches = pair
+    packed = parity.pack(documents(config, batches["packed"]))
+    gradients = []
+    for recompute in (False, True):
+        decoder.zero_grad()
+        decoder.options = Options(recompute=recompute)
+        decoder(packed).backward()
+        gradients.append({n: p.grad.clone() for n, p in decoder.named_parameters()})
+    decoder.options = Options()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)

@@ -1,0 +1,156 @@
+"""The vision tower agrees with that of Hugging Face transformers, for images of several sizes and counts."""
+
+import itertools
+
+import numpy as np
+import parity
+import pytest
+import torch
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+from playbook.errors import ConfigError
+from playbook_trainer.models import hf
+from playbook_trainer.models.vision import VisionTower
+
+SIZES = [(1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 26, 18), (1, 2, 98)]
+
+
+def random_pixels(config, grids, seed=0):
+    vision = config.vision
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return np.random.default_rng(seed).standard_normal((sum(int(np.prod(g)) for g in grids), values)).astype(np.float32)
+
+
+def batch(config, grids, seed=0):
+    return parity.vision_batch(config, grids, random_pixels(config, grids, seed), np.arange(0))
+
+
+@pytest.fixture(scope="module")
+def towers():
+    """The configuration, our tower, and theirs with the same weights."""
+    config = parity.tiny("qwen3_vl_moe_tiny")
+    state = parity.random_state(config)
+    tower = VisionTower(config.vision, config.hidden_size)
+    tower.load_state_dict({name.removeprefix("vision."): t for name, t in state.items() if name.startswith("vision.")})
+    settings = hf.hf_config(config)["vision_config"]
+    settings.pop("model_type")
+    model = Qwen3VLMoeVisionModel(Qwen3VLMoeVisionConfig(**settings, attn_implementation="eager"))
+    prefix = "model.visual."
+    model.load_state_dict({name.removeprefix(prefix): t for name, t in hf.to_hf(config, state).items() if name.startswith(prefix)})
+    return config, tower, model
+
+
+@pytest.mark.parametrize("grids", [[g] for g in SIZES] + [list(p) for p in itertools.permutations(SIZES, 3)][:6] + [[(3, 4, 6), (1, 2, 4)]])
+def test_embeddings_and_gradients_equal_those_of_transformers(towers, grids):
+    config, tower, model = towers
+    vision = batch(config, grids)
+    merged, deep = tower(vision, torch.float32)
+    expected = model(vision.pixels_PC, grid_thw=torch.tensor(grids))
+    pairs = [(merged, expected.pooler_output), *zip(deep, expected.deepstack_features, strict=True)]
+    assert len(pairs) == 1 + len(config.vision.deepstack_layers)
+    tower.zero_grad()
+    model.zero_grad()
+    for found, wanted in pairs:
+        assert found.shape == (sum(int(np.prod(g)) for g in grids) // 4, config.hidden_size)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    weights = [torch.randn(found.shape, generator=torch.Generator().manual_seed(i)) for i, (found, _) in enumerate(pairs)]
+    sum((found * w).sum() for (found, _), w in zip(pairs, weights, strict=True)).backward()
+    sum((wanted * w).sum() for (_, wanted), w in zip(pairs, weights, strict=True)).backward()
+    theirs = {f"model.visual.{name}": p.grad for name, p in model.named_parameters()}
+    for rule in hf.rules(config):
+        if rule.ours.startswith("vision."):
+            wanted = rule.join([theirs.pop(name) for name in rule.theirs])
+            found = tower.get_parameter(rule.ours.removeprefix("vision.")).grad
+            assert (found - wanted).norm() <= 1e-3 * wanted.norm(), rule.ours
+    assert not theirs
+
+
+def test_images_of_a_batch_do_not_see_each_other(towers):
+    config, tower, _ = towers
+    alone = [tower(batch(config, [grid], seed), torch.float32) for seed, grid in enumerate(SIZES)]
+    pixels = np.concatenate([random_pixels(config, [grid], seed) for seed, grid in enumerate(SIZES)])
+    merged, deep = tower(parity.vision_batch(config, SIZES, pixels, np.arange(0)), torch.float32)
+    torch.testing.assert_close(merged, torch.cat([m for m, _ in alone]), atol=1e-5, rtol=1e-5)
+    for level, found in enumerate(deep):
+        torch.testing.assert_close(found, torch.cat([d[level] for _, d in alone]), atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_stays_close_to_float32(towers):
+    config, tower, _ = towers
+    vision = batch(config, SIZES[:3])
+    exact, _ = tower(vision, torch.float32)
+    low = VisionTower(config.vision, config.hidden_size).to(torch.bfloat16)
+    low.load_state_dict(tower.state_dict())
+    found, deep = low(vision, torch.bfloat16)
+    assert {t.dtype for t in (found, *deep)} == {torch.bfloat16}
+    assert (found.float() - exact).norm() < 0.03 * exact.norm()
+
+
+def test_the_compiled_parts_of_a_block_hold_no_break_and_give_the_same(towers):
+    config, tower, _ = towers
+    vision = batch(config, SIZES[1:3])
+    expected, _ = tower(vision, torch.float32)
+    before, after = [b.before for b in tower.blocks], [b.after for b in tower.blocks]
+    try:
+        for block in tower.blocks:
+            block.before = torch.compile(block.before, backend="aot_eager", fullgraph=True)
+            block.after = torch.compile(block.after, backend="aot_eager", fullgraph=True)
+        found, _ = tower(vision, torch.float32)
+    finally:
+        for block, b, a in zip(tower.blocks, before, after, strict=True):
+            block.before, block.after = b, a
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+class Recorder:
+    """A listener that keeps the order of ranges."""
+
+    def __init__(self):
+        self.seen = []
+
+    def push(self, name):
+        self.seen.append(("push", name))
+
+    def pop(self, name):
+        self.seen.append(("pop", name))
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "patch embedding", "everything"])
+def test_ranges_are_side_by_side_and_balanced_in_both_directions(towers, frozen):
+    from playbook_trainer.nvtx import listening
+
+    config, tower, _ = towers
+    shut = {"nothing": [], "patch embedding": [*tower.patch_embed.parameters(), *tower.pos_embed.parameters()]}
+    shut = shut.get(frozen, list(tower.parameters()))
+    recorder = Recorder()
+    for parameter in shut:
+        parameter.requires_grad_(False)
+    try:
+        with listening(recorder):
+            merged, deep = tower(batch(config, SIZES[:2]), torch.float32)
+            if merged.requires_grad:
+                (merged.sum() + sum(d.square().sum() for d in deep)).backward()
+    finally:
+        for parameter in shut:
+            parameter.requires_grad_(True)
+    forward = [("push", "vision"), ("pop", "vision"), ("push", "projector"), ("pop", "projector")]
+    projector = [("push", "projector.bwd"), ("pop", "projector.bwd")]
+    vision = [("push", "vision.bwd"), ("pop", "vision.bwd")]
+    backward = {"nothing": projector + vision, "patch embedding": projector, "everything": []}[frozen]
+    assert recorder.seen == forward + backward
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"deepstack_layers": [1, 4]}, r"deepstack_layers \[1, 4\] must rise and lie in 0..3"),
+        ({"deepstack_layers": [2, 1]}, "must rise"),
+        ({"num_heads": 3}, "head size"),
+        ({"num_position_embeddings": 2000}, "no square number"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(towers, change, message):
+    config, _, _ = towers
+    with pytest.raises(ConfigError, match=message):
+        VisionTower(config.vision.model_copy(update=change), config.hidden_size)

@@ -1,0 +1,59 @@
+"""`python -m playbook_trainer CONFIG [key.path=value ...]`: one rank of a training run.
+
+Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others; alone it is a run of one rank.
+Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stopped on NaN, 4 out of memory, 1 any other error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from playbook.errors import ConfigError, PlaybookError
+
+USAGE = "usage: playbook train CONFIG [key.path=value ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            raise ConfigError(USAGE)
+        return _run(words, rank, world)
+    except PlaybookError as e:
+        if rank == 0:
+            sys.stderr.write(f"error: {e}\n")
+        return 2
+
+
+def _run(words: list[str], rank: int, world: int) -> int:
+    # Configuration first: a mistyped key is reported before torch has been imported.
+    from playbook_trainer import checks
+    from playbook_trainer.config import load, parse_overrides
+
+    config = load(Path(words[0]), parse_overrides(words[1:]))
+    checks.check(config, world)
+
+    import torch
+
+    from playbook_trainer.data import loader
+    from playbook_trainer.loop import train
+
+    loader.check(config)
+    try:
+        return 0 if train(config, rank, world) == "ok" else 3
+    except torch.cuda.OutOfMemoryError as e:
+        sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
+        return 4
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leave at once: tearing down process groups and loader workers one by one can outlast the run itself.
+    os._exit(code)

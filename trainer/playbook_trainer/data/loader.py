@@ -1,0 +1,209 @@
+"""Micro-batches for one data-parallel rank, made in worker processes, in an order that no layout changes.
+
+Step s of a run reads global_batch_size rows from row start_row + s * global_batch_size on. They go to micro-batches in turn: micro-batch j of
+rank r takes the micro_batch_size rows from (j * dp_size + r) * micro_batch_size on. So the rows of a step do not depend on ranks, workers or
+micro-batches, and a run that starts at a row goes on as one that has reached it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from playbook.errors import ConfigError, DataError, PlaybookError
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.data.batch import Batch
+from playbook_trainer.data.collate import collate
+from playbook_trainer.data.rows import Rows, Split, make_rows
+
+PREFETCH = 2
+"""Micro-batches that each worker makes ahead."""
+_PR_SET_PDEATHSIG = 1
+
+
+def build_loader(config: TrainerConfig, *, dp_rank: int, dp_size: int, split: Split = "train", start_row: int = 0) -> Loader:
+    """The loader of one data-parallel rank, from row `start_row` of the run on.
+
+    Raises:
+        DataError: missing or unreadable data.
+        ConfigError: data, model and batch sizes do not fit each other.
+    """
+    return Loader(config, make_rows(config, split), dp_rank, dp_size, start_row)
+
+
+def check(config: TrainerConfig) -> None:
+    """Find out whether this configuration's data can be read, before anything starts. Reads texts and image headers, decodes nothing.
+
+    Raises:
+        DataError: missing or unreadable data.
+        ConfigError: data and model do not fit each other.
+    """
+    make_rows(config, "train")
+    if config.eval.every:
+        make_rows(config, "eval")
+
+
+def data_sha(config: TrainerConfig, steps: int = 4) -> str:
+    """A hash of the tokens and images of the first `steps` global batches, whatever the layout.
+
+    Images enter by the bytes of their files and their target sizes, which decide the pixels; nothing is decoded. Padding does not enter.
+    """
+    rows, digest = make_rows(config, "train"), hashlib.sha256()
+
+    @cache
+    def file_sha(path: Path) -> bytes:
+        try:
+            return hashlib.sha256(path.read_bytes()).digest()
+        except OSError as e:
+            raise DataError(f"{path} cannot be read: {e.strerror or e}") from e
+
+    for k in range(steps * config.train.global_batch_size):
+        digest.update(b"row")
+        for document in rows.row(k):
+            digest.update(f"document {len(document.tokens)} {document.loss_from} {len(document.images)}".encode())
+            digest.update(document.tokens.astype("<i8").tobytes())
+            for image in document.images:
+                digest.update(f"{image.height}x{image.width}".encode() + file_sha(image.path))
+    return digest.hexdigest()[:16]
+
+
+class Loader:
+    """Optimizer steps without end: each is the list of this rank's micro-batches.
+
+    Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the latest
+    iteration stands; its `row`, given to `build_loader` as `start_row`, resumes there.
+    """
+
+    def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
+        train = config.train
+        per_round = dp_size * train.micro_batch_size
+        if train.global_batch_size % per_round:
+            raise ConfigError(
+                f"train.global_batch_size is {train.global_batch_size}; expected a multiple of data-parallel ranks x micro_batch_size "
+                f"= {dp_size} x {train.micro_batch_size} = {per_round}"
+            )
+        self._start, self._step_rows = start_row, train.global_batch_size
+        self._micro_batches = train.global_batch_size // per_round
+        self._row = start_row
+        self._counters = {"images_decoded": 0, "padding_tokens": 0, "samples_shortened": rows.num_shortened}
+        workers = config.data.num_workers
+        options: dict[str, Any] = {}
+        if workers:
+            options = {
+                "multiprocessing_context": "fork",
+                "persistent_workers": True,
+                "prefetch_factor": PREFETCH,
+                "worker_init_fn": partial(_die_with, os.getpid()),
+            }
+        self._loader = DataLoader(
+            _MicroBatches(config, rows, dp_rank, dp_size, start_row),
+            batch_size=None,
+            sampler=_Endless(),
+            num_workers=workers,
+            pin_memory=_uses_cuda(config),
+            generator=torch.Generator(),  # its own, so that the loader takes nothing from the global one
+            **options,
+        )
+        self._iterator: Any = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Steps from `start_row` on."""
+        self._row = self._start
+        self._iterator = iter(self._loader)
+        while True:
+            step = [self._next() for _ in range(self._micro_batches)]
+            self._row += self._step_rows
+            yield step
+
+    def state(self) -> dict[str, int]:
+        """Where the run stands: `row` is the first row of the next step."""
+        return {"row": self._row}
+
+    def counters(self) -> dict[str, int]:
+        """Images decoded and padding tokens handed out so far by this rank; samples of the data set that were shortened to fit a row."""
+        return dict(self._counters)
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        if self._iterator is not None and hasattr(self._iterator, "_shutdown_workers"):
+            self._iterator._shutdown_workers()
+        self._iterator = None
+
+    def _next(self) -> Batch:
+        packet: _Packet = next(self._iterator)
+        if packet.batch is None:
+            raise DataError(packet.error)
+        batch = packet.batch
+        self._counters["images_decoded"] += batch.num_images
+        self._counters["padding_tokens"] += len(batch.tokens_N) - batch.num_useful
+        return batch
+
+
+@dataclass
+class _Packet:
+    """A micro-batch or the message of what went wrong, on its way from a worker."""
+
+    batch: Batch | None
+    error: str = ""
+
+    def pin_memory(self) -> _Packet:
+        """Called by the DataLoader's pinning thread."""
+        return _Packet(_map_tensors(self.batch, lambda tensor: tensor.pin_memory()), self.error)
+
+
+class _MicroBatches(Dataset[_Packet]):
+    """Micro-batch m of one rank, counted over steps."""
+
+    def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
+        self._config, self._rows, self._rank, self._size, self._start = config, rows, dp_rank, dp_size, start_row
+
+    def __getitem__(self, m: int) -> _Packet:
+        # Steps hold whole rounds of the ranks, so rounds can be counted through: step and micro-batch need not be told apart.
+        mbs = self._config.train.micro_batch_size
+        first = self._start + (m * self._size + self._rank) * mbs
+        try:
+            rows = [self._rows.row(k) for k in range(first, first + mbs)]
+            return _Packet(collate(rows, self._config.model, self._config.data))
+        except PlaybookError as e:
+            # As a value: an exception that crosses the process border loses its type to a traceback in text.
+            return _Packet(None, str(e))
+
+
+class _Endless(Sampler[int]):
+    """0, 1, 2, ... without end."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def _uses_cuda(config: TrainerConfig) -> bool:
+    return config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
+
+
+def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: _map_tensors(getattr(value, f.name), function) for f in fields(value)})
+    return value
+
+
+def _die_with(parent: int, _worker: int) -> None:
+    """Make the kernel kill this worker when the rank dies, however it dies."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)

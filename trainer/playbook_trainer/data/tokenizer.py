@@ -1,0 +1,83 @@
+"""Text to token ids: bytes by default, or any `tokenizer.json`. Special ids always come from the model's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.config import ModelConfig
+
+NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """All that the data needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without any special token."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, ids 0 to 255; the special tokens of the model lie above."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`."""
+        return list(text.encode("utf-8"))
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`. Text that spells a special token is encoded as plain text, so data cannot forge one."""
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError as e:
+            raise ConfigError(f"data.tokenizer is {path}, which needs the package 'tokenizers': pip install tokenizers") from e
+        if not path.is_file():
+            raise DataError(f"data.tokenizer: no file {path}; expected 'byte' or the path of a tokenizer.json")
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as e:  # the library raises bare Exception for every broken file
+            raise DataError(f"{path} is no tokenizer.json that the 'tokenizers' library can read: {e}") from e
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"{path} has token ids up to {largest}, the model's vocab_size is {vocab_size}; "
+                f"take the model's own tokenizer, or set model.vocab_size to at least {largest + 1}"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+def load_tokenizer(name: str, model: ModelConfig) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    Raises:
+        DataError: no such file, or it is not a tokenizer.
+        ConfigError: its ids, or the model's special ids, do not fit the model's vocabulary.
+    """
+    _check_special(model, least=NUM_BYTES if name == "byte" else 0)
+    return ByteTokenizer() if name == "byte" else FileTokenizer(Path(name), model.vocab_size)
+
+
+def _check_special(model: ModelConfig, least: int) -> None:
+    # Padding bears no loss and is attended to by nothing but padding, so its id may be any; the others must be unlike text.
+    own = {"eos_token_id": (model.eos_token_id, least), "pad_token_id": (model.pad_token_id, 0)}
+    own |= {
+        key: (value, least)
+        for key in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+        if (value := getattr(model, key)) is not None
+    }
+    for key, (value, lowest) in own.items():
+        if not lowest <= value < model.vocab_size:
+            why = "; ids below 256 are bytes" if value < lowest else ""
+            raise ConfigError(
+                f"model.{key} is {value}; expected {lowest} to {model.vocab_size - 1} (model.vocab_size is {model.vocab_size}){why}"
+            )

@@ -1,0 +1,262 @@
+"""The training loop: set up, step, record, observe one more step, summarise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from playbook_trainer import checkpoint, optimizer
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.data.batch import Batch
+from playbook_trainer.data.loader import build_loader, data_sha
+from playbook_trainer.metrics import Recorder, StepStats, write_summary
+from playbook_trainer.models.decoder import Decoder
+from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
+from playbook_trainer.parallel import axes as layout
+from playbook_trainer.parallel import context, setup
+from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.pipeline import evaluate, forward_backward
+from playbook_trainer.receipt import Observer, observing, state_bytes
+
+
+@dataclass
+class Trainer:
+    """Everything a step needs."""
+
+    config: TrainerConfig
+    axes: Axes
+    device: torch.device
+    model: Decoder
+    parts: list[optimizer.Shard]
+    optim: torch.optim.AdamW
+    batches: Iterator[list[Batch]]
+    step: int = 0
+
+
+def train(config: TrainerConfig, rank: int, world: int) -> str:
+    """Run the whole configuration on this rank; returns "ok" or "nan"."""
+    device = start(config, rank, world)
+    axes = layout.build(world, rank, config.parallel)
+    model = setup.build(config, axes, device)
+    parts = optimizer.shards(model, axes)
+    optim = optimizer.make(parts, config.optimizer)
+    resumed = checkpoint.restore(config.checkpoint, parts, optim, axes) if config.checkpoint.dir and config.checkpoint.resume else None
+    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, start_row=resumed["data"]["row"] if resumed else 0)
+    trainer = Trainer(config, axes, device, model, parts, optim, iter(loader), resumed["step"] if resumed else 0)
+    recorder = Recorder(config, axes, device, first_step=trainer.step)
+    outcome = run_steps(trainer, recorder, loader)
+    extra: dict[str, Any] = {}
+    if outcome == "ok" and config.train.receipt and not profiling(config):
+        extra = observe_step(trainer)
+    if rank == 0:
+        write_summary(config, axes, recorder, model, extra, outcome, data_sha(config))
+    return outcome
+
+
+def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
+    """The device of this rank, and the process group."""
+    cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # 32-bit runs are references: no reduced-precision shortcuts inside them.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if config.train.compile.vision or config.train.compile.decoder:
+        from torch._dynamo import config as dynamo
+
+        # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
+        dynamo.recompile_limit = 1_000_000
+        dynamo.accumulated_recompile_limit = 1_000_000
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    elif config.train.dtype == "bf16":
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def run_steps(trainer: Trainer, recorder: Recorder, loader: Any) -> str:
+    """Train until the last step, or the first NaN."""
+    config = trainer.config
+    last = config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
+    gc.collect()
+    gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
+    try:
+        with annotated(config, recorder.out) as trace:
+            while trainer.step < last:
+                if trainer.step == config.train.warmup_steps:
+                    trace.begin()
+                    recorder.begin_timed()
+                recorder.add(train_step(trainer, recorder))
+                if recorder.nan and config.train.on_nan == "stop":
+                    return "nan"
+                _periodically(trainer, loader, recorder)
+            trace.end()
+            recorder.flush()
+        return "nan" if recorder.nan else "ok"
+    finally:
+        gc.enable()
+
+
+def train_step(trainer: Trainer, recorder: Recorder | None = None) -> StepStats:
+    """One optimizer step over the global batch."""
+    config, axes, device = trainer.config, trainer.axes, trainer.device
+    with range_("step"):
+        began = time.perf_counter()
+        with range_("data"):
+            on_cpu = next(trainer.batches)
+            batches = [context.split(b, axes.cp).to(device) for b in on_cpu]
+        data_seconds = time.perf_counter() - began
+        labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=device)
+        if axes.dp.size > 1:
+            dist.all_reduce(labels, group=axes.dp.group)
+        loss = forward_backward(trainer.model, batches, labels, axes)
+        with range_("optimizer"):
+            totals = _totals(trainer, on_cpu, loss)
+            norm = totals[0].sqrt()
+            rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
+            for group in trainer.optim.param_groups:
+                group["lr"] = rate
+            optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
+    trainer.step += 1
+    return StepStats(trainer.step, rate, totals, labels, data_seconds)
+
+
+def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
+    """Squared gradient norm, summed loss, useful tokens, raw tokens and images over all ranks, float64, in one reduction."""
+    axes = trainer.axes
+    once = axes.tp.rank == 0 and axes.cp.rank == 0 and axes.is_last_stage
+    counts = [
+        sum(b.num_useful for b in batches),
+        sum(b.tokens_N.numel() for b in batches),
+        sum(b.num_images for b in batches),
+    ]
+    own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
+    own = torch.tensor([float(c) if once else 0.0 for c in counts], device=trainer.device, dtype=torch.float64)
+    totals = torch.cat([torch.stack([optimizer.squared_norm(trainer.parts, trainer.device), own_loss]), own])
+    if axes.world.size > 1:
+        dist.all_reduce(totals)
+    return totals
+
+
+def _periodically(trainer: Trainer, loader: Any, recorder: Recorder) -> None:
+    config, step = trainer.config, trainer.step
+    if config.eval.every and step % config.eval.every == 0:
+        held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
+        batches = [b for _, step_batches in zip(range(config.eval.batches), held_out, strict=False) for b in step_batches]
+        recorder.note_eval(
+            step, evaluate(trainer.model, [context.split(b, trainer.axes.cp).to(trainer.device) for b in batches], trainer.axes)
+        )
+    saves = config.checkpoint.every and config.checkpoint.dir
+    if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
+        rows = step * config.train.global_batch_size
+        checkpoint.save(config.checkpoint, step, trainer.parts, trainer.optim, {**loader.state(), "row": rows}, trainer.axes)
+
+
+def observe_step(trainer: Trainer) -> dict[str, Any]:
+    """One more step under observation, after the clock has stopped: receipt, saved activations, bytes of state."""
+    config, axes = trainer.config, trainer.axes
+    observer = Observer(trainer.model, axes.group_names())
+    held: dict[str, int] = {}
+    # Gradients exist only between the backward pass and the update.
+    original = trainer.optim.step
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        held.update(state_bytes(trainer.model, trainer.optim))
+        return original(*args, **kwargs)
+
+    trainer.optim.step = measured
+    with observing(observer):
+        stats = train_step(trainer)
+    trainer.optim.step = original
+    highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
+    if axes.world.size > 1:
+        values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        highest = dict(zip(highest, (int(v) for v in values.tolist()), strict=True))
+    model, train = config.model, config.train
+    moe_layers = len(trainer.model.layers) if model.num_experts else 0
+    microbatches = train.global_batch_size // (train.micro_batch_size * axes.dp.size)
+    numbers = {
+        "layers": len(trainer.model.layers),
+        "moe_layers": moe_layers,
+        "microbatches": microbatches,
+        "ranks": axes.world.size,
+        "steps": 1,
+        "images": int(stats.totals[4].item()),
+        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size),
+    }
+    return {"metrics": {**highest, **_dispatch_bytes(observer, numbers)}, "receipt": {"numbers": numbers, **observer.as_dict()}}
+
+
+def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, float]:
+    """Bytes that rank 0 sends per token and layer to dispatch and combine in the forward pass."""
+    rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
+    cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
+    return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
+
+
+def profiling(config: TrainerConfig) -> bool:
+    """Whether this run exists to be traced."""
+    return config.profile.nvtx or config.profile.kineto
+
+
+class _Trace:
+    """Begins after the warm-up and ends with the last step; does nothing in a timed run."""
+
+    def __init__(self, config: TrainerConfig, out: Path | None, profiler: Any) -> None:
+        self.cuda = config.profile.nvtx and torch.cuda.is_available()
+        self.profiler, self.out = profiler, out
+
+    def begin(self) -> None:
+        """Start the collectors."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+        if self.profiler is not None:
+            self.profiler.start()
+
+    def end(self) -> None:
+        """Stop the collectors and write the trace (rank 0)."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        if self.profiler is not None:
+            self.profiler.stop()
+            if self.out is not None:
+                self.profiler.export_chrome_trace(str(self.out / "trace.json"))
+
+
+@contextmanager
+def annotated(config: TrainerConfig, out: Path | None) -> Iterator[_Trace]:
+    """Ranges switched on as the configuration asks."""
+    with ExitStack() as stack:
+        profiler = None
+        if config.profile.nvtx:
+            stack.enter_context(listening(NvtxSink()))
+        if config.profile.kineto:
+            stack.enter_context(listening(KinetoSink()))
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            profiler = torch.profiler.profile(activities=activities)
+        yield _Trace(config, out, profiler)
+
+
+def say(text: str) -> None:
+    """One line for the person who watches."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

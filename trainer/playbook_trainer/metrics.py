@@ -1,0 +1,262 @@
+"""What a run records: one line per step, and a summary at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+from playbook_trainer.config import TrainerConfig, config_sha, dump
+from playbook_trainer.parallel.axes import Axes
+
+PERFORMANCE_REVISION = 1
+"""Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step's figures, still on the device: reading them would make the host wait."""
+
+    step: int
+    lr: float
+    totals: Tensor
+    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images"""
+    labels: Tensor
+    data_seconds: float
+
+
+@dataclass
+class Recorder:
+    """Times steps without stopping the device, and writes them down every `log_every` steps."""
+
+    config: TrainerConfig
+    axes: Axes
+    device: torch.device
+    first_step: int = 0
+    nan: bool = False
+    out: Path | None = None
+    began: float = field(default_factory=time.time)
+    phases: dict[str, float] = field(default_factory=dict)
+    pending: list[tuple[StepStats, Any, dict[str, float]]] = field(default_factory=list)
+    evals: dict[int, float] = field(default_factory=dict)
+    timed_compile: dict[str, float] = field(default_factory=dict)
+    timed_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.phases["start_up"] = self.began - process_start()
+        self._mark = self._now()
+        self._compiled = compile_counters()
+        self._timed = False
+        if self.axes.world.rank == 0:
+            self.out = Path(self.config.output)
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
+            if self.first_step == 0:
+                (self.out / "metrics.jsonl").write_text("", encoding="utf-8")
+
+    def begin_timed(self) -> None:
+        """The warm-up is over; from here steps count."""
+        self.flush()
+        self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
+        self.phases["warm_up"] = time.time() - self.began
+        self._mark = self._now()
+
+    def add(self, stats: StepStats) -> None:
+        """A step has been issued."""
+        counters = compile_counters()
+        compiled = {k: counters[k] - self._compiled[k] for k in counters}
+        self._compiled = counters
+        self.pending.append((stats, self._now(), compiled))
+        if stats.step % self.config.train.log_every == 0:
+            self.flush()
+
+    def note_eval(self, step: int, loss: float) -> None:
+        """An evaluation's mean loss; the time it took belongs to no step."""
+        self.flush()
+        self.evals[step] = loss
+        if self.out is not None:
+            self._say(f"step {step}  eval loss {loss:.4f}")
+        self._mark = self._now()
+
+    def flush(self) -> None:
+        """Wait for the device and write what is pending."""
+        if not self.pending:
+            return
+        rows = [self._row(*entry) for entry in self.pending]
+        seconds = torch.tensor([r["seconds"] for r in rows], dtype=torch.float64, device=self.device)
+        if self.axes.world.size > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        for row, longest in zip(rows, seconds.tolist(), strict=True):
+            row["seconds"] = longest
+            self.nan = self.nan or bool(row.get("nan"))
+            if row["timed"]:
+                self.timed_seconds += longest
+                for k in ("recompiles", "compile_seconds"):
+                    self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
+        if self.out is not None:
+            with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
+                f.writelines(json.dumps(r) + "\n" for r in rows)
+            self._say(self._line(rows[-1]))
+        self._mark = self.pending[-1][1] if self.device.type == "cuda" else self._now()
+        self.pending.clear()
+
+    def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
+        squared, loss, useful, raw, images = stats.totals.tolist()
+        loss, norm = loss / max(1.0, stats.labels.item()), math.sqrt(squared) if squared >= 0 else math.nan
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        seconds, self._mark = self._between(self._mark, end), end
+        return {
+            "step": stats.step,
+            "timed": self._timed,
+            "loss": None if not math.isfinite(loss) else loss,
+            "grad_norm": None if not math.isfinite(norm) else norm,
+            **({"nan": True} if bad else {}),
+            "lr": stats.lr,
+            "seconds": seconds,
+            "useful_tokens": int(useful),
+            "raw_tokens": int(raw),
+            "images": int(images),
+            "data_seconds": stats.data_seconds,
+            "peak_memory_bytes": peak_memory(self.device),
+            **compiled,
+        }
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, a: Any, b: Any) -> float:
+        if self.device.type != "cuda":
+            return float(b - a)
+        b.synchronize()
+        return float(a.elapsed_time(b)) / 1000
+
+    def _line(self, row: dict[str, Any]) -> str:
+        rate = 1 / max(row["seconds"], 1e-9) / self.axes.world.size
+        loss = "nan" if row["loss"] is None else f"{row['loss']:.4f}"
+        norm = "nan" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
+        images = f"  images {row['images'] / row['seconds']:.1f}/s" if row["images"] else ""
+        return (
+            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} tok/s/rank"
+            f"  raw {row['raw_tokens'] * rate:,.0f}{images}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
+        )
+
+    def _say(self, text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compile_counters() -> dict[str, float]:
+    """Graphs compiled so far, and the seconds that took; zeros where torch.compile was never loaded."""
+    if "torch._dynamo" not in sys.modules:
+        return {"recompiles": 0, "compile_seconds": 0.0}
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    return {"recompiles": counters["stats"]["unique_graphs"], "compile_seconds": calculate_time_spent().get("total_wall_time", 0.0)}
+
+
+def process_start() -> float:
+    """When this process began, seconds since the epoch; now, where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
+        up = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
+@cache
+def source_sha() -> str:
+    """A hash of the trainer's sources: two runs of one series must have run the same code."""
+    root = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def environment(device: torch.device, world: int) -> dict[str, Any]:
+    """What only the ranks can tell about the machine."""
+    cuda = device.type == "cuda"
+    strict: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "device_name": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "collectives": "none" if world == 1 else ("nccl" if cuda else "gloo"),
+        "threads": torch.get_num_threads(),
+    }
+    return {"strict": strict, "context": {"host_os": platform.platform()}}
+
+
+def write_summary(
+    config: TrainerConfig, axes: Axes, recorder: Recorder, model: nn.Module, extra: dict[str, Any], outcome: str, data_sha: str
+) -> None:
+    """Write summary.json, atomically and last: its presence says that the run came to its end."""
+    assert recorder.out is not None
+    rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = [r for r in rows if r["timed"]]
+    compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
+    metrics = {
+        **extra.get("metrics", {}),
+        "peak_memory_bytes": peak_memory(recorder.device),
+        "recompiles": int(compiled["recompiles"]),
+        "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
+        "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
+    }
+    receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": []})
+    now = time.time()
+    summary = {
+        "schema": "summary/1",
+        "outcome": outcome,
+        "world_size": axes.world.size,
+        "backend": config.backend,
+        "device": recorder.device.type,
+        "config_sha": config_sha(config),
+        "source_sha": source_sha(),
+        "performance_revision": PERFORMANCE_REVISION,
+        "data_sha": data_sha,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "seconds": {
+            "start_up": recorder.phases["start_up"],
+            "warm_up": recorder.phases.get("warm_up", 0.0),
+            "timed": recorder.timed_seconds,
+            "total": now - recorder.began + recorder.phases["start_up"],
+        },
+        "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
+        "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
+        "metrics": metrics,
+        "receipt": {**receipt, "counters": {k: metrics[k] for k in ("recompiles",)}},
+        "env": environment(recorder.device, axes.world.size),
+    }
+    path = recorder.out / "summary.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    temporary.rename(path)

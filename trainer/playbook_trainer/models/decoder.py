@@ -1,0 +1,295 @@
+"""The Qwen3 decoder, dense or MoE, text or vision-language, as one pipeline stage of any layout.
+
+Suffixes: N tokens of this rank (rows end to end), D hidden size, H query heads, G key/value heads, d head size, E experts,
+F expert width, K experts per token, R rows routed to this rank's experts, V visual tokens. Heads, widths and vocabulary rows are this rank's share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear, rms_norm, silu, softmax
+from torch.utils.checkpoint import checkpoint
+
+from playbook_trainer.config import ModelConfig
+from playbook_trainer.data.batch import Batch, Slice
+from playbook_trainer.models.attention import attend
+from playbook_trainer.models.vision import VisionTower
+from playbook_trainer.nvtx import range_
+from playbook_trainer.parallel import context, dispatch, tensor
+from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.comm import copy_to, reduce_from
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the decoder computes, apart from what it computes."""
+
+    axes: Axes = field(default_factory=Axes)
+    dispatcher: str = "alltoall"
+    grouped: bool = False
+    recompute: bool = False
+    layers: range | None = None
+    """The layers of this pipeline stage; None means all."""
+
+
+@dataclass
+class Sequence:
+    """What every layer of a micro-batch needs besides its input."""
+
+    cos_Nd: Tensor
+    sin_Nd: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    slices: list[Slice] | None
+    """Set under context parallelism."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, computed in float32."""
+
+    def __init__(self, size: int, eps: float, heads_axis: Axis | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        # A norm over heads that ranks share out sees only this rank's heads: its gradient is summed over them.
+        self.heads_axis = heads_axis or Axis("tp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, (x.shape[-1],), copy_to(self.weight, self.heads_axis).to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head norms of queries and keys."""
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        self.axes = options.axes
+        tp, hd = options.axes.tp.size, config.head_dim
+        heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+        self.head_dim = hd
+        self.q_proj = nn.Linear(config.hidden_size, heads * hd, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
+        self.o_proj = nn.Linear(heads * hd, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
+        self.k_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
+
+    def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
+        """Causal attention within each document."""
+        with range_("attention") as r:
+            x_ND = copy_to(r.enter(x_ND), self.axes.tp)
+            q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+            q_NHd = rotate(self.q_norm(q_NHd), seq.cos_Nd, seq.sin_Nd)
+            k_NGd = rotate(self.k_norm(k_NGd), seq.cos_Nd, seq.sin_Nd)
+            if seq.slices is not None:
+                out_NHd = context.attend_sliced(q_NHd, k_NGd, v_NGd, seq.slices, self.axes.cp)
+            else:
+                cu, top = seq.cu_seqlens, seq.max_seqlen
+                out_NHd = attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True)
+            return r.exit(reduce_from(self.o_proj(out_NHd.flatten(1)), self.axes.tp))
+
+
+class Mlp(nn.Module):
+    """The dense SwiGLU layer; w13 holds gate rows, then up rows."""
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        self.tp = options.axes.tp
+        width = config.ffn_size // self.tp.size
+        self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """silu(gate) * up, projected back."""
+        gate, up = self.w13(copy_to(x_ND, self.tp)).chunk(2, dim=1)
+        return reduce_from(self.w2(silu(gate) * up), self.tp)
+
+
+class Router(nn.Module):
+    """Top-k routing in float32, whatever the precision around it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.top_k, self.normalize = config.top_k, config.norm_topk_prob
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts (N, K) and their probabilities (N, K, float32)."""
+        with range_("router") as r:
+            scores_NE = softmax(linear(r.enter(x_ND).float(), self.weight.float()), dim=1)
+            prob_NK, expert_NK = scores_NE.topk(self.top_k, dim=1)
+            if self.normalize:
+                prob_NK = prob_NK / prob_NK.sum(1, keepdim=True)
+            return expert_NK, r.exit(prob_NK)
+
+
+class Experts(nn.Module):
+    """This rank's experts, stacked; w13 holds gate rows, then up rows."""
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        held = config.num_experts // options.axes.ep.size
+        width = config.expert_ffn_size // options.axes.tp.size
+        self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
+        self.grouped = options.grouped
+
+    def forward(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+        """Each expert's SwiGLU on its own rows; `counts` gives the rows per expert, in order."""
+        with range_("experts") as r:
+            rows_RD = r.enter(rows_RD)
+            return r.exit(self._grouped(rows_RD, counts) if self.grouped else self._loop(rows_RD, counts))
+
+    def _grouped(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = grouped_mm(rows_RD, self.w13.to(rows_RD.dtype).transpose(1, 2), offs=ends).chunk(2, dim=1)
+        return grouped_mm(silu(gate) * up, self.w2.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+
+    def _loop(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+        outs = []
+        w13, w2 = self.w13.to(rows_RD.dtype), self.w2.to(rows_RD.dtype)
+        for e, rows in enumerate(rows_RD.split(counts.tolist())):
+            gate, up = linear(rows, w13[e]).chunk(2, dim=1)
+            outs.append(linear(silu(gate) * up, w2[e]))
+        return torch.cat(outs)
+
+
+class Moe(nn.Module):
+    """Router, dispatch, experts, combine."""
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config, options)
+        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep, options.axes.tp)
+        self.tp = options.axes.tp
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """The weighted sum of each token's experts."""
+        expert_NK, prob_NK = self.router(x_ND)
+        rows_RD, counts, route = self.dispatcher.dispatch(x_ND, expert_NK, prob_NK)
+        return reduce_from(self.dispatcher.combine(self.experts(rows_RD, counts), route), self.tp)
+
+
+class Layer(nn.Module):
+    """Attention and MoE (or dense MLP), each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, options)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.num_experts:
+            self.moe = Moe(config, options)
+        else:
+            self.mlp = Mlp(config, options)
+
+    def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
+        """One decoder layer."""
+        x_ND = x_ND + self.attn(self.attn_norm(x_ND), seq)
+        h_ND = self.mlp_norm(x_ND)
+        return x_ND + (self.moe(h_ND) if hasattr(self, "moe") else self.mlp(h_ND))
+
+
+class VocabWeight(nn.Module):
+    """A (vocabulary, hidden) matrix; with tensor parallelism, this rank's rows of it.
+
+    What is done with it is the caller's argument, so that FSDP gathers the matrix for exactly that call.
+    """
+
+    def __init__(self, config: ModelConfig, options: Options) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size // options.axes.tp.size, config.hidden_size))
+
+    def forward(self, use: Any, *args: Any) -> Tensor:
+        """`use(weight, *args)`."""
+        return use(self.weight, *args)
+
+
+class Decoder(nn.Module):
+    """One pipeline stage: embedding (first), its layers, norm and head (last)."""
+
+    def __init__(self, config: ModelConfig, options: Options | None = None) -> None:
+        super().__init__()
+        self.config, self.options = config, options or Options()
+        self.activation_dtype = torch.float32
+        axes = self.options.axes
+        stage = self.options.layers or range(config.num_layers)
+        if axes.is_first_stage:
+            self.embed = VocabWeight(config, self.options)
+            if config.vision is not None:
+                self.vision = VisionTower(config.vision, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for i in stage})
+        if axes.is_last_stage:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.head = VocabWeight(config, self.options)
+
+    def forward(self, batch: Batch, x_ND: Tensor | None = None, *, logits: bool = False) -> Tensor:
+        """The summed loss (last stage), or the hidden states for the next stage.
+
+        Shapes: x (N, D) from the previous stage, None on the first; logits (N, vocabulary) if asked for, on one stage only.
+        """
+        axes = self.options.axes
+        dtype = self.activation_dtype
+        visual: list[Tensor] = []
+        index = batch.vision.visual_index_V if batch.vision is not None else None
+        if x_ND is None:
+            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes.tp), batch.tokens_N).to(dtype)
+            if self.config.vision is not None and batch.vision is not None and index is not None:
+                image_VD, visual = self.vision(batch.vision, dtype)
+                x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
+        with range_("decoder") as r:
+            x_ND = r.enter(x_ND)
+            seq = self.sequence(batch, dtype)
+            for name, layer in self.layers.items():
+                x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if self.options.recompute else layer(x_ND, seq)
+                if int(name) < len(visual) and index is not None:
+                    x_ND = x_ND.index_add(0, index, visual[int(name)].to(dtype))
+            x_ND = r.exit(x_ND)
+        if not axes.is_last_stage:
+            return x_ND
+        x_ND = self.norm(x_ND)
+        if logits:
+            return self.head(lambda w, x: x @ w.t(), x_ND)
+        with range_("loss") as r:
+            loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
+            return r.exit(loss)
+
+    def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
+        """Rotary tables and borders of a micro-batch."""
+        cos, sin = rotary(batch.positions, self.config)
+        return Sequence(cos.to(dtype), sin.to(dtype), batch.cu_seqlens, batch.max_seqlen, batch.slices)
+
+
+def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (N, d), in float32.
+
+    With three rows of positions (time, height, width), frequencies are interleaved t h w t h w ... as far as `mrope_section` gives height
+    and width their share, and belong to time beyond.
+
+    Source: RoPE, arXiv 2104.09864; interleaved M-RoPE, Qwen3-VL technical report, arXiv 2511.21631, section 2.1.
+    """
+    half = config.head_dim // 2
+    steps = torch.arange(half, device=positions.device, dtype=torch.float32)
+    freq = config.rope_theta ** (-2 * steps / config.head_dim)
+    if positions.dim() == 1:
+        angle = positions.float().unsqueeze(1) * freq
+    else:
+        angle_3N = positions.float().unsqueeze(2) * freq
+        angle = angle_3N[0].clone()
+        for axis in (1, 2):
+            stop = 3 * (config.mrope_section or [0, 0, 0])[axis]
+            angle[:, axis:stop:3] = angle_3N[axis, :, axis:stop:3]
+    angle = torch.cat([angle, angle], dim=1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:
+    """Rotary embedding: halves of the head are rotated against each other."""
+    a, b = x_NHd.chunk(2, dim=-1)
+    return x_NHd * cos_Nd.unsqueeze(1) + torch.cat([-b, a], dim=-1) * sin_Nd.unsqueeze(1)

@@ -1,0 +1,160 @@
+"""The vision tower of Qwen3-VL: packed patches in, one embedding per visual token out, for the input and for the first decoder layers.
+
+Suffixes: P patches (all images end to end, in merge order), V = P / merge^2 visual tokens, I images, D tower width, H heads, d head size,
+C values of a patch, r = d / 2 rotary pairs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, gelu
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import VisionConfig
+from playbook_trainer.data.batch import VisionBatch
+from playbook_trainer.models.attention import attend
+from playbook_trainer.nvtx import range_
+
+NORM_EPS = 1e-6
+ROTARY_THETA = 10_000.0
+
+
+class VisionTower(nn.Module):
+    """Patches to visual tokens: position embeddings, transformer blocks, a merger, and one DeepStack merger per tapped block.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    def __init__(self, config: VisionConfig, out_size: int) -> None:
+        super().__init__()
+        _check(config)
+        self.head_dim = config.hidden_size // config.num_heads
+        self.taps = list(config.deepstack_layers)
+        patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        # A Conv3d whose stride equals its kernel is a linear map of the flattened patch; as a Linear it is one matrix product.
+        self.patch_embed = nn.Linear(patch, config.hidden_size)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = Merger(config, out_size, norm_after=False)
+        self.deepstack = nn.ModuleList(Merger(config, out_size, norm_after=True) for _ in self.taps)
+
+    def forward(self, vision: VisionBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The visual tokens for the decoder's input, and those that its first layers add (DeepStack), one for each.
+
+        The mergers run after the last block, so that `vision` and `projector` are ranges side by side and not interleaved.
+
+        Shapes: returns (V, out_size) and a list of (V, out_size), in `dtype`, the precision of the parameters at hand.
+        """
+        with range_("vision") as span:
+            x_PD = self.patch_embed(vision.pixels_PC.to(dtype))
+            x_PD = x_PD + _learned_positions(self.pos_embed.weight, vision.pos_index_4P, vision.pos_weight_4P).to(dtype)
+            x_PD = span.enter(x_PD)
+            trained = x_PD.requires_grad
+            cos_Pr, sin_Pr = rotation(vision.rotary_P2, self.head_dim)
+            tapped = []
+            for number, block in enumerate(self.blocks):
+                x_PD = block(x_PD, cos_Pr, sin_Pr, vision.cu_seqlens, vision.max_seqlen)
+                if number in self.taps:
+                    tapped.append(x_PD)
+            # A span that could not be marked at its beginning (frozen patch embedding) must not be marked at its end.
+            x_PD = span.exit(x_PD) if trained else x_PD
+        with range_("projector") as span:
+            trained = x_PD.requires_grad
+            out = [self.merger(span.enter(x_PD))]
+            out += [merger(t_PD) for merger, t_PD in zip(self.deepstack, tapped, strict=True)]
+            if trained:
+                out[-1] = span.exit(out[-1])  # the last made is the first that the backward pass reaches
+        return out[0], out[1:]
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm attention inside each image, then an MLP.
+
+    `before` and `after` are everything but the attention: plain tensor code without data-dependent control flow, for torch.compile.
+    """
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_heads
+        self.norm1 = nn.LayerNorm(size, eps=NORM_EPS)
+        self.norm2 = nn.LayerNorm(size, eps=NORM_EPS)
+        self.qkv = nn.Linear(size, 3 * size)
+        self.proj = nn.Linear(size, size)
+        self.fc1 = nn.Linear(size, config.ffn_size)
+        self.fc2 = nn.Linear(config.ffn_size, size)
+
+    def forward(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """The block's output, (P, D)."""
+        q_PHd, k_PHd, v_PHd = self.before(x_PD, cos_Pr, sin_Pr)
+        a_PHd = attend(q_PHd, k_PHd, v_PHd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=False)
+        return self.after(x_PD, a_PHd)
+
+    def before(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (both rotated) and values, each (P, H, d)."""
+        qkv = self.qkv(self.norm1(x_PD)).unflatten(-1, (3, self.num_heads, -1))
+        q_PHd, k_PHd, v_PHd = qkv.unbind(1)
+        return rotate(q_PHd, cos_Pr, sin_Pr), rotate(k_PHd, cos_Pr, sin_Pr), v_PHd
+
+    def after(self, x_PD: Tensor, a_PHd: Tensor) -> Tensor:
+        """Both residual sums, from the block's input and the attention's output."""
+        x_PD = x_PD + self.proj(a_PHd.flatten(1))
+        return x_PD + self.fc2(gelu(self.fc1(self.norm2(x_PD)), approximate="tanh"))
+
+
+class Merger(nn.Module):
+    """Joins the merge x merge patches of a block, which lie end to end, into one visual token of the decoder's width."""
+
+    def __init__(self, config: VisionConfig, out_size: int, *, norm_after: bool) -> None:
+        super().__init__()
+        joined = config.hidden_size * config.spatial_merge_size**2
+        self.joined, self.norm_after = joined, norm_after
+        self.norm = nn.LayerNorm(joined if norm_after else config.hidden_size, eps=NORM_EPS)
+        self.fc1 = nn.Linear(joined, joined)
+        self.fc2 = nn.Linear(joined, out_size)
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """Visual tokens, (V, out_size)."""
+        if self.norm_after:
+            x = self.norm(x_PD.reshape(-1, self.joined))
+        else:
+            x = self.norm(x_PD).reshape(-1, self.joined)
+        return self.fc2(gelu(self.fc1(x)))
+
+
+def rotation(rotary_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each patch's angles, rows first, then columns; float32 (P, head_dim / 2)."""
+    steps = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=rotary_P2.device)
+    frequencies = ROTARY_THETA ** (-steps / (head_dim // 2))
+    angles = (rotary_P2[:, :, None].float() * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_PHd: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> Tensor:
+    """Rotary embedding in float32; pair i is (i, i + d / 2)."""
+    a, b = x_PHd.float().chunk(2, dim=-1)
+    cos, sin = cos_Pr[:, None].float(), sin_Pr[:, None].float()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PHd.dtype)
+
+
+def _learned_positions(table: Tensor, index_4P: Tensor, weight_4P: Tensor) -> Tensor:
+    """The learned positions, interpolated in float32: (P, D). One neighbour at a time, so that (4, P, D) never exists."""
+    terms = (embedding(index, table).float() * weight[:, None] for index, weight in zip(index_4P, weight_4P, strict=True))
+    return sum(terms, start=torch.zeros((), device=table.device))
+
+
+def _check(config: VisionConfig) -> None:
+    if config.hidden_size % (4 * config.num_heads):
+        raise ConfigError(
+            f"vision.hidden_size {config.hidden_size} over {config.num_heads} heads must give a head size in multiples of 4; "
+            "change vision.hidden_size or vision.num_heads"
+        )
+    if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:
+        raise ConfigError(f"vision.num_position_embeddings {config.num_position_embeddings} is no square number; the grid of positions is")
+    taps = config.deepstack_layers
+    if taps != sorted(set(taps)) or any(not 0 <= t < config.depth for t in taps):
+        raise ConfigError(f"vision.deepstack_layers {taps} must rise and lie in 0..{config.depth - 1}, the tower's blocks")

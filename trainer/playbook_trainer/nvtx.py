@@ -1,0 +1,128 @@
+"""Ranges: named spans of the step, for Nsight Systems (NVTX), for Kineto, and for the receipt.
+
+    with range_("attention") as r:
+        x = r.enter(x)
+        ...
+        y = r.exit(y)
+
+`enter` and `exit` mark the same span in the backward pass, as `attention.bwd`: autograd runs `exit`'s backward first. They are the
+identity, and nothing at all while no sink listens, so a timed run pays one list check per range.
+
+Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+BACKWARD = ".bwd"
+
+
+class Sink(Protocol):
+    """Something that wants to know where in the step the program is."""
+
+    def push(self, name: str) -> None:
+        """A range begins on this thread."""
+
+    def pop(self, name: str) -> None:
+        """The innermost range ends on this thread."""
+
+
+# Annotation is about the process, not about one object in it; the list is empty in a timed run.
+_sinks: list[Sink] = []
+
+
+@contextmanager
+def listening(sink: Sink) -> Iterator[None]:
+    """Ranges reach `sink` inside this block."""
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
+
+
+class NvtxSink:
+    """Ranges as NVTX push/pop ranges, which Nsight Systems records."""
+
+    def __init__(self) -> None:
+        import nvtx
+
+        self._push, self._pop = nvtx.push_range, nvtx.pop_range
+
+    def push(self, name: str) -> None:
+        """Push on this thread's NVTX stack."""
+        self._push(name)
+
+    def pop(self, name: str) -> None:
+        """Pop this thread's NVTX stack."""
+        self._pop()
+
+
+class KinetoSink:
+    """Ranges as record_function spans, which torch.profiler records."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def push(self, name: str) -> None:
+        """Enter a record_function."""
+        span = torch.profiler.record_function(name)
+        span.__enter__()
+        self._open.append((name, span))
+
+    def pop(self, name: str) -> None:
+        """Leave the innermost record_function of this name."""
+        for i in range(len(self._open) - 1, -1, -1):
+            if self._open[i][0] == name:
+                self._open.pop(i)[1].__exit__(None, None, None)
+                return
+
+
+class range_:
+    """A named span of the step, forward and (through `enter` and `exit`) backward."""
+
+    __slots__ = ("_on", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._on = False
+
+    def __enter__(self) -> range_:
+        if _sinks:
+            self._on = True
+            for sink in _sinks:
+                sink.push(self.name)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._on:
+            for sink in reversed(_sinks):
+                sink.pop(self.name)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x`; in the backward pass, the end of the span."""
+        return _Mark.apply(x, self.name, False) if self._on and x.requires_grad else x
+
+    def exit(self, y: Tensor) -> Tensor:
+        """`y`; in the backward pass, the beginning of the span."""
+        return _Mark.apply(y, self.name, True) if self._on and y.requires_grad else y
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, opens: bool) -> Tensor:
+        ctx.name, ctx.opens = name + BACKWARD, opens
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
+        for sink in _sinks:
+            (sink.push if ctx.opens else sink.pop)(ctx.name)
+        return grads[0], None, None

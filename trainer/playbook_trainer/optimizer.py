@@ -1,0 +1,84 @@
+"""AdamW on each rank's own shards, clipping by the global norm, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from playbook_trainer.config import OptimizerConfig
+from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.sharding import is_replicated_over_tp
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter and this rank's part of it, on the same memory; the optimizer sees only the part."""
+
+    name: str
+    param: nn.Parameter
+    local: nn.Parameter
+    counts: bool
+    """Whether this rank counts it in the norm: what tensor-parallel ranks hold in common is counted once."""
+
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient."""
+        grad = self.param.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def shards(model: nn.Module, axes: Axes) -> list[Shard]:
+    """Every trained parameter."""
+    out = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            local = param.to_local() if isinstance(param, DTensor) else param
+            out.append(Shard(name, param, nn.Parameter(local.detach()), axes.tp.rank == 0 or not is_replicated_over_tp(name)))
+    return out
+
+
+def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; norms, biases and embeddings of one dimension are not decayed."""
+    decayed = [p.local for p in parts if p.param.ndim > 1]
+    plain = [p.local for p in parts if p.param.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+
+
+def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
+    """This rank's share of the squared gradient norm, float64; the sum over all ranks is the whole model's."""
+    grads = [g for p in parts if p.counts and (g := p.grad()) is not None and g.numel()]
+    if not grads:
+        return torch.zeros((), device=device, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+
+
+def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
+    """Clip by the global norm, update, and drop the gradients."""
+    grads = []
+    for part in parts:
+        grad = part.grad()
+        if grad is not None:
+            part.local.grad = grad
+            grads.append(grad)
+    if grads:
+        torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for part in parts:
+        part.param.grad = None
+
+
+def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
+    """The rate of a step (from 0): linear warm-up, then cosine decay to `min_lr_ratio`, or constant."""
+    if step_index < config.warmup_steps:
+        return config.lr * (step_index + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step_index - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    low = config.lr * config.min_lr_ratio
+    return low + 0.5 * (config.lr - low) * (1 + math.cos(math.pi * min(1.0, done)))

@@ -1,0 +1,108 @@
+"""From a configuration to a model on this rank: built without memory, wrapped, then given its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from playbook_trainer.config import CompileConfig, TrainerConfig
+from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.sharding import fill, initial_value
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
+    """This rank's stage of the model, sharded and initialised."""
+    train = config.train
+    grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
+    options = Options(
+        axes=axes,
+        dispatcher=config.moe.dispatcher,
+        grouped=grouped,
+        recompute=train.recompute == "full",
+        layers=stage_layers(config.model.num_layers, axes.pp),
+    )
+    with torch.device("meta"):
+        model = Decoder(config.model, options)
+    model.activation_dtype = DTYPES[train.dtype]
+    compile_regions(model, train.compile)
+    if wants_fsdp(config, axes):
+        shard(model, config, axes, device)
+    model.to_empty(device=device)
+    fill(model, axes, initial_value(config.model, config.seed))
+    return model
+
+
+def stage_layers(num_layers: int, pp: Axis) -> range:
+    """An equal stretch of layers for each pipeline stage."""
+    per_stage = num_layers // pp.size
+    return range(pp.rank * per_stage, (pp.rank + 1) * per_stage)
+
+
+def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
+    """FSDP2 also serves one rank in bf16: it keeps the float32 master weights and hands out bf16 copies."""
+    return axes.dp_cp.size > 1 or config.train.dtype == "bf16"
+
+
+def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
+    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp."""
+    dtype = DTYPES[config.train.dtype]
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    dense, sparse = mesh(axes.dp_cp, device), mesh(axes.edp, device)
+    again = config.parallel.reshard_after_forward
+
+    def unit(module: nn.Module, where: DeviceMesh, size: int, reshard: bool = True) -> None:
+        # On one rank there is nothing to gather a second time, so the copy made in the forward pass stays.
+        fully_shard(module, mesh=where, reshard_after_forward=reshard and size > 1, **policy)
+        assert isinstance(module, FSDPModule)
+        # Losses are divided by the global number of labels, so gradients are sums, not means.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    for layer in model.layers.values():
+        if hasattr(layer, "moe") and axes.ep.size > 1:
+            unit(layer.moe.experts, sparse, axes.edp.size, again)
+        unit(layer, dense, axes.dp_cp.size, again)
+    if hasattr(model, "vision"):
+        for block in model.vision.blocks:
+            unit(block, dense, axes.dp_cp.size, again)
+        unit(model.vision, dense, axes.dp_cp.size, again)
+    if hasattr(model, "embed"):
+        unit(model.embed, dense, axes.dp_cp.size, again)
+    if hasattr(model, "head"):
+        unit(model.head, dense, axes.dp_cp.size, reshard=False)
+    unit(model, dense, axes.dp_cp.size, reshard=False)
+
+
+def mesh(axis: Axis, device: torch.device) -> DeviceMesh:
+    """The axis as FSDP wants it."""
+    if axis.group is not None:
+        return DeviceMesh.from_group(axis.group, device.type)
+    return _single_mesh(device)
+
+
+def _single_mesh(device: torch.device) -> DeviceMesh:
+    # FSDP asks for a mesh even where there is one rank; its group never carries anything.
+    import torch.distributed as dist
+
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    return DeviceMesh.from_group(groups[dist.get_rank()], device.type)
+
+
+def compile_regions(model: Decoder, config: CompileConfig) -> None:
+    """torch.compile, block by block; attention and collectives stay outside the compiled parts."""
+    if config.vision and hasattr(model, "vision"):
+        for block in model.vision.blocks:
+            _compile(block, ("before", "after"), config)
+
+
+def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
+    dynamic = config.dynamic == "marked"
+    for name in methods:
+        setattr(module, name, torch.compile(getattr(module, name), backend=config.backend, dynamic=dynamic))

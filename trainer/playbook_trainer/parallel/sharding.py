@@ -1,0 +1,102 @@
+"""Which part of each parameter a rank holds, and its first value: both follow from the parameter's name alone.
+
+A parameter's initial value depends on the seed and its name, not on the layout: each rank draws the whole tensor on its own device, and
+keeps its part. Drawing all 16 billion values of a large model takes a GPU a fraction of a second, and every layout starts equal.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from playbook_trainer.config import ModelConfig
+from playbook_trainer.parallel.axes import Axes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself)."""
+
+    ep: bool = False
+    tp_dim: int | None = None
+    blocks: int = 1
+
+
+# The gate and up halves of w13 are cut each by itself, so that a rank's halves belong to the same columns.
+RULES: tuple[tuple[str, Shard], ...] = (
+    (r"(embed|head)\.weight$", Shard(tp_dim=0)),
+    (r"attn\.[qkv]_proj\.weight$", Shard(tp_dim=0)),
+    (r"attn\.o_proj\.weight$", Shard(tp_dim=1)),
+    (r"mlp\.w13\.weight$", Shard(tp_dim=0, blocks=2)),
+    (r"mlp\.w2\.weight$", Shard(tp_dim=1)),
+    (r"experts\.w13$", Shard(ep=True, tp_dim=1, blocks=2)),
+    (r"experts\.w2$", Shard(ep=True, tp_dim=2)),
+)
+
+
+def shard_of(name: str) -> Shard:
+    """The rule for a parameter; what no rule names is held whole by every tp and ep rank. The vision tower is never cut."""
+    if name.startswith("vision."):
+        return Shard()
+    return next((shard for pattern, shard in RULES if re.search(pattern, name)), Shard())
+
+
+def is_replicated_over_tp(name: str) -> bool:
+    """Whether all tensor-parallel ranks hold the same values."""
+    return shard_of(name).tp_dim is None
+
+
+def part(full: Tensor, name: str, axes: Axes) -> Tensor:
+    """This rank's part of a whole parameter, before FSDP cuts it further."""
+    shard = shard_of(name)
+    if shard.ep:
+        full = full.chunk(axes.ep.size, dim=0)[axes.ep.rank]
+    if shard.tp_dim is not None and axes.tp.size > 1:
+        blocks = full.chunk(shard.blocks, dim=shard.tp_dim)
+        full = torch.cat([b.chunk(axes.tp.size, dim=shard.tp_dim)[axes.tp.rank] for b in blocks], dim=shard.tp_dim)
+    return full
+
+
+def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
+    """The whole parameter's shape, from this rank's (a DTensor's shape is the one before FSDP)."""
+    shape, shard = list(param.shape), shard_of(name)
+    if shard.ep:
+        shape[0] *= axes.ep.size
+    if shard.tp_dim is not None:
+        shape[shard.tp_dim] *= axes.tp.size
+    return shape
+
+
+@torch.no_grad()
+def fill(model: nn.Module, axes: Axes, value: Callable[[str, list[int], torch.device], Tensor]) -> None:
+    """Set each parameter to this rank's part of `value(name, full shape, device)`."""
+    for name, param in model.named_parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        mine = part(value(name, full_shape(param, name, axes), local.device), name, axes).to(local.dtype)
+        if isinstance(param, DTensor):
+            # src_data_rank=None: every rank has the same tensor at hand, nothing is sent.
+            mine = distribute_tensor(mine, param.device_mesh, param.placements, src_data_rank=None).to_local()
+        local.copy_(mine)
+
+
+def initial_value(config: ModelConfig, seed: int) -> Callable[[str, list[int], torch.device], Tensor]:
+    """Normal weights, ones for norms, zeros for biases, drawn on the device.
+
+    Source: initializer_range of the published Qwen3 configurations (0.02).
+    """
+
+    def value(name: str, shape: list[int], device: torch.device) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, device=device)
+        if re.search(r"norm\d?\.weight$", name):
+            return torch.ones(shape, device=device)
+        generator = torch.Generator(device=device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        return torch.randn(shape, device=device, generator=generator).mul_(config.init_std)
+
+    return value

@@ -1,0 +1,99 @@
+"""Tensor parallelism of the vocabulary: embedding and loss over rows that each rank holds a share of.
+
+Suffixes: N tokens, D hidden size, W vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.parallel.axes import Axis
+from playbook_trainer.parallel.comm import reduce_from
+
+CHUNK = 4096
+"""Tokens whose logits exist at once: 4096 x 151,936 in 32 bits are 2.3 GiB."""
+
+
+def embed(tokens_N: Tensor, weight_WD: Tensor, tp: Axis) -> Tensor:
+    """Token embeddings; with tensor parallelism each rank looks up its own rows and the sum joins them."""
+    if tp.size == 1:
+        return embedding(tokens_N, weight_WD)
+    local = tokens_N - tp.rank * weight_WD.shape[0]
+    mine = (local >= 0) & (local < weight_WD.shape[0])
+    x_ND = embedding(torch.where(mine, local, 0), weight_WD) * mine.unsqueeze(1)
+    return reduce_from(x_ND, tp)
+
+
+def linear_cross_entropy(x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis) -> Tensor:
+    """The summed cross-entropy of `x @ weight.T` against the labels, in float32, a chunk of tokens at a time.
+
+    Loss and gradients are made in one pass over the logits, so that no more than a chunk of them ever exists.
+    With tensor parallelism each rank holds the logits of its own vocabulary rows; maxima and sums are joined over the axis.
+    """
+    return _LinearCrossEntropy.apply(x_ND, weight_WD, labels_N, tp)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis) -> Tensor:
+        loss = x_ND.new_zeros((), dtype=torch.float32)
+        need = torch.is_grad_enabled() or x_ND.requires_grad or weight_WD.requires_grad
+        grad_x = torch.empty_like(x_ND) if need else None
+        grad_w = torch.zeros_like(weight_WD, dtype=torch.float32) if need else None
+        for start in range(0, x_ND.shape[0], CHUNK):
+            part = slice(start, start + CHUNK)
+            x, labels = x_ND[part], labels_N[part]
+            logits, target, valid = _logits(x, weight_WD, labels, tp)
+            lse = _logsumexp(logits, tp)
+            loss += ((lse - _target_logit(logits, target, tp)) * valid).sum()
+            if grad_x is None or grad_w is None:
+                continue
+            probs = logits.sub_(lse.unsqueeze(1)).exp_()
+            inside = (target >= 0) & (target < probs.shape[1])
+            probs.scatter_add_(1, target.clamp(0, probs.shape[1] - 1).unsqueeze(1), -inside.to(probs.dtype).unsqueeze(1))
+            probs = probs.mul_(valid.unsqueeze(1)).to(x.dtype)
+            grad_x[part] = probs @ weight_WD
+            grad_w += probs.t() @ x
+        if need:
+            ctx.save_for_backward(grad_x, grad_w)
+        ctx.tp = tp
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        grad_x, grad_w = ctx.saved_tensors
+        scale = grads[0]
+        grad_x = grad_x * scale.to(grad_x.dtype)
+        if ctx.tp.size > 1:
+            dist.all_reduce(grad_x, group=ctx.tp.group)
+        return grad_x, (grad_w * scale).to(grad_x.dtype), None, None
+
+
+def _logits(x: Tensor, weight: Tensor, labels: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 logits of this rank's rows, the target's place among them, and which labels count."""
+    logits = (x @ weight.t()).float()
+    return logits, labels - tp.rank * weight.shape[0], (labels != IGNORE).to(logits.dtype)
+
+
+def _logsumexp(logits: Tensor, tp: Axis) -> Tensor:
+    if tp.size == 1:
+        return logits.logsumexp(1)
+    top = logits.amax(1)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp.group)
+    total = (logits - top.unsqueeze(1)).exp_().sum(1)
+    dist.all_reduce(total, group=tp.group)
+    return top + total.log()
+
+
+def _target_logit(logits: Tensor, target: Tensor, tp: Axis) -> Tensor:
+    inside = (target >= 0) & (target < logits.shape[1])
+    value = logits.gather(1, target.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1) * inside
+    if tp.size > 1:
+        dist.all_reduce(value, group=tp.group)
+    return value
