@@ -102,6 +102,9 @@ class LocalLauncher:
 
     command: Sequence[str] = TRAINER
     grace_s: float = GRACE_S
+    drain_s: float = DRAIN_S
+    wrap: Callable[[int, list[str]], list[str]] | None = None
+    """Changes the command of a rank, such as putting a profiler in front of rank 0's."""
 
     def run(self, spec: Spec, on_step: Callable[[int], None] | None = None) -> Result:
         """Start the ranks, wait for them, and leave no process behind.
@@ -125,7 +128,7 @@ class LocalLauncher:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
             watched = _Watch(spec, on_step)
-            hung = _wait(ranks, watched, clock)
+            hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
             _end(ranks, self.grace_s)
         wall = time.monotonic() - clock
@@ -136,10 +139,11 @@ class LocalLauncher:
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> _Rank:
         log = spec.folder / f"rank{index}.log"
         env = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
+        command = [*self.command, str(config)]
         try:
             with log.open("wb") as out:
                 process = subprocess.Popen(
-                    [*self.command, str(config)],
+                    self.wrap(index, command) if self.wrap else command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -267,7 +271,7 @@ class _Watch:
         return ""
 
 
-def _wait(ranks: Sequence[_Rank], watch: _Watch, began: float) -> str:
+def _wait(ranks: Sequence[_Rank], watch: _Watch, began: float, drain_s: float) -> str:
     """Until all ranks have ended, one has failed, or the run hangs; returns why it hangs."""
     finished: float | None = None
     while True:
@@ -277,8 +281,8 @@ def _wait(ranks: Sequence[_Rank], watch: _Watch, began: float) -> str:
             return ""
         if len(alive) < len(ranks):
             finished = finished or time.monotonic()
-            if time.monotonic() - finished > DRAIN_S:
-                return f"rank {alive[0].index} did not end within {DRAIN_S:g} s of the others"
+            if time.monotonic() - finished > drain_s:
+                return f"rank {alive[0].index} did not end within {drain_s:g} s of the others"
         hung = watch.look(began)
         if hung:
             return hung

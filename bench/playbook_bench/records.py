@@ -82,7 +82,7 @@ class Sample(Strict):
     images: int = 0
     data_seconds: float = 0.0
     peak_memory_bytes: int = 0
-    recompiles: int = 0
+    recompiles: float = 0
     compile_seconds: float = 0.0
 
 

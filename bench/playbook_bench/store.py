@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,6 +19,8 @@ from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import verdict
 from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, content_sha, seal
+
+T = TypeVar("T", bound=BaseModel)
 
 DEFAULT_RESULTS = Path(".playbook/results")
 EXPIRY_DAYS = 180
@@ -151,7 +153,7 @@ def load_baseline(path: Path) -> Baseline:
     return _load(path, Baseline)
 
 
-def _load[T: BaseModel](path: Path, model: type[T]) -> T:
+def _load(path: Path, model: type[T]) -> T:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise StoreError(f"{path} is larger than {MAX_BYTES} bytes")

@@ -52,7 +52,8 @@ def test_target_size_equals_hugging_face_for_ordinary_images() -> None:
 @given(st.integers(1, 20_000), st.integers(1, 20_000), st.sampled_from([28, 32]), st.integers(1, 2_000_000))
 def test_target_size_is_bounded_and_in_whole_visual_tokens(height: int, width: int, factor: int, most: int) -> None:
     h, w = target_size(height, width, factor, most)
-    assert h % factor == 0 and w % factor == 0 and h > 0 and w > 0
+    assert h % factor == w % factor == 0
+    assert min(h, w) > 0
     assert h * w <= max(most, factor * factor)
 
 

@@ -224,8 +224,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     (worker,) = set(children(os.getpid())) - before
     os.kill(worker, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="worker"):
-        for _ in range(20):
-            next(iterator)
+        list(itertools.islice(iterator, 20))
     loader.close()
 
 
@@ -254,10 +253,11 @@ def test_workers_die_with_a_killed_rank() -> None:
     assert not any(alive(w) for w in workers)
 
 
-def test_speed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed() -> None:
+    """Prints rows per second (`pytest -rP`); how fast is fast enough is the harness's question, not this test's."""
     for name, overrides in ((TEXT, {}), (VL, {}), (VL, {"data__kind": "mock"})):
         cfg = config(name, **overrides)
         start = time.perf_counter()
-        n = len(steps(cfg, 6)) * cfg.train.global_batch_size
-        with capsys.disabled():
-            print(f"  {name} {cfg.data.kind}: {n / (time.perf_counter() - start):.0f} rows/s")
+        rows = sum(len(b.tokens_N) // cfg.data.seq_len for s in steps(cfg, 6) for b in s)
+        assert rows == 6 * cfg.train.global_batch_size
+        print(f"{name} {cfg.data.kind}: {rows / (time.perf_counter() - start):.0f} rows/s")

@@ -89,8 +89,10 @@ def test_plain_text_is_split_at_two_blank_lines(tmp_path: Path) -> None:
 def test_train_and_eval_share_nothing_and_eval_is_a_tenth() -> None:
     seen = {}
     for split in ("train", "eval"):
-        rows = make_rows(config(VL, data__pack=False), split)  # type: ignore[arg-type]
-        seen[split] = {rows.row(k)[0].tokens.tobytes() + repr(rows.row(k)[0].images).encode() for k in range(230 if split == "train" else 25)}
+        rows = make_rows(config(VL, data__pack=False), split)
+        seen[split] = {
+            rows.row(k)[0].tokens.tobytes() + repr(rows.row(k)[0].images).encode() for k in range(230 if split == "train" else 25)
+        }
     assert not seen["train"] & seen["eval"]
     assert len(seen["eval"]) == 25
     assert len(seen["train"]) == 230
@@ -147,17 +149,27 @@ def test_mock_rows_are_full_and_cut_at_real_lengths() -> None:
         assert all(not d.images and d.tokens.max() < 258 for d in row)
 
 
-@pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "link.png", "missing.png", "a\0b"])
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "link.png", "missing.png", "a\0b", "x" * 5000, "loop.png"])
 def test_images_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     folder = samples(tmp_path / "set", [{"images": [name], "question": "q", "answer": "a"}] * 2, {})
     Image.new("RGB", (32, 32)).save(tmp_path / "secret.png")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "loop.png").symlink_to("loop.png")
     with pytest.raises(DataError, match=r"samples\.jsonl:1"):
         check(config(VL, data__path=str(folder)))
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "{", '{"images": "a", "question": "q", "answer": "a"}', '{"images": [1], "question": "q", "answer": "a"}', '{"images": []}']
+    "line",
+    [
+        "[1]",
+        "{",
+        '{"images": [], "question": "\\ud800", "answer": "a"}',
+        "[" * 100_000,
+        '{"images": "a", "question": "q", "answer": "a"}',
+        '{"images": [1], "question": "q", "answer": "a"}',
+        '{"images": []}',
+    ],
 )
 def test_a_line_that_is_no_sample_is_placed(tmp_path: Path, line: str) -> None:
     (tmp_path / "samples.jsonl").write_text('\n{"images": [], "question": "q", "answer": "a"}\n' + line, encoding="utf-8")

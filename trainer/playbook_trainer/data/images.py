@@ -44,12 +44,9 @@ def header_size(path: Path) -> tuple[int, int]:
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
-            width, height = image.size
+            return _checked_size(path, image)
     except _BROKEN as e:
         raise _broken(path, e) from e
-    if width * height > MAX_FILE_PIXELS:
-        raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_FILE_PIXELS} are decoded. Scale the file down")
-    return height, width
 
 
 def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
@@ -73,9 +70,9 @@ def decode(image: ImageRef) -> NDArray[np.uint8]:
     Raises:
         DataError: the file is broken or not an image; the message names it.
     """
-    header_size(image.path)
     try:
         with Image.open(image.path, formats=FORMATS) as file:
+            _checked_size(image.path, file)  # again: the file may have changed since the plan was made
             picture = file.convert("RGB").resize((image.width, image.height), Image.Resampling.BICUBIC)
     except _BROKEN as e:
         raise _broken(image.path, e) from e
@@ -98,6 +95,13 @@ def patches_into(out_PC: NDArray[np.float32], pixels: NDArray[np.uint8], vision:
     np.multiply(blocks.reshape(first.shape), np.float32(1 / 127.5), out=first)
     first -= 1
     frames[:, :, 1:] = frames[:, :, :1]
+
+
+def _checked_size(path: Path, image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    if width * height > MAX_FILE_PIXELS:
+        raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_FILE_PIXELS} are decoded. Scale the file down")
+    return height, width
 
 
 def _broken(path: Path, error: BaseException) -> DataError:

@@ -117,9 +117,11 @@ class Loader:
             **options,
         )
         self._iterator: Any = None
+        self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps from `start_row` on."""
+        assert not self._closed, "the loader was closed"
         self._row = self._start
         self._iterator = iter(self._loader)
         while True:
@@ -136,7 +138,8 @@ class Loader:
         return dict(self._counters)
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes, for good."""
+        self._closed = True
         if self._iterator is not None and hasattr(self._iterator, "_shutdown_workers"):
             self._iterator._shutdown_workers()
         self._iterator = None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,8 +81,8 @@ def _documents(file: Path) -> Iterator[str]:
         return
     for number, record in json_lines(file, text):
         value = record.get("text")
-        if not isinstance(value, str) or not value:
-            raise DataError(f"{file}:{number}: expected a non-empty string under 'text'")
+        if not is_text(value) or not value:
+            raise DataError(f"{file}:{number}: expected a non-empty string of valid Unicode under 'text'")
         yield value
 
 
@@ -93,6 +94,17 @@ def read_utf8(file: Path) -> str:
         raise DataError(f"{file} cannot be read: {e.strerror or e}") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{file} is not UTF-8 text (byte {e.start}); convert it to UTF-8") from e
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether `value` is a string that UTF-8 can carry; JSON can spell half a surrogate pair, which it cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def json_lines(file: Path, text: str) -> Iterator[tuple[int, dict[str, object]]]:

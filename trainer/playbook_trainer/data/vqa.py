@@ -9,7 +9,7 @@ from pathlib import Path
 from playbook.errors import DataError
 from playbook_trainer.config import DataConfig, ModelConfig
 from playbook_trainer.data.images import ImageRef, header_size, target_size
-from playbook_trainer.data.text import json_lines, read_utf8
+from playbook_trainer.data.text import is_text, json_lines, read_utf8
 from playbook_trainer.data.tokenizer import Tokenizer
 
 LEAST_VISUAL_TOKENS = 4
@@ -52,9 +52,9 @@ def read_samples(folder: Path) -> list[Sample]:
     for number, record in json_lines(file, read_utf8(file)):
         place = f"{file}:{number}"
         images, question, answer = (record.get(key) for key in ("images", "question", "answer"))
-        if not isinstance(question, str) or not isinstance(answer, str):
-            raise DataError(f"{place}: expected strings under 'question' and 'answer'")
-        if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        if not is_text(question) or not is_text(answer):
+            raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
+        if not isinstance(images, list) or not all(is_text(name) for name in images):
             raise DataError(f"{place}: expected a list of file names under 'images'")
         samples.append(Sample(place, [_inside(root, name, place) for name in images], question, answer))
     if not samples:
@@ -137,11 +137,13 @@ def _length(targets: list[tuple[int, int]], factor: int, question: int, answer: 
 
 def _inside(root: Path, name: str, place: str) -> Path:
     """The image's real path, which must lie in `root`: neither `..`, an absolute path nor a link may lead out."""
-    if "\0" in name:
-        raise DataError(f"{place}: image name {name!r} is no file name")
-    path = (root / name).resolve()
+    try:
+        path = (root / name).resolve()
+        found = path.is_file()
+    except (OSError, ValueError, RuntimeError) as e:  # a null byte, a name too long, a loop of links
+        raise DataError(f"{place}: image {name[:80]!r} is no file name that can be read: {e}") from e
     if not path.is_relative_to(root):
         raise DataError(f"{place}: image {name!r} lies outside {root}; only files in the folder of samples.jsonl are read")
-    if not path.is_file():
+    if not found:
         raise DataError(f"{place}: image {name!r} does not exist in {root}")
     return path

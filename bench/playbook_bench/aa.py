@@ -1,0 +1,134 @@
+"""A/A: one configuration against itself, so that a series knows how much this machine differs from itself."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import data_root
+from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store
+from playbook_bench.case import load_case
+from playbook_bench.launch import LocalLauncher
+from playbook_bench.records import Baseline, Run
+from playbook_bench.series import Progress, Series, Silent
+from playbook_bench.telemetry import Telemetry
+from playbook_bench.variants import resolve_pair
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What an A/A found."""
+
+    baseline: Baseline
+    path: Path
+    metric: str
+    deviation: float
+    """Of the paired differences around zero; on a log scale for ratios, so about a share."""
+    mean: float
+    contaminated: bool
+
+
+def run(
+    case_id: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int = schedule.AA_PAIRS,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+) -> Noise:
+    """Measure a case's baseline against itself and store it under `<results>/baselines/<machine>/`.
+
+    Raises:
+        ConfigError: the case cannot run here, or fewer than four pairs are asked for.
+        LaunchError: a run failed.
+    """
+    if pairs < schedule.AA_PAIRS:
+        raise ConfigError(f"an A/A of {pairs} pairs is too few to know a deviation; expected at least {schedule.AA_PAIRS}")
+    case = load_case(case_id)
+    machine = preflight.detect()
+    chosen = preflight.choose_profile(case, machine, profile)
+    if case.kind != "pair" or chosen is None:
+        raise ConfigError(f"case '{case.id}' has nothing to run on {machine.name}; it has profiles {', '.join(case.profiles) or 'none'}")
+    row = metrics.get(case.metric or "")
+    folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
+    work = launch.new_folder(folder / "work", f"{case.id}-aa")
+    with launch.interruptible(), Telemetry(machine, work) as telemetry:
+        running = Series(
+            case=case,
+            profile=chosen,
+            machine=preflight.restrict(machine, chosen),
+            variants=resolve_pair(case, chosen),
+            plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
+            launcher=LocalLauncher() if command is None else LocalLauncher(tuple(command)),
+            work=work,
+            cache=folder / "cache",
+            progress=progress or Silent(),
+            deadline=time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS),
+            telemetry=telemetry,
+            expected=1 + 2 * pairs,
+        )
+        running.progress.series(f"{case.id} A/A", running.expected)
+        burn_in = running.run(schedule.burn_in()[0])
+        runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs)
+    (work / "telemetry.csv").unlink(missing_ok=True)
+    _check(runs, pairs)
+    baseline = _baseline(running, runs)
+    path = store.write_baseline(baseline, folder / "baselines")
+    if not any(work.iterdir()):
+        work.rmdir()
+    differences = gates.aa_differences(runs, row)
+    mean = sum(differences) / len(differences)
+    return Noise(baseline, path, row.name, stats.aa_deviation(differences), mean, stats.contaminated(differences, None))
+
+
+def ensure(running: Series, folder: Path) -> bool:
+    """Give the series its A/A: a stored one with a fresh pair against it, else four pairs measured now. False where a run fails.
+
+    The baseline's burn-in must have run: it tells the environment that a stored A/A must share.
+    """
+    first = next(r for r in running.runs if r.variant == "baseline")
+    key = series.noise_key(first, running.strict)
+    running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
+    if running.aa is not None:
+        fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS)
+        return all(r.outcome == "ok" for r in fresh)
+    before = len(running.runs)
+    runs = series.measure_aa(running, schedule.AA_PAIRS)
+    if any(r.outcome != "ok" for r in runs):
+        return False
+    if len(runs) == 2 * schedule.AA_PAIRS:
+        running.runs = running.runs[:before]
+        running.aa = _baseline(running, runs)
+        store.write_baseline(running.aa, folder)
+    return True
+
+
+def floor(baseline: Baseline | None) -> float:
+    """Deviation of step time between runs of one configuration; 0 where nothing is stored."""
+    differences = gates.aa_differences(baseline.runs, metrics.get("step_seconds")) if baseline else []
+    return stats.aa_deviation(differences) if differences else 0.0
+
+
+def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
+    return Baseline(
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=running.machine.name,
+        case=running.case.id,
+        profile=running.profile,
+        noise_key=series.noise_key(runs[0], running.strict),
+        runs=list(runs),
+    )
+
+
+def _check(runs: Sequence[Run], pairs: int) -> None:
+    bad = next((r for r in runs if r.outcome != "ok"), None)
+    if bad is not None:
+        raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
+    if len(runs) < 2 * pairs:
+        raise LaunchError(f"the A/A stopped after {len(runs) // 2} of {pairs} pairs: the case's budget is spent")

@@ -1,0 +1,381 @@
+"""From a card's claims to evidence. Read from top to bottom: targets, preflight, one series per case, a verdict per claim."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from playbook import cards, validate
+from playbook.document import did_you_mean, load
+from playbook.errors import ConfigError
+from playbook_bench import aa, gates, launch, metrics, preflight, schedule, series, store, verdict
+from playbook_bench.case import Case, load_case
+from playbook_bench.launch import Launcher, LocalLauncher
+from playbook_bench.records import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
+from playbook_bench.series import Series, Silent
+from playbook_bench.telemetry import Telemetry
+from playbook_bench.variants import resolve_pair
+
+EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
+_TARGET = re.compile(r"(?P<card>[a-z0-9][a-z0-9-]*)(?:/(?P<claim>[A-Z][0-9]{1,3}(?:\.[a-z])?))?\Z")
+RUNNABLE_KINDS = ("pair", "arithmetic", "invariant")
+
+
+class Progress(series.Progress, Protocol):
+    """As for a series, and told of each verdict."""
+
+    def machine(self, machine: Machine) -> None:
+        """The machine, before anything runs."""
+        ...
+
+    def finished(self, outcome: Outcome) -> None:
+        """A claim has its verdict."""
+        ...
+
+
+class Quiet(Silent):
+    """No progress at all."""
+
+    def machine(self, machine: Machine) -> None:
+        """Nothing."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim's verdict and where its evidence lies."""
+
+    evidence: Evidence
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The claim's id, or the case's where no claim was tested."""
+        measured = self.evidence.measured
+        return measured.claim.id if measured.claim else measured.case.id if measured.case else ""
+
+    @property
+    def status(self) -> str:
+        """The verdict in one word."""
+        return self.evidence.derived.verdict.status
+
+
+@dataclass(frozen=True)
+class Task:
+    """One claim, or mechanism check, and the case that settles it."""
+
+    claim: ClaimRef | None
+    case: str | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    profile: str | None
+    results: Path
+    pairs: int | None
+    deadline: float | None
+    seed: int | None
+    launcher: Launcher
+    command: str
+
+
+def run(
+    targets: Sequence[str],
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+    seed: int | None = None,
+) -> list[Outcome]:
+    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim.
+
+    Raises:
+        PlaybookError: a target, card, case or option is invalid, or evidence cannot be written.
+        Interrupted: Ctrl-C or SIGTERM, after every run has been ended.
+    """
+    tasks = [task for target in targets for task in tasks_of(target)]
+    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)])
+    return _run_all(tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet())
+
+
+def bench_run(
+    case_id: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+    seed: int | None = None,
+) -> list[Outcome]:
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
+
+    Raises:
+        PlaybookError, Interrupted: as `run`.
+    """
+    case = load_case(case_id)
+    naming = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id]
+    tasks = naming or [Task(None, case_id)]
+    shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s)])
+    return _run_all(tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet(), {case.id: case, case_id: case})
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
+    codes = {EXIT_CODES[o.status] for o in outcomes}
+    return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
+
+
+def tasks_of(target: str) -> list[Task]:
+    """The claims, with their mechanism checks, that a target names.
+
+    Raises:
+        ConfigError: there is no such card or claim.
+        FileError: the card is invalid.
+    """
+    if target.endswith((".yaml", ".yml")):
+        return tasks_of_card(load(Path(target), cards.Card)[0])
+    match = _TARGET.match(target)
+    if match is None:
+        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write for example moe-dispatcher-choice/W9")
+    known = validate.load_all()
+    if match["card"] not in known:
+        raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
+    tasks = tasks_of_card(known[match["card"]])
+    if match["claim"] is None:
+        return tasks
+    ids = [t.claim.id for t in tasks if t.claim]
+    chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
+    if not chosen:
+        raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
+    return chosen
+
+
+def tasks_of_card(card: cards.Card) -> list[Task]:
+    """Each claim of a card, followed by its mechanism check."""
+    sha = digest(card.model_dump(mode="json"), 16)
+    out = []
+    for claim in card.claims:
+        shared = {"card": card.id, "card_sha": sha}
+        fields = ("id", "statement", "kind", "metric", "expect", "comparison", "scope", "label", "cpu_scope")
+        out.append(Task(ClaimRef(**shared, **{f: getattr(claim, f) for f in fields}), claim.case))
+        check = claim.mechanism_check
+        if check is not None:
+            own = {f: getattr(check, f) for f in ("id", "statement", "metric", "expect", "comparison")}
+            out.append(Task(ClaimRef(**shared, **own, kind="pair", mechanism_of=claim.id), check.case))
+    return out
+
+
+def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
+    """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
+    machine = preflight.detect()
+    progress.machine(machine)
+    loaded = dict(known or {})
+    for name in {t.case for t in tasks if t.case} - loaded.keys():
+        loaded[name] = load_case(name)
+    for task in tasks:
+        _check(task, loaded)
+    outcomes: dict[int, Outcome] = {}
+    with launch.interruptible():
+        for name in dict.fromkeys(t.case for t in tasks):
+            group = [i for i, t in enumerate(tasks) if t.case == name]
+            case = loaded[name] if name else None
+            for i, (measured, derived, seconds) in zip(group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True):
+                evidence = store.evidence_of(measured, derived, options.command, seconds)
+                outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
+                progress.finished(outcomes[i])
+    return [outcomes[i] for i in range(len(tasks))]
+
+
+Settled = tuple[Measured, Derived, Seconds]
+
+
+def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
+    """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
+    profile = preflight.choose_profile(case, machine, options.profile) if case and case.profiles else None
+    records = [_preflight(task, case, machine, profile, options) for task in tasks]
+    todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind == "pair"]
+    settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds()) for i, r in enumerate(records) if i not in todo}
+    if todo and case is not None and profile is not None:
+        judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
+        settled.update(zip(todo, judged, strict=True))
+    return [settled[i] for i in range(len(tasks))]
+
+
+def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | None, options: Options) -> Measured:
+    """The record of a claim before any run: what it asks, and what this machine lacks."""
+    missing: list[Missing] = []
+    kind = case.kind if case else task.claim.kind if task.claim else ""
+    if kind not in RUNNABLE_KINDS:
+        missing.append(Missing(reason="kind", detail=f"this version does not run cases of kind {kind}"))
+    here = preflight.restrict(machine, profile)
+    known = preflight.facts(here)
+    if case is not None and case.kind == "pair":
+        missing += preflight.unmet_requirements(case.requires)
+        if profile is None:
+            wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
+            missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
+        else:
+            candidate = resolve_pair(case, profile)["candidate"]
+            known = preflight.facts(here, candidate.config, candidate.ranks)
+    if task.claim is not None and kind not in ("arithmetic", "invariant"):
+        waive = task.claim.cpu_scope is not None and profile == preflight.CPU
+        missing = preflight.unmet_scope(task.claim.scope, known, waive) + missing
+    if case is None and not missing:
+        missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
+    content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
+    return Measured(
+        claim=task.claim, case=content, machine=here, profile=profile, facts=known, missing=missing, context=preflight.context()
+    )
+
+
+def _run_series(
+    records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
+) -> list[Settled]:
+    """Burn-in, A/A, pairs; each claim is judged at the looks, and keeps the record of the look that settled it."""
+    work = launch.new_folder(options.results / "work", case.id)
+    settled: dict[int, Settled] = {}
+    try:
+        with Telemetry(machine, work) as telemetry:
+            running = _series(case, machine, profile, options, progress, work, telemetry)
+            timed = [r for r in records if not _metric(r, case).deterministic]
+            if timed:
+                _timed(running, records, settled, options)
+            else:
+                series.measure_pairs(running, lambda s, n: True)
+            for i, record in enumerate(records):
+                settled.setdefault(i, _judge(running, record))
+    finally:
+        _remove_if_empty(work)
+    return [settled[i] for i in range(len(records))]
+
+
+def _series(
+    case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry
+) -> Series:
+    budget = 60 * case.budget.minutes
+    own = time.monotonic() + budget
+    deadline = own if options.deadline is None else min(own, options.deadline)
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    return Series(
+        case=case,
+        profile=profile,
+        machine=preflight.restrict(machine, profile),
+        variants=resolve_pair(case, profile),
+        plan=schedule.plan(case, seed, options.pairs, deadline - time.monotonic()),
+        launcher=options.launcher,
+        work=work,
+        cache=options.results / "cache",
+        progress=progress,
+        deadline=deadline,
+        telemetry=telemetry,
+    )
+
+
+def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], options: Options) -> None:
+    """A series with noise: warm up, know the noise, then pairs until every claim is settled."""
+    looks, limit = running.plan.looks, running.plan.pairs_limit
+    running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS)
+    running.progress.series(running.case.id, running.expected)
+    if not _burn_in(running):
+        return
+    if not aa.ensure(running, options.results / "baselines"):
+        return
+    steady_known = False
+
+    def enough(s: Series, pairs: int) -> bool:
+        nonlocal steady_known
+        if pairs not in looks:
+            return False
+        if not steady_known:
+            steady_known = True
+            if not s.plan.extended and not _steady(s):
+                return True
+        for i, record in enumerate(records):
+            if i not in settled and (found := _judge(s, record))[1].verdict.reason not in ("budget", "power"):
+                settled[i] = found
+        return len(settled) == len(records)
+
+    series.measure_pairs(running, enough)
+    if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
+        running.progress.note("step time drifts inside the timed window; starting over once with a longer warm-up")
+        running.extend()
+        running.expected = running._launched + 2 * looks[0]
+        series.measure_pairs(running, enough)
+
+
+def _burn_in(running: Series) -> bool:
+    """One discarded run per variant; False where one fails, which settles the series."""
+    return all(running.run(spec).outcome == "ok" for spec in schedule.burn_in())
+
+
+def _steady(running: Series) -> bool:
+    return gates.steady(gates.pairs_of(running.runs), aa.floor(running.aa)).ok
+
+
+def _judge(running: Series, record: Measured) -> Settled:
+    measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
+    extra = running.aa.runs if running.aa is not None else []
+    return measured, verdict.derive(measured), series.totals(measured.runs, extra)
+
+
+def _metric(record: Measured, case: Case) -> metrics.Metric:
+    return metrics.get(record.claim.metric if record.claim else case.metric or "")
+
+
+def _check(task: Task, loaded: dict[str, Case]) -> None:
+    """What can be known to be wrong before any run: metric, margin, comparison.
+
+    Raises:
+        ConfigError: the claim and its case do not fit.
+    """
+    claim, case = task.claim, loaded[task.case] if task.case else None
+    if claim is None or case is None or case.kind != "pair":
+        return
+    row = metrics.get(claim.metric)
+    verdict.threshold(row, claim.expect.margin)
+    if claim.expect.op == "holds":
+        raise ConfigError(f"claim {claim.id}: 'holds' does not compare two runs; expected >=, <= or within")
+    for variant in ("baseline", "candidate"):
+        if getattr(claim.comparison, variant) != getattr(case, variant):
+            raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
+
+
+def _options(
+    profile: str | None, results: Path | str | None, pairs: int | None, budget_s: float | None, seed: int | None, command: Sequence[str] | None, shown: str
+) -> Options:
+    if pairs is not None and pairs < 1:
+        raise ConfigError(f"--pairs is {pairs}; expected at least 1")
+    if budget_s is not None and not budget_s > 0:
+        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0")
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    launcher = LocalLauncher() if command is None else LocalLauncher(tuple(command))
+    folder = Path(results) if results is not None else store.DEFAULT_RESULTS
+    return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown)
+
+
+def _flags(profile: str | None, pairs: int | None, budget_s: float | None) -> list[str]:
+    given: list[tuple[str, Any]] = [("--profile", profile), ("--pairs", pairs), ("--budget", None if budget_s is None else f"{budget_s:g}s")]
+    return [word for flag, value in given if value is not None for word in (flag, str(value))]
+
+
+def _remove_if_empty(work: Path) -> None:
+    """Folders of failed runs stay, with their logs; a clean series leaves nothing."""
+    (work / "telemetry.csv").unlink(missing_ok=True)
+    if not any(work.iterdir()):
+        shutil.rmtree(work, ignore_errors=True)

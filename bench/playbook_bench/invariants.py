@@ -1,0 +1,98 @@
+"""Rules that the harness enforces on itself, each shown on records that break it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playbook.cards import Comparison, Expect, Quantity
+from playbook_bench import verdict
+from playbook_bench.case import Case, Delta
+from playbook_bench.records import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest
+
+_STEPS = 8
+_PAIRS = 4
+_STRICT = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
+
+
+def unequal_work_is_void(metric: str = "step_seconds", factor: int = 2) -> tuple[bool, str, dict[str, Any]]:
+    """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do not."""
+    statuses = {
+        "equal work": _judge(metric, tokens=1, data="same").verdict,
+        "unequal work": _judge(metric, tokens=factor, data="same").verdict,
+        "unequal work, declared, by step time": _judge(metric, tokens=factor, data="same", delta=Delta(work=True, reason="to be refused")).verdict,
+        "other data": _judge(metric, tokens=1, data="other").verdict,
+    }
+    accepted = statuses.pop("equal work")
+    refused = {name: v.reason == "invalid_pair" for name, v in statuses.items()}
+    holds = accepted.status == "confirmed" and all(refused.values())
+    sentence = (
+        "a pair at equal work is judged by step time; at unequal work, declared or not, and on other data, it is refused"
+        if holds
+        else f"equal work is {accepted.status}; refused: {refused}"
+    )
+    return holds, sentence, {"equal_work": accepted.status, "refused": refused, "work_factor": factor}
+
+
+def _judge(metric: str, tokens: int, data: str, delta: Delta | None = None) -> Any:
+    """The judgement of a candidate that takes half the time per step, at `tokens` times the work of the baseline."""
+    case = Case(
+        id="planted-pair",
+        summary="Planted records",
+        trainer="planted",
+        baseline={"train.micro_batch_size": 1},
+        candidate={"train.micro_batch_size": 2},
+        metric=metric,
+        delta=delta or Delta(),
+    )
+    expect = Expect(op=">=", margin=Quantity(value=5.0, unit="percent"))
+    claim = ClaimRef(
+        id="X1", card="planted", card_sha="", statement="planted", kind="pair", metric=metric, expect=expect, comparison=Comparison()
+    )
+    runs = []
+    for pair in range(_PAIRS):
+        runs.append(_run("baseline", "measure", pair, 2 * pair, 1.0, 1, "same"))
+        runs.append(_run("candidate", "measure", pair, 2 * pair + 1, 0.5, tokens, data))
+    noise = [_run("baseline", "aa", i // 2, i, 1.0, 1, "same") for i in range(2 * _PAIRS)]
+    machine = Machine(name="planted", description="planted", gpus=0, cpu="planted", cores=1)
+    measured = Measured(
+        claim=claim,
+        case=CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
+        machine=machine,
+        profile="planted",
+        plan=Plan(seed=0, looks=[_PAIRS, 2 * _PAIRS]),
+        strict={"strict": _STRICT},
+        configs={"baseline": {"train": {"micro_batch_size": 1}}, "candidate": {"train": {"micro_batch_size": 2}}},
+        runs=runs,
+        aa=Baseline(created="", machine="planted", case=case.id, profile="planted", noise_key="planted", runs=noise),
+    )
+    return verdict.derive(measured)
+
+
+def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
+    # A ripple of 0.1 % from step to step and run to run: equal figures to the last digit are nothing that a machine gives.
+    def seconds(step: int) -> float:
+        return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2))
+
+    samples = [
+        Sample(step=i, timed=True, loss=2.0, grad_norm=1.0, seconds=seconds(i), useful_tokens=1000 * tokens, raw_tokens=1000 * tokens)
+        for i in range(_STEPS)
+    ]
+    return Run(
+        run_id=f"{variant}-{role}-{position}",
+        variant=variant,
+        role=role,
+        pair=pair,
+        position=position,
+        outcome="ok",
+        returncode=0,
+        started="",
+        wall_s=1.0,
+        ranks=1,
+        steps_wanted=_STEPS,
+        config_sha=variant,
+        strict_sha="strict",
+        data_sha=data,
+        num_parameters=1,
+        trained_parameters=1,
+        samples=samples,
+    )

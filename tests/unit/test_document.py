@@ -1,0 +1,87 @@
+"""Reading YAML that others wrote."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from playbook import document
+from playbook.errors import FileError
+
+
+class Inner(document.Strict):
+    size: int
+    name: str = "x"
+
+
+class Outer(document.Strict):
+    inner: Inner
+    items: list[Inner] = []
+    ratio: float = 0.0
+
+
+def findings(text, model=None):
+    with pytest.raises(FileError) as e:
+        data, marks = document.parse(text, "f.yaml")
+        document.validate(data, marks, model or Outer, "f.yaml")
+    return [str(f) for f in e.value.findings]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("inner: {size: 1}\ninner: {size: 2}\n", "f.yaml:2:1: duplicate key 'inner' (first at line 1)"),
+        ("inner:\n  size: 1\n  siez: 2\n", "f.yaml:3:3: unknown key 'siez'; did you mean 'size'?"),
+        ("inner: {size: big}\n", "f.yaml:1:9: 'inner.size': input should be a valid integer, found 'big'"),
+        ("inner: {size: true}\n", "'inner.size': input should be a valid integer"),
+        ("inner: {}\n", "'size' is missing in 'inner'; add it"),
+        ("inner: {size: 1}\nitems:\n  - {size: 1}\n  - {size: no}\n", "f.yaml:4:6:"),
+        ("- 1\n", "expected a mapping of keys to values, found a list"),
+        ("", "found nothing"),
+        ("inner: &a {size: 1}\nitems: [*a]\n", "YAML alias"),
+        ("inner: !!python/object/apply:os.system [ls]\n", "YAML tag"),
+        ("inner: !secret x\n", "YAML tag"),
+        ("? [a]\n: 1\n", "a key must be plain text"),
+        ("inner: {size: 1\n", "invalid YAML"),
+        ("inner: \x01\n", "invalid YAML"),
+    ],
+)
+def test_each_fault_has_its_place_and_its_message(text, says):
+    assert any(says in f for f in findings(text)), findings(text)
+
+
+def test_every_problem_of_a_file_is_reported_at_once():
+    assert len(findings("inner: {size: x, colour: 1}\nratio: y\nextra: 1\n")) == 4
+
+
+def test_deep_nesting_is_refused_and_does_not_crash():
+    assert any("nested" in f for f in findings("a: " + "[" * 500 + "]" * 500))
+    assert any("nested" in f for f in findings("a: " + "[" * 100_000))
+
+
+def test_files_that_cannot_be_read_are_findings(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")
+    (tmp_path / "big.yaml").write_bytes(b"#" * (document.MAX_BYTES + 1))
+    for name, says in (("latin.yaml", "UTF-8"), ("big.yaml", "at most"), ("none.yaml", "cannot be read"), (".", "cannot be read")):
+        with pytest.raises(FileError, match=says):
+            document.read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("on", "on"), ("no", "no"), ("yes", "yes"), ("true", True), ("1e-4", 1e-4), ("2026-04", "2026-04"), ("010", 10), ("~", None), ("1_000", 1000)]
+    + [("0x10", "0x10"), ("12:30:45", "12:30:45"), ("1.5", 1.5), ("", None)],
+)
+def test_scalars_follow_the_core_schema(text, value):
+    found = document.parse_scalar(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@given(st.text(max_size=200))
+def test_any_text_parses_or_is_a_finding(text):
+    try:
+        document.parse(text, "f")
+    except FileError as e:
+        assert e.findings
