@@ -137,7 +137,11 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         if not case.function:
             found.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
         return found
-    found += [((field,), f"'{field}' is missing; a case of kind {case.kind} needs it") for field in ("trainer", "metric") if not getattr(case, field)]
+    found += [
+        ((field,), f"'{field}' is missing; a case of kind {case.kind} needs it")
+        for field in ("trainer", "metric")
+        if not getattr(case, field)
+    ]
     if not case.profiles:
         found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
     delta = case.delta
@@ -156,7 +160,9 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         receipt: Receipt = getattr(case.activation, variant)
         rules = [*receipt.require, *receipt.forbid]
         if all(r.range in GENERIC_RANGES for r in rules):
-            found.append((("activation", variant), f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter"))
+            found.append(
+                (("activation", variant), f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter")
+            )
         for kind in ("require", "forbid"):
             for i, rule in enumerate(getattr(receipt, kind)):
                 where = ("activation", variant, kind, i)

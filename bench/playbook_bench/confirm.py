@@ -132,7 +132,9 @@ def bench_run(
     naming = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id]
     tasks = naming or [Task(None, case_id)]
     shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s)])
-    return _run_all(tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet(), {case.id: case, case_id: case})
+    return _run_all(
+        tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet(), {case.id: case, case_id: case}
+    )
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -195,7 +197,9 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
         for name in dict.fromkeys(t.case for t in tasks):
             group = [i for i, t in enumerate(tasks) if t.case == name]
             case = loaded[name] if name else None
-            for i, (measured, derived, seconds) in zip(group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True):
+            for i, (measured, derived, seconds) in zip(
+                group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
+            ):
                 evidence = store.evidence_of(measured, derived, options.command, seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
@@ -265,9 +269,7 @@ def _run_series(
     return [settled[i] for i in range(len(records))]
 
 
-def _series(
-    case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry
-) -> Series:
+def _series(case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry) -> Series:
     budget = 60 * case.budget.minutes
     own = time.monotonic() + budget
     deadline = own if options.deadline is None else min(own, options.deadline)
@@ -357,7 +359,13 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
 
 
 def _options(
-    profile: str | None, results: Path | str | None, pairs: int | None, budget_s: float | None, seed: int | None, command: Sequence[str] | None, shown: str
+    profile: str | None,
+    results: Path | str | None,
+    pairs: int | None,
+    budget_s: float | None,
+    seed: int | None,
+    command: Sequence[str] | None,
+    shown: str,
 ) -> Options:
     if pairs is not None and pairs < 1:
         raise ConfigError(f"--pairs is {pairs}; expected at least 1")
@@ -370,7 +378,11 @@ def _options(
 
 
 def _flags(profile: str | None, pairs: int | None, budget_s: float | None) -> list[str]:
-    given: list[tuple[str, Any]] = [("--profile", profile), ("--pairs", pairs), ("--budget", None if budget_s is None else f"{budget_s:g}s")]
+    given: list[tuple[str, Any]] = [
+        ("--profile", profile),
+        ("--pairs", pairs),
+        ("--budget", None if budget_s is None else f"{budget_s:g}s"),
+    ]
     return [word for flag, value in given if value is not None for word in (flag, str(value))]
 
 

@@ -103,7 +103,7 @@ def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Gate:
         left, right = _tokens_per_step(a), _tokens_per_step(b)
         worst = max(worst, abs(left - right) / max(left, right, 1.0))
     equal = worst <= WORK_TOLERANCE
-    if equal or not metric.per_step and (case.delta.work or case.delta.data):
+    if equal or (not metric.per_step and (case.delta.work or case.delta.data)):
         return Gate(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
     advice = "compare useful tokens per second instead" if metric.per_step else "declare delta.work with a reason"
     return Gate(name="work", ok=False, detail=f"useful tokens per step differ by {100 * worst:.1f} %; {advice}")

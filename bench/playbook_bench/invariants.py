@@ -14,12 +14,14 @@ _PAIRS = 4
 _STRICT = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
 
 
-def unequal_work_is_void(metric: str = "step_seconds", factor: int = 2) -> tuple[bool, str, dict[str, Any]]:
+def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> tuple[bool, str, dict[str, Any]]:
     """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do not."""
     statuses = {
         "equal work": _judge(metric, tokens=1, data="same").verdict,
         "unequal work": _judge(metric, tokens=factor, data="same").verdict,
-        "unequal work, declared, by step time": _judge(metric, tokens=factor, data="same", delta=Delta(work=True, reason="to be refused")).verdict,
+        "unequal work, declared, by step time": _judge(
+            metric, tokens=factor, data="same", delta=Delta(work=True, reason="to be refused")
+        ).verdict,
         "other data": _judge(metric, tokens=1, data="other").verdict,
     }
     accepted = statuses.pop("equal work")

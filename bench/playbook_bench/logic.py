@@ -21,7 +21,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "min_gpus_families": layout.min_gpus_families,
 }
 INVARIANTS: Mapping[str, Function] = {
-    "unequal_work_is_void": invariants.unequal_work_is_void,
+    "unequal_work_is_refused": invariants.unequal_work_is_refused,
 }
 
 

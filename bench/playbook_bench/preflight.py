@@ -84,7 +84,7 @@ def short_gpu(name: str) -> str:
 
 
 def interconnect(topology: str, gpus: int) -> Any:
-    """nvlink where every pair of GPUs in `nvidia-smi topo -m` is joined by NVLink, pcie where one is not, none for a single GPU."""
+    """NVLink where every pair of GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
     if gpus < 2:
         return "none"
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
@@ -145,9 +145,7 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     joined = "none" if gpus == 1 else machine.interconnect
     suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
     name = f"{short_gpu(machine.gpu or '')}x{gpus}"
-    return machine.model_copy(
-        update={"name": name, "gpus": gpus, "interconnect": joined, "description": f"{gpus} x {machine.gpu}{suffix}"}
-    )
+    return machine.model_copy(update={"name": name, "gpus": gpus, "interconnect": joined, "description": f"{gpus} x {machine.gpu}{suffix}"})
 
 
 def _profile_gpus(profile: str) -> tuple[str, int]:

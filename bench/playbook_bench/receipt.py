@@ -49,7 +49,9 @@ def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:
         return float(node.value)
     if isinstance(node, ast.Name):
         if node.id not in numbers:
-            raise ConfigError(f"count formula '{formula}': '{node.id}' is not in the receipt; it has: {', '.join(sorted(numbers)) or 'nothing'}")
+            raise ConfigError(
+                f"count formula '{formula}': '{node.id}' is not in the receipt; it has: {', '.join(sorted(numbers)) or 'nothing'}"
+            )
         return float(numbers[node.id])
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_value(node.left, numbers, formula), _value(node.right, numbers, formula))

@@ -37,7 +37,7 @@ class Interval:
 
 
 def log_ratio(baseline: float, candidate: float, higher_is_better: bool) -> float:
-    """log of how many times better the candidate is; infinite where one value is zero.
+    """Logarithm of how many times better the candidate is; infinite where one value is zero.
 
     Raises:
         ValueError: a value is negative or not a number.

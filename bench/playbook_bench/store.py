@@ -241,7 +241,11 @@ def _weight(evidence: Evidence) -> int:
 
 
 def staleness(
-    evidence: Evidence, revision: int | None = None, packages: Mapping[str, str] | None = None, driver: str | None = None, today: str | None = None
+    evidence: Evidence,
+    revision: int | None = None,
+    packages: Mapping[str, str] | None = None,
+    driver: str | None = None,
+    today: str | None = None,
 ) -> list[str]:
     """Why the verdict no longer speaks for the present; empty while it does. What is not given is not asked."""
     reasons = []

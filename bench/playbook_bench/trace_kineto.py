@@ -24,8 +24,9 @@ MAX_BYTES = 512 * 1024 * 1024
 COMMUNICATION = re.compile(r"nccl|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
-_FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|gloo:|nccl:|c10d::|autograd::|## )")
+_FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")
 _DETAIL = re.compile(r" \(.*\)$", re.DOTALL)
+_FSDP = "FSDP::"
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _MAX_US = 10**16
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
@@ -53,7 +54,7 @@ def read(path: Path) -> Timeline:
     if not isinstance(events, list):
         raise PlaybookError(f"{path}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
     complete, forward_threads = _events(events, path)
-    spans = [Span(e.thread, _DETAIL.sub("", e.name), e.start, e.end) for e in complete if e.category == "user_annotation" and _is_range(e)]
+    spans = [Span(e.thread, _range_name(e.name), e.start, e.end) for e in complete if e.category == "user_annotation" and _is_range(e)]
     stacks = Stacks(close_backward(spans))
     device = [e for e in complete if e.category in _DEVICE]
     if device:
@@ -63,6 +64,16 @@ def read(path: Path) -> Timeline:
 
 def _is_range(event: Event) -> bool:
     return not _FOREIGN.match(event.name)
+
+
+def _range_name(name: str) -> str:
+    """The name without what differs from call to call. FSDP2 annotates each of its steps per module: together they are one range."""
+    return "fsdp" if name.startswith(_FSDP) else _DETAIL.sub("", name)
+
+
+def _works(name: str) -> bool:
+    """Whether an operator is work of the host: the nodes of autograd, and Python functions in it, only contain others and wait."""
+    return "::" in name and "autograd::" not in name
 
 
 def _parse(path: Path) -> Any:
@@ -166,7 +177,7 @@ def _host_timeline(spans: list[Span], stacks: Stacks, events: list[Event], flows
     main = main_thread(spans)
     by_thread: defaultdict[int, list[Event]] = defaultdict(list)
     for e in events:
-        if e.category == "cpu_op":
+        if e.category == "cpu_op" and _works(e.name):
             by_thread[e.thread].append(e)
     ops: list[Op] = []
     for thread, members in by_thread.items():
@@ -174,7 +185,7 @@ def _host_timeline(spans: list[Span], stacks: Stacks, events: list[Event], flows
         for start, end in union((e.start, e.end) for e in members):
             for piece in _cut(outer, stacks, thread, (start, end)):
                 name = outer[max(0, bisect_right(outer, piece[0], key=lambda e: e.start) - 1)].name
-                ops.append(Op(thread, piece[0], *piece, "compute", name, climb.hint(thread, piece[0])))
+                ops.append(Op(thread, piece[0], *piece, _kind(name), name, climb.hint(thread, piece[0])))
     for e in events:
         # Gloo works on threads of its own while the main thread waits: its time belongs where the main thread is.
         if e.category == "user_annotation" and e.name.startswith("gloo:"):

@@ -250,16 +250,22 @@ def close_backward(spans: Sequence[Span]) -> list[Span]:
     return out
 
 
+def _parts(own: Path_) -> Path_:
+    """The parts among open ranges; a part inside itself counts once."""
+    names = [n.removesuffix(BACKWARD) for n in own if n not in CONTAINERS]
+    return tuple(n for i, n in enumerate(names) if i == 0 or n != names[i - 1])
+
+
 def place(own: Path_, main: Path_, hint: Path_) -> Place:
     """Phase and path of a moment, from the ranges open on its own thread and on the main thread."""
-    parts = tuple(n.removesuffix(BACKWARD) for n in own if n not in CONTAINERS)
+    parts = _parts(own)
     in_backward = "backward" in own or "backward" in main or any(n.endswith(BACKWARD) for n in own)
     if in_backward:
         last = max((i for i, n in enumerate(own) if n == "backward" or n.endswith(BACKWARD)), default=-1)
         if any(n in PARTS for n in own[last + 1 :]):
             # A forward range entered during the backward pass: activation recomputation. It starts wherever the first saved tensor is
             # asked for, so the part around it in the backward pass says nothing; only the tower does.
-            inside = tuple(n for n in own[last + 1 :] if n not in CONTAINERS)
+            inside = _parts(own[last + 1 :])
             tower = tuple(n for n in parts[:1] if n in TOWERS and n not in inside)
             return Place("recompute", tower + inside)
         return Place("backward", parts or hint)
@@ -367,7 +373,8 @@ class _Table:
         """Count the ranges entered inside the window, and their time on the host."""
         for span, own in stacks.entered:
             start, end = max(span.start, self.window[0]), min(span.end, self.window[1])
-            if span.name in CONTAINERS or end <= start:
+            inside_itself = len(own) > 1 and own[-2] == span.name
+            if span.name in CONTAINERS or inside_itself or end <= start:
                 continue
             above = stacks.at(main, span.start) if span.thread != main else ()
             key = place(own, above, ())

@@ -83,7 +83,9 @@ def resolve_pair(case: Case, profile: str) -> dict[Variant, Resolved]:
     a, b = pair["baseline"], pair["candidate"]
     keys = undeclared(case, trainer_config.dump(a.config), trainer_config.dump(b.config))
     if keys:
-        raise ConfigError(f"case '{case.id}', profile '{profile}': the variants differ in {', '.join(keys)}, which neither variant declares")
+        raise ConfigError(
+            f"case '{case.id}', profile '{profile}': the variants differ in {', '.join(keys)}, which neither variant declares"
+        )
     if a.ranks != b.ranks and not case.delta.ranks:
         raise ConfigError(f"case '{case.id}', profile '{profile}': {a.ranks} and {b.ranks} ranks; declare delta.ranks with a reason")
     if a.sha == b.sha and a.ranks == b.ranks and a.environment == b.environment:

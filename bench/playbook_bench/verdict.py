@@ -36,7 +36,9 @@ def threshold(metric: Metric, margin: Quantity | None) -> float:
     if metric.scale == "log_ratio":
         ratio = {"percent": 1 + margin.value / 100, "ratio": margin.value}.get(margin.unit)
         if ratio is None or ratio <= 0:
-            raise ConfigError(f"margin {margin.value:g} {margin.unit} does not fit {metric.name}; write percent above -100, or a positive ratio")
+            raise ConfigError(
+                f"margin {margin.value:g} {margin.unit} does not fit {metric.name}; write percent above -100, or a positive ratio"
+            )
         return math.log(ratio)
     if margin.unit not in _ABSOLUTE:
         raise ConfigError(f"margin unit {margin.unit} does not fit {metric.name}, which is compared by difference; write points or count")
@@ -84,7 +86,7 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     if not pairs:
         return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
     if metric.name == "fits":
-        return Derived(comparison=(c := _exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
+        return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
     faulty = _faulty(measured.runs, metric, checks)
     if faulty:
         return Derived(receipts=checks, verdict=faulty)
@@ -103,7 +105,7 @@ def _compare(
     if metric.deterministic:
         spread = _spread(metric, pairs)
         conditions.append(Gate(name="repeatable", ok=not spread, detail=spread))
-        comparison = _exact(metric, pairs)
+        comparison = exact(metric, pairs)
         verdict = _verdict("inconclusive", "environment", spread) if spread else _on_exact(comparison, metric, expect)
         return Derived(comparison=comparison, receipts=checks, gates=conditions, verdict=verdict)
     noise, floor = gates.noise(metric, measured.runs, measured.aa)
@@ -119,9 +121,7 @@ def _compare(
     return Derived(comparison=found, receipts=checks, gates=conditions, verdict=verdict)
 
 
-def pair_gates(
-    measured: Measured, case: Case, metric: Metric, pairs: Sequence[gates.Pair], allowed: Collection[str] = ()
-) -> list[Gate]:
+def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[gates.Pair], allowed: Collection[str] = ()) -> list[Gate]:
     """Every condition that makes two runs a pair."""
     return [
         gates.configurations(case, measured.configs, pairs),
@@ -178,7 +178,11 @@ def _on_interval(found: Comparison, metric: Metric, expect: Expect | None, plan:
         return _verdict("measured", "no_claim", shown)
     wanted = show_expect(expect)
     if found.look is None or found.low is None or found.high is None or found.deviation is None:
-        return _verdict("inconclusive", "budget", f"{shown}; stopped after {found.pairs} pairs, a verdict needs {_next(plan, found.pairs)}; claimed {wanted}")
+        return _verdict(
+            "inconclusive",
+            "budget",
+            f"{shown}; stopped after {found.pairs} pairs, a verdict needs {_next(plan, found.pairs)}; claimed {wanted}",
+        )
     exact = stats.interval(found.differences, plan.alpha / len(plan.looks), found.floor or 0.0)
     status = decide(expect.op, threshold(metric, expect.margin), exact.low, exact.high)
     if status and expect.op == ">=" and found.hodges_lehmann is not None and found.hodges_lehmann * exact.mean < 0:
@@ -187,7 +191,9 @@ def _on_interval(found: Comparison, metric: Metric, expect: Expect | None, plan:
         return _verdict(status, "margin", f"{shown}; claimed {wanted}")
     more = "" if found.pairs_needed is None else f"; about {found.pairs_needed} pairs would settle it"
     if found.pairs < plan.looks[-1]:
-        return _verdict("inconclusive", "budget", f"{shown}; claimed {wanted}; undecided after {found.pairs} of {plan.looks[-1]} pairs{more}")
+        return _verdict(
+            "inconclusive", "budget", f"{shown}; claimed {wanted}; undecided after {found.pairs} of {plan.looks[-1]} pairs{more}"
+        )
     return _verdict("inconclusive", "power", f"{shown}; claimed {wanted}; undecided after all {found.pairs} pairs{more}")
 
 
@@ -204,7 +210,8 @@ def _on_exact(found: Comparison, metric: Metric, expect: Expect | None) -> Verdi
     return _verdict("confirmed" if ok else "refuted", "exact", f"{shown}; claimed {show_expect(expect)}")
 
 
-def _exact(metric: Metric, pairs: Sequence[gates.Pair]) -> Comparison:
+def exact(metric: Metric, pairs: Sequence[gates.Pair]) -> Comparison:
+    """The effect of a deterministic metric, from the first pair; the rest must repeat it."""
     a, b = (_required(metric, r) for r in pairs[0])
     found = gates.compare(metric, a, b)
     finite = math.isfinite(found)
@@ -260,7 +267,9 @@ def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Ver
     dead = next((c for c in checks if not c.ok), None)
     if dead is not None:
         seen = "not reported" if dead.observed is None else f"{dead.observed:g}"
-        return _verdict("error", "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}")
+        return _verdict(
+            "error", "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}"
+        )
     return None
 
 

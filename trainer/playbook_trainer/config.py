@@ -141,8 +141,8 @@ class CompileConfig(Strict):
     vision: bool = False
     decoder: bool = False
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    dynamic: Literal["static", "marked"] = "static"
-    """static: torch's default, which recompiles on a new shape. marked: the varying dimensions are marked dynamic."""
+    dynamic: Literal["auto", "static", "marked"] = "auto"
+    """auto: torch's default, dynamic from the second shape on. static: every new shape compiles anew. marked: dynamic from the start."""
 
 
 class TrainConfig(Strict):

@@ -65,8 +65,7 @@ class Recorder:
             self.out = Path(self.config.output)
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
-            if self.first_step == 0:
-                (self.out / "metrics.jsonl").write_text("", encoding="utf-8")
+            _keep_until(self.out / "metrics.jsonl", self.first_step)
 
     def begin_timed(self) -> None:
         """The warm-up is over; from here steps count."""
@@ -161,6 +160,14 @@ class Recorder:
     def _say(self, text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`: a resumed run does them again."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if step and path.is_file() else []
+    # A killed run may have left half a line at the end.
+    whole = [line for line in lines if line.endswith("\n")]
+    path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
 
 
 def peak_memory(device: torch.device) -> int:

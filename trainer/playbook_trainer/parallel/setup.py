@@ -103,6 +103,6 @@ def compile_regions(model: Decoder, config: CompileConfig) -> None:
 
 
 def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
-    dynamic = config.dynamic == "marked"
+    dynamic = {"auto": None, "static": False, "marked": True}[config.dynamic]
     for name in methods:
         setattr(module, name, torch.compile(getattr(module, name), backend=config.backend, dynamic=dynamic))

@@ -1,0 +1,60 @@
+# Each target sets itself up in .venv on a machine with Python 3.11 or later and pip; a second call finds it there.
+#
+#   make demo     every claim of every card gets a verdict on this machine's CPU
+#   make test     the tests, then every card, case and trainer key
+#   make check    lint, types, import rules, schemas, cards
+#   make docs     the site, strictly, into site/
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SETUP := pyproject.toml constraints.txt
+SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
+
+.PHONY: help demo test check docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.demo
+	@$(BIN)/playbook confirm --all --profile cpu; code=$$?; \
+	case $$code in 0|1|3|4) exit 0;; *) echo "a claim has no verdict: a run failed (exit code $$code)" >&2; exit $$code;; esac
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+	$(BIN)/playbook cards check
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/playbook schemas export --check
+	$(BIN)/playbook cards check
+
+docs: $(VENV)/.dev
+	$(BIN)/playbook site build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Debian ships Python without ensurepip; there the outer pip puts a pip into the environment.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later on PATH; install one, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(VENV)/.demo: $(SETUP) | $(BIN)/python
+	@echo "installing into $(VENV) (torch is large; this takes a minute or two)"
+	@$(PIP) -e '.[train]'
+	@touch $@
+
+$(VENV)/.dev: $(SETUP) | $(BIN)/python
+	@echo "installing tests, linters and the site generator into $(VENV)"
+	@$(PIP) -e '.[train,dev,docs]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,274 @@
+"""The regression gate: a case's baseline configuration at two commits, run as matched pairs. It fails closed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import repo_root
+from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store, verdict
+from playbook_bench.case import Activation, Case, Delta, Guardrails, Loss, load_case
+from playbook_bench.launch import LocalLauncher, Result, Spec
+from playbook_bench.metrics import Metric
+from playbook_bench.records import Comparison, Gate, Run, canonical
+from playbook_bench.series import Progress, Series, Silent
+from playbook_bench.telemetry import Telemetry
+from playbook_bench.variants import Resolved, resolve_variant
+
+EXIT_CODES = {"pass": 0, "regression": 1, "error": 5}
+LEAST = 0.01
+"""A slowdown below 1 % is never called a regression."""
+NOISE_FACTOR = 2.0
+_GIT_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """What the gate says, and on what grounds."""
+
+    status: Literal["pass", "regression", "error"]
+    sentence: str
+    case: str
+    reference: str
+    profile: str
+    limit: float | None
+    """The slowdown that must be exceeded for certain, as a share."""
+    comparison: Comparison | None
+    gates: list[Gate]
+    runs: list[Run]
+
+    @property
+    def exit_code(self) -> int:
+        """0 passed, 1 regression, 5 error."""
+        return EXIT_CODES[self.status]
+
+
+@dataclass(frozen=True)
+class _TwoTrees:
+    """A launcher that runs each variant from its own tree; the folder's name tells the variant."""
+
+    trees: Mapping[str, Path]
+    inner: LocalLauncher
+
+    def run(self, spec: Spec, on_step: Any = None) -> Result:
+        """Run it with the variant's sources first on the path."""
+        variant = "baseline" if "-baseline-" in spec.folder.name else "candidate"
+        tree = self.trees[variant]
+        path = os.pathsep.join(str(tree / part) for part in (".", "bench", "trainer"))
+        return self.inner.run(replace(spec, environment={**spec.environment, "PYTHONPATH": path}), on_step)
+
+
+def run(
+    case_id: str | Case,
+    baseline_ref: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+    root: Path | None = None,
+    seed: int | None = None,
+) -> GateResult:
+    """Compare `baseline_ref` with the working tree on the case's baseline configuration.
+
+    The baseline commit runs again in the same series: stored figures of another day are no baseline. Both trees get the same
+    resolved configuration; a commit that cannot read it is an error, not a pass.
+
+    Raises:
+        ConfigError: the reference or the case does not fit.
+        LaunchError: the worktree cannot be made.
+    """
+    case = _as_gate_case(case_id if isinstance(case_id, Case) else load_case(case_id))
+    metric = metrics.get(case.metric or "")
+    machine = preflight.detect()
+    chosen = preflight.choose_profile(case, machine, profile)
+    if chosen is None:
+        raise ConfigError(f"case '{case.id}' has no profile for {machine.name}; it has {', '.join(case.profiles) or 'none'}")
+    folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
+    tree = (root or repo_root()).resolve()
+    work = launch.new_folder(folder / "work", f"{case.id}-gate")
+    shared = resolve_variant(case, "baseline", chosen)
+    with launch.interruptible(), worktree(tree, baseline_ref) as other, Telemetry(machine, work) as telemetry:
+        inner = LocalLauncher() if command is None else LocalLauncher(tuple(command))
+        running = Series(
+            case=case,
+            profile=chosen,
+            machine=preflight.restrict(machine, chosen),
+            variants={"baseline": shared, "candidate": Resolved("candidate", shared.config, shared.ranks, shared.environment)},
+            plan=schedule.plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
+            launcher=_TwoTrees({"baseline": other, "candidate": tree}, inner),
+            work=work,
+            cache=folder / "cache",
+            progress=progress or Silent(),
+            deadline=time.monotonic() + (budget_s or 60 * case.budget.minutes),
+            telemetry=telemetry,
+        )
+        _measure(running, metric)
+    return _judge(running, metric, baseline_ref, chosen)
+
+
+def _as_gate_case(case: Case) -> Case:
+    """The case with its baseline in both places: no delta, no activation rule of the candidate, losses within the case's band."""
+    if case.kind != "pair":
+        raise ConfigError(f"case '{case.id}' is of kind {case.kind}; the gate runs pairs")
+    band = case.guardrails.loss.relative or Loss().relative
+    return case.model_copy(
+        update={
+            "candidate": dict(case.baseline),
+            "delta": Delta(),
+            "activation": Activation(baseline=case.activation.baseline, candidate=case.activation.baseline),
+            "guardrails": Guardrails(loss=Loss(relative=band)),
+        }
+    )
+
+
+def _measure(running: Series, metric: Metric) -> None:
+    looks, limit = running.plan.looks, running.plan.pairs_limit
+    aa_pairs = 0 if metric.deterministic else schedule.AA_PAIRS
+    running.expected = schedule.launches(looks, limit, aa_pairs)
+    running.progress.series(f"gate {running.case.id}", running.expected)
+    if metric.deterministic:
+        series.measure_pairs(running, lambda s, n: True)
+        return
+    if any(running.run(spec).outcome != "ok" for spec in schedule.burn_in()):
+        return
+    # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
+    if any(r.outcome != "ok" for r in series.measure_aa(running, aa_pairs)):
+        return
+    series.measure_pairs(running, lambda s, n: n in looks and _settled(s, metric))
+
+
+def _settled(running: Series, metric: Metric) -> bool:
+    slowdown, limit = _slowdown(running, metric)
+    return slowdown is None or slowdown.low > limit or slowdown.high < limit
+
+
+def _slowdown(running: Series, metric: Metric) -> tuple[stats.Interval | None, float]:
+    pairs = gates.pairs_of(running.runs)
+    noise = gates.aa_differences(running.runs, metric)
+    floor = stats.aa_deviation(noise) if noise else math.inf
+    limit = max(LEAST, NOISE_FACTOR * floor)
+    values = [(metric.value(a), metric.value(b)) for a, b in pairs]
+    if len(values) < 2 or not math.isfinite(floor) or any(x is None for pair in values for x in pair):
+        return None, limit
+    worse = [-gates.compare(metric, a, b) for a, b in values if a is not None and b is not None]
+    return stats.interval(worse, running.plan.alpha / len(running.plan.looks), floor), limit
+
+
+def _judge(running: Series, metric: Metric, reference: str, profile: str) -> GateResult:
+    def result(status: Any, sentence: str, limit: float | None = None, found: Comparison | None = None, conditions: Any = ()) -> GateResult:
+        return GateResult(status, sentence, running.case.id, reference, profile, limit, found, list(conditions), list(running.runs))
+
+    measured = running.measured()
+    problem = _problem(running, metric)
+    if problem:
+        return result("error", problem)
+    pairs = gates.pairs_of(running.runs)
+    conditions = verdict.pair_gates(measured, running.case, metric, pairs, allowed=gates.SOURCE_KEYS)
+    broken = [f"{g.name}: {g.detail}" for g in conditions if not g.ok]
+    if broken:
+        return result("error", f"the two commits cannot be compared: {'; '.join(broken)}", conditions=conditions)
+    if metric.deterministic:
+        found = verdict.exact(metric, pairs)
+        worse = found.effect is None or found.effect < -LEAST
+        return result("regression" if worse else "pass", f"{metric.name} {verdict.show_effect(found)}", LEAST, found, conditions)
+    slowdown, limit = _slowdown(running, metric)
+    floor = stats.aa_deviation(gates.aa_differences(running.runs, metric))
+    found = verdict.compare_launches(metric, pairs, floor, running.plan, None)
+    if slowdown is None:
+        return result("error", "too few pairs for an interval", limit, found, conditions)
+    if found.look is None:
+        need = running.plan.looks[0]
+        return result(
+            "error", f"stopped after {found.pairs} pairs; the gate needs {need}. Raise --budget or --pairs", limit, found, conditions
+        )
+    if slowdown.low > limit:
+        return result(
+            "regression", f"{metric.name} {verdict.show_effect(found)}: slower by more than {100 * limit:.1f} %", limit, found, conditions
+        )
+    return result(
+        "pass", f"{metric.name} {verdict.show_effect(found)}: no slowdown above {100 * limit:.1f} % is shown", limit, found, conditions
+    )
+
+
+def _problem(running: Series, metric: Metric) -> str:
+    """Why the figures cannot be used, or nothing."""
+    bad = next((r for r in running.runs if r.outcome != "ok"), None)
+    if bad is not None:
+        return f"a {bad.variant} run ended as {bad.outcome}: {bad.message[:500]}"
+    for run in running.runs:
+        problem = None if run.role == "burn_in" else gates.complete(run, metric)
+        if problem:
+            return f"a run cannot be used: {problem}"
+    if not gates.pairs_of(running.runs):
+        return "the budget ended before the first pair of runs"
+    from playbook_bench import receipt
+
+    dead = next((c for c in receipt.judge_runs(running.case.activation, running.runs) if not c.ok), None)
+    return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
+
+
+@contextlib.contextmanager
+def worktree(root: Path, reference: str) -> Iterator[Path]:
+    """The commit's files in a temporary folder, gone afterwards.
+
+    Raises:
+        ConfigError: the reference is no commit of this repository.
+        LaunchError: git cannot make the worktree.
+    """
+    if reference.startswith("-"):
+        raise ConfigError(f"'{reference}' is no commit; name a branch, a tag or a hash")
+    found = _git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    if found.returncode:
+        raise ConfigError(f"'{reference}' is no commit of {root}; name a branch, a tag or a hash")
+    folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
+    tree = folder / "tree"
+    try:
+        made = _git(root, ["worktree", "add", "--detach", "--quiet", str(tree), found.stdout.strip()])
+        if made.returncode:
+            raise LaunchError(f"git cannot make a worktree of {reference}: {made.stderr.strip()[:500]}")
+        yield tree
+    finally:
+        _git(root, ["worktree", "remove", "--force", str(tree)])
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _git(root: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False, start_new_session=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise LaunchError(f"git cannot be run: {e}") from e
+
+
+def as_json(result: GateResult) -> dict[str, Any]:
+    """The result as plain data, runs left out."""
+    data = {
+        "schema": "gate/1",
+        "status": result.status,
+        "exit_code": result.exit_code,
+        "sentence": result.sentence,
+        "case": result.case,
+        "baseline": result.reference,
+        "profile": result.profile,
+        "limit": result.limit,
+        "comparison": result.comparison.model_dump(mode="json") if result.comparison else None,
+        "gates": [g.model_dump(mode="json") for g in result.gates],
+        "launches": len(result.runs),
+    }
+    canonical(data)  # no NaN leaves the gate
+    return data

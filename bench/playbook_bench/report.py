@@ -1,0 +1,218 @@
+"""What a person and a program read: lines on a terminal, one JSON document, and the exit code behind both."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from playbook_bench import confirm, verdict
+from playbook_bench.aa import Noise
+from playbook_bench.confirm import Outcome
+from playbook_bench.gate import GateResult
+from playbook_bench.records import Check, Evidence, Machine
+from playbook_bench.schedule import RunSpec
+
+COLOURS = {
+    "confirmed": "green",
+    "refuted": "red",
+    "inconclusive": "yellow",
+    "not_applicable": "dim",
+    "error": "bold red",
+    "measured": "cyan",
+}
+WORDS = {"not_applicable": "not applicable", "error": "run error"}
+_NAME = 6
+_INDENT = " " * _NAME
+_BAR = 15
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """Where lines go; colour only on a terminal. Evidence and errors go to stderr when stdout carries JSON."""
+    return Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+
+
+class TerminalProgress:
+    """One line that is redrawn while a series runs; without a terminal nothing is drawn, and verdicts alone are printed."""
+
+    def __init__(self, out: Console | None = None) -> None:
+        self.out = out or console()
+        self._live: Live | None = None
+        self._label = ""
+        self._began = time.monotonic()
+        self._number = self._total = 0
+        self._text = ""
+
+    def machine(self, machine: Machine) -> None:
+        """Print the machine."""
+        self.out.print(Text(f"machine  {machine.description}"))
+
+    def series(self, label: str, launches: int) -> None:
+        """Begin the line."""
+        self._label, self._total, self._number, self._began = label, launches, 0, time.monotonic()
+        if self.out.is_terminal and self._live is None:
+            self._live = Live(Text(label), console=self.out, refresh_per_second=4, transient=True, auto_refresh=False)
+            self._live.start()
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Show the launch."""
+        self._number, self._total = number, total
+        role = {"burn_in": "burn-in", "aa": "A/A", "measure": f"pair {(spec.pair or 0) + 1}"}[spec.role]
+        self._text = f"{role} {spec.variant}"
+        self._draw("")
+
+    def step(self, step: int, steps: int) -> None:
+        """Show the step."""
+        self._draw(f"step {step}/{steps}")
+
+    def note(self, text: str) -> None:
+        """Print a remark."""
+        self.out.print(Text(_INDENT + text))
+
+    def finished(self, outcome: Outcome) -> None:
+        """End the line and print the claim's three."""
+        self.close()
+        print_outcome(outcome, self.out)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, step: str) -> None:
+        if self._live is None:
+            return
+        done = max(0, self._number - 1)
+        spent = time.monotonic() - self._began
+        left = f"{_clock(spent / done * (self._total - done))} left" if done else ""
+        bar = "#" * (_BAR * done // max(1, self._total))
+        line = f"{self._label}  launch {self._number} of {self._total}  {self._text}  {step}  {_clock(spent)}  {bar:<{_BAR}}  {left}"
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def print_outcome(outcome: Outcome, out: Console) -> None:
+    """A claim in one line where nothing was timed, else in three or four."""
+    evidence, status = outcome.evidence, outcome.status
+    sentence = evidence.derived.verdict.sentence
+    word = Text(WORDS.get(status, status), style=COLOURS[status])
+    found = evidence.derived.comparison
+    if found is None or found.design == "deterministic":
+        how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
+        text = sentence.removeprefix("not applicable: ") if status == "not_applicable" else sentence
+        out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {text}"))
+        return
+    out.print(Text(f"{outcome.name:<{_NAME}}{_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
+    out.print(
+        Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {verdict.show_effect(found)}")
+    )
+    if evidence.derived.receipts:
+        out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
+    out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+
+
+def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
+    """Where the evidence lies and how to replay it."""
+    if outcomes:
+        path = outcomes[-1].path
+        out.print(Text(f"evidence {path.parent}  ({len(outcomes)} records)"))
+        out.print(Text(f"replay   playbook bench replay {path}"))
+
+
+def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
+    """All verdicts below each other, one line each."""
+    for outcome in outcomes:
+        evidence = outcome.evidence
+        card = evidence.measured.claim.card if evidence.measured.claim else ""
+        word = Text(f"{WORDS.get(outcome.status, outcome.status):<14}", style=COLOURS[outcome.status])
+        out.print(Text(f"{card:<26}{outcome.name:<{_NAME}}").append(word).append(evidence.derived.verdict.sentence))
+
+
+def print_noise(noise: Noise, out: Console) -> None:
+    """An A/A in one line."""
+    pairs = len(noise.baseline.runs) // 2
+    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, deviation {100 * noise.deviation:.2f} %"
+    out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
+    out.print(Text(f"stored {noise.path}"))
+
+
+def print_gate(result: GateResult, out: Console) -> None:
+    """The gate's answer in one line."""
+    style = {"pass": "green", "regression": "red", "error": "bold red"}[result.status]
+    out.print(
+        Text(f"gate {result.case} against {result.reference} ({result.profile})  ")
+        .append(Text(result.status, style=style))
+        .append(f"  {result.sentence}")
+    )
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """All verdicts as one document of plain data."""
+    return {"schema": "confirm/1", "exit_code": confirm.exit_code(outcomes), "claims": [_claim_json(o) for o in outcomes]}
+
+
+def _claim_json(outcome: Outcome) -> dict[str, Any]:
+    evidence = outcome.evidence
+    measured, derived = evidence.measured, evidence.derived
+    claim, found = measured.claim, derived.comparison
+    return {
+        "claim": claim.id if claim else None,
+        "card": claim.card if claim else None,
+        "statement": claim.statement if claim else None,
+        "mechanism_of": claim.mechanism_of if claim else None,
+        "case": measured.case.id if measured.case else None,
+        "machine": measured.machine.name,
+        "profile": measured.profile,
+        "status": derived.verdict.status,
+        "reason": derived.verdict.reason,
+        "sentence": derived.verdict.sentence,
+        "comparison": found.model_dump(mode="json") if found else None,
+        "receipts": [c.model_dump(mode="json") for c in derived.receipts],
+        "gates": [g.model_dump(mode="json") for g in derived.gates],
+        "figures": derived.figures,
+        "seconds": evidence.seconds.model_dump(mode="json"),
+        "launches": len(measured.runs),
+        "evidence": str(outcome.path),
+        "command": evidence.command,
+    }
+
+
+def _what(evidence: Evidence) -> str:
+    case = evidence.measured.case
+    if case is None:
+        return ""
+    content = case.content
+    keys = list(dict.fromkeys([*content.baseline, *content.candidate]))
+    one = f"{keys[0]} {content.baseline.get(keys[0])} -> {content.candidate.get(keys[0])}" if len(keys) == 1 else case.id
+    return one if len(one) <= 60 else case.id
+
+
+def _receipts(checks: Sequence[Check]) -> str:
+    parts = []
+    for variant in ("baseline", "candidate"):
+        lines = [c for c in checks if c.variant == variant]
+        shown = ", ".join(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_seen(c)}" for c in lines)
+        parts.append(f"{variant}: {shown or 'nothing declared'}")
+    return "   ".join(parts)
+
+
+def _seen(check: Check) -> str:
+    subject = check.rule.split(" ", 1)[1]
+    if check.rule.startswith("forbid") and check.ok:
+        return subject
+    observed = "?" if check.observed is None else f"{check.observed:g}"
+    mark = "" if check.ok else f" (expected {check.expected})"
+    return f"{observed} {subject}{mark}"
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"

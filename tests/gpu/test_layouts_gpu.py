@@ -1,0 +1,42 @@
+"""Layouts on NCCL agree with one GPU, in BF16 within its rounding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+from ranks import run, steps
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+WORDS = ["train.steps=6", "train.warmup_steps=1", "train.dtype=bf16", "model.head_dim=64", "model.hidden_size=128", "moe.experts=grouped"]
+LAYOUTS = {
+    "fsdp": [],
+    "ep-alltoall": ["parallel.ep={n}", "moe.dispatcher=alltoall"],
+    "ep-allgather": ["parallel.ep={n}", "moe.dispatcher=allgather"],
+    "cp": ["parallel.cp={n}"],
+    "tp2-pp": ["parallel.tp=2", "parallel.pp={half}"],
+}
+
+
+@pytest.mark.gpu
+def test_one_gpu_learns(tmp_path: Path) -> None:
+    assert run([TEXT, *WORDS, f"output={tmp_path}"])[0][0] == 0
+    rows = steps(tmp_path)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_agrees_with_one_gpu(name: str, tmp_path: Path) -> None:
+    n = 4 if torch.cuda.device_count() >= 4 else 2
+    words = [w.format(n=n, half=n // 2) for w in LAYOUTS[name]]
+    assert run([TEXT, *WORDS, f"output={tmp_path / 'one'}"])[0][0] == 0
+    results = run([TEXT, *WORDS, *words, f"output={tmp_path / 'many'}"], n)
+    assert [r[0] for r in results] == [0] * n, results[0][2]
+    for a, b in zip(steps(tmp_path / "many"), steps(tmp_path / "one"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-2)

@@ -1,0 +1,138 @@
+"""The trainer as a program: what it refuses, what it writes, and what survives being killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import ROOT, run, start, steps, summary
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "expected"),
+    [
+        (["trian.steps=3"], 1, "unknown key 'trian'; did you mean 'train'?"),
+        (["train.stpes=3"], 1, "unknown key 'stpes'; did you mean 'steps'?"),
+        (["train.dtype=fp8"], 1, "'train.dtype' is 'fp8'"),
+        (["parallel.tp=3"], 3, "4 attention heads do not divide over tp 3"),
+        (["parallel.pp=2"], 1, "1 ranks do not divide into tp 1 x pp 2"),
+        (["parallel.ep=2", "parallel.tp=2"], 2, "ep and tp together"),
+        (["train.global_batch_size=3"], 2, "global batch 3 is not a multiple"),
+        (["data.path=/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["data.kind=vqa"], 1, "vision"),
+        (["moe.dispatcher=deepep"], 1, "belongs to the megatron backend"),
+        (["model=qwen3_moe_tny"], 1, "did you mean 'qwen3_moe_tiny'?"),
+    ],
+)
+def test_refused_before_anything_starts(words: list[str], ranks: int, expected: str, tmp_path: Path) -> None:
+    results = run([TEXT, *words, f"output={tmp_path / 'out'}"], ranks)
+    assert [code for code, _, _ in results] == [2] * ranks
+    assert expected in results[0][2]
+    assert "Traceback" not in results[0][2]
+    assert not (tmp_path / "out").exists(), "nothing may be written"
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run([TEXT, "train.steps=6", "train.warmup_steps=2", "eval.every=3", f"output={out}"])[0][0] == 0
+    rows = steps(out)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert [r["timed"] for r in rows] == [False, False, True, True, True, True]
+    assert all(0 < r["useful_tokens"] <= r["raw_tokens"] == 1024 for r in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    s = summary(out)
+    assert s["window"] == {"first": 3, "last": 6}
+    assert [e["step"] for e in s["eval"]] == [3, 6]
+    assert s["seconds"]["timed"] == pytest.approx(sum(r["seconds"] for r in rows if r["timed"]))
+    assert yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"] == 6
+
+
+def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
+    common = ["train.steps=2", "train.warmup_steps=1", "parallel.ep=2"]
+    seen = {}
+    for name in ("alltoall", "allgather"):
+        out = tmp_path / name
+        assert [r[0] for r in run([TEXT, *common, f"moe.dispatcher={name}", f"output={out}"], 2)] == [0, 0]
+        receipt = summary(out)["receipt"]
+        seen[name] = {(c["op"], c["inside"], c["phase"]): c["count"] for c in receipt["collectives"] if c["inside"] in ("dispatch", "combine")}
+        per = receipt["numbers"]["moe_layers"] * receipt["numbers"]["microbatches"]
+    assert seen["alltoall"] == {
+        ("all_to_all", "dispatch", "forward"): 2 * per,  # counts and rows
+        ("all_to_all", "combine", "forward"): per,
+        ("all_to_all", "dispatch", "backward"): per,
+        ("all_to_all", "combine", "backward"): per,
+    }
+    assert seen["allgather"] == {
+        ("all_gather", "dispatch", "forward"): 3 * per,  # tokens, probabilities, choices
+        ("reduce_scatter", "combine", "forward"): per,
+        ("reduce_scatter", "dispatch", "backward"): 2 * per,
+        ("all_gather", "combine", "backward"): per,
+    }
+
+
+def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> None:
+    saved = {}
+    for cp in (1, 2):
+        out = tmp_path / str(cp)
+        words = ["train.steps=2", "train.warmup_steps=1", "train.global_batch_size=2", f"parallel.cp={cp}", f"output={out}"]
+        assert [r[0] for r in run([TEXT, *words], 2)] == [0, 0]
+        saved[cp] = summary(out)["metrics"]["saved_activation_bytes_per_rank"]
+    assert 0.4 * saved[1] < saved[2] < 0.75 * saved[1]
+
+
+def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
+    results = run([TEXT, "train.steps=8", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"])
+    assert results[0][0] == 3
+    rows = steps(tmp_path)
+    assert rows[-1]["nan"] is True
+    assert len(rows) < 8
+    assert rows[-1]["loss"] is None or rows[-1]["grad_norm"] is None
+    assert summary(tmp_path)["outcome"] == "nan"
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    words = [TEXT, "train.steps=12", "train.deterministic=true", "parallel.ep=2", "train.receipt=false"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert [r[0] for r in run([*words, f"output={whole}"], 2)] == [0, 0]
+    saving = [f"checkpoint.dir={tmp_path / 'ckpt'}", "checkpoint.every=3", f"output={parts}"]
+    ranks = start([*words, *saving], 2)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ckpt" / "step_00000006").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGKILL)
+    for p in ranks:
+        p.kill()
+        p.communicate()
+    assert [r[0] for r in run([*words, *saving], 2)] == [0, 0]
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in steps(parts)] == [(r["step"], r["loss"], r["grad_norm"]) for r in steps(whole)]
+    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["step_00000009", "step_00000012"]
+
+
+def test_resume_on_another_world_size_is_refused(tmp_path: Path) -> None:
+    saving = [f"checkpoint.dir={tmp_path / 'ckpt'}", "checkpoint.every=2", f"output={tmp_path / 'out'}", "train.receipt=false"]
+    assert run([TEXT, "train.steps=4", *saving])[0][0] == 0
+    results = run([TEXT, "train.steps=6", *saving], 2)
+    assert results[0][0] == 2
+    assert "saved by" in results[0][2]
+
+
+def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
+    assert run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0][0] == 0
+    names = {e.get("name") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"step", "forward", "attention", "dispatch", "experts", "combine", "experts.bwd", "attention.bwd", "optimizer"} <= names
+    assert not any(r["timed"] for r in steps(tmp_path)), "a traced run is never timed"
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from playbook_trainer.__main__ import main; main(['nowhere.yaml']); assert 'torch' not in sys.modules"
+    results = run([code], command=[sys.executable, "-c"])
+    assert results[0][0] == 0, results[0][2]
+    assert "nowhere.yaml" in results[0][2]
+    assert ROOT.is_dir()
