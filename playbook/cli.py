@@ -6,22 +6,21 @@ Exit codes: 0 confirmed, passed or done; 1 refuted, or a regression; 2 usage, an
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from playbook import __version__
-from playbook.errors import FileError, PlaybookError, StoreError
+from playbook.cli_text import card_lines, count, print_json, print_table, print_trace, say
+from playbook.errors import FileError, PlaybookError
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-    from playbook.cards import Card, Claim
 
 USAGE = 2
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    _say(__version__)
+    say(__version__)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False})
@@ -82,14 +81,14 @@ def cards_check(
     cards, cases, findings = check_all(paths or [])
     if as_json:
         rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
-        _json({"cards": len(cards.loaded), "cases": len(cases), "findings": rows})
+        print_json({"cards": len(cards.loaded), "cases": len(cases), "findings": rows})
     for finding in findings:
         sys.stderr.write(f"{finding}\n")
     if findings:
         raise typer.Exit(USAGE)
     if not as_json:
         claims = sum(1 for _ in cards.claims())
-        _say(f"{_count(len(cards.loaded), 'card')}, {_count(claims, 'claim')}, {_count(len(cases), 'case')}: no findings")
+        say(f"{count(len(cards.loaded), 'card')}, {count(claims, 'claim')}, {count(len(cases), 'case')}: no findings")
 
 
 @cards_app.command("list")
@@ -100,16 +99,29 @@ def cards_list(
     from playbook.validate import load_all
 
     cards = load_all().values()
+    rows: list[dict[str, Any]]
     if claims:
-        rows = [{"id": c.id, "card": card.id, "kind": c.kind, **_status(c.id), "statement": c.statement} for card in cards for c in card.claims]
+        found = _latest()
+        rows = [
+            {"id": c.id, "card": card.id, "kind": c.kind, **_status(c.id, found), "statement": c.statement}
+            for card in cards
+            for c in card.claims
+        ]
         columns = ("id", "card", "status", "statement")
     else:
         rows = [
-            {"id": c.id, "claims": [claim.id for claim in c.claims], "phase": c.phase, "wall": c.wall, "title": c.title, "symptoms": c.symptoms}
+            {
+                "id": c.id,
+                "claims": [claim.id for claim in c.claims],
+                "phase": c.phase,
+                "wall": c.wall,
+                "title": c.title,
+                "symptoms": c.symptoms,
+            }
             for c in cards
         ]
         columns = ("id", "claims", "phase", "wall", "title")
-    _json(rows) if as_json else _table(rows, columns)
+    print_json(rows) if as_json else print_table(rows, columns)
 
 
 @cards_app.command("show")
@@ -122,65 +134,316 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
     if card_id not in cards:
         raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}")
     card = cards[card_id]
-    status = {i: _status(i) for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
+    found = _latest()
+    status = {i: _status(i, found) for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
     if as_json:
-        _json({**card.model_dump(mode="json"), "status": status})
+        print_json({**card.model_dump(mode="json"), "status": status})
     else:
-        _say("\n".join(_card_lines(card, status)))
+        say("\n".join(card_lines(card, status)))
 
 
-def _card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    yield f"{card.id}: {card.title}"
-    yield card.summary
-    for claim in card.claims:
-        yield from _claim_lines(claim, status)
-    if card.decide:
-        yield "\ndecide"
-    for rule in card.decide:
-        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}  (because {', '.join(rule.because)})"
-        if rule.note:
-            yield f"    {rule.note}"
-    if card.pitfalls:
-        yield "\npitfalls"
-    for pitfall in card.pitfalls:
-        yield f"  {pitfall.symptom}\n    cause: {pitfall.cause}\n    fix: {pitfall.fix}"
+# --- confirm, bench ------------------------------------------------------------------------------------------------------------------
+
+Profile = Annotated[str | None, typer.Option(help="Machine class, such as cpu or h200x4; the largest that fits, if not given.")]
+Results = Annotated[Path | None, typer.Option(help="Where evidence goes; .playbook/results, if not given.")]
+Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches.")]
+Budget = Annotated[str | None, typer.Option(help="At most this long, such as 90s, 10m or 1h.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; random and recorded, if not given.")]
 
 
-def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
-    if status[claim.id]["sentence"]:
-        yield f"  {status[claim.id]['sentence']}  [{status[claim.id]['evidence']}]"
-    yield f"  why: {claim.mechanism}"
-    yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
-    for source in claim.sources:
-        yield f"  source: {source.title}, {source.origin}, {source.section or 'whole'}, {source.date}"
-    check = claim.mechanism_check
-    if check:
-        yield f"  {check.id}  {status[check.id]['status']}  {check.statement}"
+@app.command()
+def confirm(
+    targets: Annotated[list[str] | None, typer.Argument(metavar="CARD[/CLAIM]...", help="Such as moe-dispatcher-choice/W9.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every claim of every card.")] = False,
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test claims on this machine: matched runs of the trainer, a verdict with evidence for each."""
+    from playbook.validate import load_all
+    from playbook_bench import confirm as harness
+
+    if every == bool(targets):
+        raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
+    chosen = list(load_all()) if every else targets or []
+    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget), "seed": seed}
+    _outcomes(lambda progress: harness.run(chosen, progress=progress, **limits), as_json)
 
 
-# --- output ----------------------------------------------------------------------------------------------------------------------
+@bench_app.command("run")
+def bench_run(
+    case: Annotated[str, typer.Argument(help="A case's id, or the path of a case file.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
+    from playbook_bench import confirm as harness
+
+    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget), "seed": seed}
+    _outcomes(lambda progress: harness.bench_run(case, progress=progress, **limits), as_json)
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+@bench_app.command("list")
+def bench_list(as_json: AsJson = False) -> None:
+    """List the cases, with the claims that name them."""
+    from playbook.validate import load_all
+    from playbook_bench.case import list_cases, load_case
+    from playbook_bench.confirm import tasks_of_card
+
+    named: dict[str | None, list[str]] = {}
+    for card in load_all().values():
+        for task in tasks_of_card(card):
+            named.setdefault(task.case, []).append(task.claim.id if task.claim else "")
+    rows = [
+        {"id": c.id, "kind": c.kind, "claims": named.get(c.id, []), "profiles": list(c.profiles), "metric": c.metric, "summary": c.summary}
+        for c in map(load_case, list_cases())
+    ]
+    print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"))
 
 
-def _json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+@bench_app.command("replay")
+def bench_replay(files: Annotated[list[Path], typer.Argument(help="Evidence files.")], as_json: AsJson = False) -> None:
+    """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
+    from playbook_bench import store
+
+    rows = []
+    for file in files:
+        same, differences = store.replay(file)
+        rows.append({"file": str(file), "same": same, "differences": differences})
+        if not as_json:
+            say(f"{file}: {'same verdict' if same else 'differs'}")
+        for line in differences:
+            sys.stderr.write(f"  {line}\n")
+    if as_json:
+        print_json(rows)
+    raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+@bench_app.command("aa")
+def bench_aa(
+    case: Annotated[str, typer.Argument(help="A case's id.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine."""
+    from playbook_bench import aa, report
+
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    try:
+        noise = aa.run(case, profile=profile, results=results, pairs=pairs, progress=progress)
+    finally:
+        progress.close()
+    report.print_noise(noise, out)
+    if as_json:
+        figures = {"metric": noise.metric, "mean": noise.mean, "deviation": noise.deviation, "contaminated": noise.contaminated}
+        print_json({"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path)})
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in values.items())
+@bench_app.command("trace")
+def bench_trace(
+    case: Annotated[str, typer.Argument(help="A case's id.")], profile: Profile = None, results: Results = None, as_json: AsJson = False
+) -> None:
+    """Trace both variants in launches of their own: time per range, with Nsight Systems where it is on PATH, else Kineto."""
+    from playbook_bench import trace
+
+    say_line = (lambda line: sys.stderr.write(line + "\n")) if as_json else say
+    result = trace.run(case, profile=profile, results=results, progress=say_line)
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        say(f"{result.case} on {result.machine.description}, by {result.collector} {result.collector_version}")
+        for variant, traced in result.variants.items():
+            if traced.table is not None:
+                say(f"\n{variant}")
+                print_trace(traced.table.model_dump(mode="json"))
+    raise typer.Exit(0 if result.ok else 5)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns without lines; the last one is as wide as it needs."""
-    cells = [[c for c in columns], *([", ".join(v) if isinstance(v := row[c], list) else str(v) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        _say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+@app.command()
+def gate(
+    case: Annotated[str, typer.Argument(help="A case's id; its baseline configuration is what runs.")],
+    baseline: Annotated[str, typer.Option(metavar="REF", help="The commit to compare the working tree with.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the working tree with a commit on one case: pass, regression or error. What cannot be judged does not pass."""
+    from playbook_bench import gate as harness
+    from playbook_bench import report
+
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget)}
+    try:
+        result = harness.run(case, baseline, progress=progress, **limits)
+    finally:
+        progress.close()
+    report.print_gate(result, out)
+    if as_json:
+        print_json(harness.as_json(result))
+    raise typer.Exit(result.exit_code)
+
+
+def _outcomes(run: Callable[[Any], Sequence[Any]], as_json: bool) -> None:
+    """Run with progress, print every verdict, and leave with the exit code that they add up to."""
+    from playbook_bench import confirm as harness
+    from playbook_bench import report
+
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    try:
+        outcomes = run(progress)
+    finally:
+        progress.close()
+    if len(outcomes) > 1:
+        out.print()
+        report.print_table(outcomes, out)
+    report.print_summary(outcomes, out)
+    if as_json:
+        print_json(report.as_json(outcomes))
+    raise typer.Exit(harness.exit_code(outcomes))
+
+
+# --- evidence, schemas, site ---------------------------------------------------------------------------------------------------------
+
+
+@evidence_app.command("list")
+def evidence_list(results: Results = None, as_json: AsJson = False) -> None:
+    """List the records: those of this folder's runs and those in the repository."""
+    from playbook_bench import store
+
+    rows = [_evidence_row(path, e) for path, e in store.records(_result_folders(results))]
+    print_json(rows) if as_json else print_table(rows, ("evidence", "claim", "status", "machine", "created", "sentence"))
+
+
+@evidence_app.command("show")
+def evidence_show(file: Annotated[Path, typer.Argument(help="An evidence file.")], as_json: AsJson = False) -> None:
+    """Show one record: what was claimed, what was found, what it rests on."""
+    from playbook_bench import report, store
+    from playbook_bench.confirm import Outcome
+
+    evidence = store.load(file)
+    if as_json:
+        print_json(evidence.model_dump(mode="json"))
+        return
+    out = report.console()
+    claim = evidence.measured.claim
+    say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
+    if claim is not None:
+        say(f"{claim.card}/{claim.id}: {claim.statement}")
+    report.print_outcome(Outcome(evidence, file), out)
+    for condition in evidence.derived.gates:
+        say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
+    say(f"repeat   {evidence.command}")
+
+
+@evidence_app.command("accept")
+def evidence_accept(file: Annotated[Path, typer.Argument(help="An evidence file.")]) -> None:
+    """Copy a record that replays into bench/results/, to be committed."""
+    from playbook_bench import store
+
+    say(str(store.accept(file)))
+
+
+@schemas_app.command("export")
+def schemas_export(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
+) -> None:
+    """Write the JSON Schemas of all files into schemas/."""
+    from playbook import schemas
+    from playbook.paths import data_root
+
+    folder = data_root("schemas")
+    if not check:
+        for path in schemas.write(folder, schema_models()):
+            say(str(path))
+        return
+    lines = schemas.drift(folder, schema_models())
+    for line in lines:
+        sys.stderr.write(f"{folder / line}\n")
+    if lines:
+        sys.stderr.write("run `playbook schemas export` and commit the result\n")
+        raise typer.Exit(USAGE)
+    say(f"{count(len(schema_models()), 'schema')}: no drift")
+
+
+def schema_models() -> dict[str, type[BaseModel]]:
+    """The model behind each schema, from the package that owns it."""
+    from playbook.cards import Card
+    from playbook_bench.case import Case
+    from playbook_bench.records import Evidence, Machine, Run
+    from playbook_trainer.config import TrainerConfig
+
+    return {"card": Card, "case": Case, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+
+
+@site_app.command("build")
+def site_build() -> None:
+    """Write the pages that come from cards and evidence; `make docs` builds the whole site."""
+    from playbook import site
+
+    for path in site.generate():
+        say(str(path))
+
+
+def _status(claim: str, found: Mapping[str, tuple[Path, Any]]) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence."""
+    if claim not in found:
+        return {"status": "untested", "sentence": None, "evidence": None}
+    row = _evidence_row(*found[claim])
+    return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path")}
+
+
+def _latest() -> dict[str, tuple[Path, Any]]:
+    """The newest record of each claim that has one."""
+    from playbook_bench import store
+
+    folders = _result_folders(None)
+    claims = {e.measured.claim.id for _, e in store.records(folders) if e.measured.claim is not None}
+    found = {claim: store.latest(folders, claim) for claim in claims}
+    return {claim: record for claim, record in found.items() if record is not None}
+
+
+def _evidence_row(path: Path, evidence: Any) -> dict[str, Any]:
+    measured, verdict = evidence.measured, evidence.derived.verdict
+    return {
+        "evidence": evidence.evidence_id,
+        "claim": measured.claim.id if measured.claim else None,
+        "card": measured.claim.card if measured.claim else None,
+        "case": measured.case.id if measured.case else None,
+        "status": verdict.status,
+        "sentence": verdict.sentence,
+        "machine": measured.machine.name,
+        "created": evidence.created,
+        "expires": evidence.expires,
+        "path": str(path),
+    }
+
+
+def _result_folders(results: Path | None) -> list[Path]:
+    from playbook.paths import data_root
+    from playbook_bench import store
+
+    return [results or store.DEFAULT_RESULTS, data_root("results")]
+
+
+def _seconds(text: str | None) -> float | None:
+    """`90s`, `10m` or `1h` in seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    if match is None:
+        raise PlaybookError(f"--budget is '{text}'; expected a number and s, m or h, such as 10m")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]

@@ -34,7 +34,7 @@ class Record:
     @property
     def altered(self) -> bool:
         """Whether the content is not what was written."""
-        return self.get("sha256") != self.expected_sha
+        return bool(self.get("sha256") != self.expected_sha)
 
     @property
     def id(self) -> str:

@@ -151,7 +151,7 @@ def tasks_of(target: str) -> list[Task]:
         FileError: the card is invalid.
     """
     if target.endswith((".yaml", ".yml")):
-        return tasks_of_card(load(Path(target), cards.Card)[0])
+        return _tasks_of_file(Path(target))
     match = _TARGET.match(target)
     if match is None:
         raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write for example moe-dispatcher-choice/W9")
@@ -173,14 +173,27 @@ def tasks_of_card(card: cards.Card) -> list[Task]:
     sha = digest(card.model_dump(mode="json"), 16)
     out = []
     for claim in card.claims:
-        shared = {"card": card.id, "card_sha": sha}
-        fields = ("id", "statement", "kind", "metric", "expect", "comparison", "scope", "label", "cpu_scope")
-        out.append(Task(ClaimRef(**shared, **{f: getattr(claim, f) for f in fields}), claim.case))
+        own: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
+        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **own), claim.case))
         check = claim.mechanism_check
         if check is not None:
-            own = {f: getattr(check, f) for f in ("id", "statement", "metric", "expect", "comparison")}
-            out.append(Task(ClaimRef(**shared, **own, kind="pair", mechanism_of=claim.id), check.case))
+            ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
+            out.append(Task(ref, check.case))
     return out
+
+
+def _shared(claim: cards.Claim | cards.MechanismCheck) -> dict[str, Any]:
+    return {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
+
+
+def _tasks_of_file(path: Path) -> list[Task]:
+    """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
+    folder = path.resolve().parent.parent / "bench" / "cases"
+    found = []
+    for task in tasks_of_card(load(path, cards.Card)[0]):
+        own = folder / f"{task.case}.yaml"
+        found.append(Task(task.claim, str(own)) if task.case and own.is_file() else task)
+    return found
 
 
 def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
@@ -224,7 +237,7 @@ def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options:
 def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | None, options: Options) -> Measured:
     """The record of a claim before any run: what it asks, and what this machine lacks."""
     missing: list[Missing] = []
-    kind = case.kind if case else task.claim.kind if task.claim else ""
+    kind: str = case.kind if case else task.claim.kind if task.claim else ""
     if kind not in RUNNABLE_KINDS:
         missing.append(Missing(reason="kind", detail=f"this version does not run cases of kind {kind}"))
     here = preflight.restrict(machine, profile)

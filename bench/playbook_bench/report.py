@@ -99,13 +99,12 @@ class TerminalProgress:
 def print_outcome(outcome: Outcome, out: Console) -> None:
     """A claim in one line where nothing was timed, else in three or four."""
     evidence, status = outcome.evidence, outcome.status
-    sentence = evidence.derived.verdict.sentence
+    sentence = _sentence(outcome)
     word = Text(WORDS.get(status, status), style=COLOURS[status])
     found = evidence.derived.comparison
     if found is None or found.design == "deterministic":
         how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
-        text = sentence.removeprefix("not applicable: ") if status == "not_applicable" else sentence
-        out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {text}"))
+        out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {sentence}"))
         return
     out.print(Text(f"{outcome.name:<{_NAME}}{_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
     out.print(
@@ -129,8 +128,8 @@ def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
     for outcome in outcomes:
         evidence = outcome.evidence
         card = evidence.measured.claim.card if evidence.measured.claim else ""
-        word = Text(f"{WORDS.get(outcome.status, outcome.status):<14}", style=COLOURS[outcome.status])
-        out.print(Text(f"{card:<26}{outcome.name:<{_NAME}}").append(word).append(evidence.derived.verdict.sentence))
+        word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=COLOURS[outcome.status])
+        out.print(Text(f"{card:<26}{outcome.name:<{_NAME}}").append(word).append(_sentence(outcome)))
 
 
 def print_noise(noise: Noise, out: Console) -> None:
@@ -180,6 +179,11 @@ def _claim_json(outcome: Outcome) -> dict[str, Any]:
         "evidence": str(outcome.path),
         "command": evidence.command,
     }
+
+
+def _sentence(outcome: Outcome) -> str:
+    """The verdict's sentence, without repeating its first words."""
+    return outcome.evidence.derived.verdict.sentence.removeprefix("not applicable: ")
 
 
 def _what(evidence: Evidence) -> str:

@@ -39,7 +39,16 @@ def test_flash_attention_equals_the_plain_path(lengths: list[int], causal: bool)
 def test_grouped_experts_equal_the_loop(counts: list[int]) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
-        name="t", vocab_size=64, hidden_size=256, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, num_experts=8, top_k=2, expert_ffn_size=192
+        name="t",
+        vocab_size=64,
+        hidden_size=256,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        num_experts=8,
+        top_k=2,
+        expert_ffn_size=192,
     )
     loop, grouped = Experts(config, Options()).cuda().bfloat16(), Experts(config, Options(grouped=True)).cuda().bfloat16()
     with torch.no_grad():

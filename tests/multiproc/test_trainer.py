@@ -61,7 +61,9 @@ def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
         out = tmp_path / name
         assert [r[0] for r in run([TEXT, *common, f"moe.dispatcher={name}", f"output={out}"], 2)] == [0, 0]
         receipt = summary(out)["receipt"]
-        seen[name] = {(c["op"], c["inside"], c["phase"]): c["count"] for c in receipt["collectives"] if c["inside"] in ("dispatch", "combine")}
+        seen[name] = {
+            (c["op"], c["inside"], c["phase"]): c["count"] for c in receipt["collectives"] if c["inside"] in ("dispatch", "combine")
+        }
         per = receipt["numbers"]["moe_layers"] * receipt["numbers"]["microbatches"]
     assert seen["alltoall"] == {
         ("all_to_all", "dispatch", "forward"): 2 * per,  # counts and rows

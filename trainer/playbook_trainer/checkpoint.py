@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from playbook.errors import ConfigError
 
+from playbook.errors import ConfigError
 from playbook_trainer.config import CheckpointConfig
 from playbook_trainer.optimizer import Shard
 from playbook_trainer.parallel.axes import Axes

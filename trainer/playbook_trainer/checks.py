@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from playbook import layout
 from playbook.errors import ConfigError
-
 from playbook_trainer.config import TrainerConfig
 
 

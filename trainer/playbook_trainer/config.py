@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field, model_validator
+
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
-from pydantic import Field, model_validator
 
 
 class VisionConfig(Strict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor
 from playbook_trainer import checkpoint, optimizer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.data.loader import build_loader, data_sha
+from playbook_trainer.data.loader import Loader, build_loader, data_sha
 from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
@@ -40,6 +39,7 @@ class Trainer:
     model: Decoder
     parts: list[optimizer.Shard]
     optim: torch.optim.AdamW
+    loader: Loader
     batches: Iterator[list[Batch]]
     step: int = 0
 
@@ -53,9 +53,9 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     optim = optimizer.make(parts, config.optimizer)
     resumed = checkpoint.restore(config.checkpoint, parts, optim, axes) if config.checkpoint.dir and config.checkpoint.resume else None
     loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, start_row=resumed["data"]["row"] if resumed else 0)
-    trainer = Trainer(config, axes, device, model, parts, optim, iter(loader), resumed["step"] if resumed else 0)
+    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), resumed["step"] if resumed else 0)
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    outcome = run_steps(trainer, recorder, loader)
+    outcome = run_steps(trainer, recorder)
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)
@@ -88,7 +88,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
     return device
 
 
-def run_steps(trainer: Trainer, recorder: Recorder, loader: Any) -> str:
+def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     """Train until the last step, or the first NaN."""
     config = trainer.config
     last = config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
@@ -100,10 +100,10 @@ def run_steps(trainer: Trainer, recorder: Recorder, loader: Any) -> str:
                 if trainer.step == config.train.warmup_steps:
                     trace.begin()
                     recorder.begin_timed()
-                recorder.add(train_step(trainer, recorder))
+                recorder.add(train_step(trainer))
                 if recorder.nan and config.train.on_nan == "stop":
                     return "nan"
-                _periodically(trainer, loader, recorder)
+                _periodically(trainer, recorder)
             trace.end()
             recorder.flush()
         return "nan" if recorder.nan else "ok"
@@ -111,7 +111,7 @@ def run_steps(trainer: Trainer, recorder: Recorder, loader: Any) -> str:
         gc.enable()
 
 
-def train_step(trainer: Trainer, recorder: Recorder | None = None) -> StepStats:
+def train_step(trainer: Trainer) -> StepStats:
     """One optimizer step over the global batch."""
     config, axes, device = trainer.config, trainer.axes, trainer.device
     with range_("step"):
@@ -152,7 +152,7 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
     return totals
 
 
-def _periodically(trainer: Trainer, loader: Any, recorder: Recorder) -> None:
+def _periodically(trainer: Trainer, recorder: Recorder) -> None:
     config, step = trainer.config, trainer.step
     if config.eval.every and step % config.eval.every == 0:
         held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
@@ -163,7 +163,7 @@ def _periodically(trainer: Trainer, loader: Any, recorder: Recorder) -> None:
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
         rows = step * config.train.global_batch_size
-        checkpoint.save(config.checkpoint, step, trainer.parts, trainer.optim, {**loader.state(), "row": rows}, trainer.axes)
+        checkpoint.save(config.checkpoint, step, trainer.parts, trainer.optim, {"row": rows}, trainer.axes)
 
 
 def observe_step(trainer: Trainer) -> dict[str, Any]:
@@ -179,8 +179,10 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         return original(*args, **kwargs)
 
     trainer.optim.step = measured
+    before = trainer.loader.counters()
     with observing(observer):
         stats = train_step(trainer)
+    counters = {name: count - before[name] for name, count in trainer.loader.counters().items()}
     trainer.optim.step = original
     highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:
@@ -199,7 +201,10 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         "images": int(stats.totals[4].item()),
         "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size),
     }
-    return {"metrics": {**highest, **_dispatch_bytes(observer, numbers)}, "receipt": {"numbers": numbers, **observer.as_dict()}}
+    return {
+        "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": counters},
+    }
 
 
 def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, float]:
@@ -254,9 +259,3 @@ def annotated(config: TrainerConfig, out: Path | None) -> Iterator[_Trace]:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             profiler = torch.profiler.profile(activities=activities)
         yield _Trace(config, out, profiler)
-
-
-def say(text: str) -> None:
-    """One line for the person who watches."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -237,7 +237,7 @@ def write_summary(
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
         "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
     }
-    receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": []})
+    receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": [], "counters": {}})
     now = time.time()
     summary = {
         "schema": "summary/1",
@@ -260,7 +260,7 @@ def write_summary(
         "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
         "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
         "metrics": metrics,
-        "receipt": {**receipt, "counters": {k: metrics[k] for k in ("recompiles",)}},
+        "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
         "env": environment(recorder.device, axes.world.size),
     }
     path = recorder.out / "summary.json"

@@ -1,0 +1,380 @@
+"""Pages made from cards: one per card, the index with its filters, and the matrix of claims and machines."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck
+from playbook.site_figures import effect_axis
+from playbook.site_records import Record, earlier, trace_for, verdicts
+from playbook.site_text import (
+    attribute,
+    badge,
+    code,
+    front_matter,
+    link,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    plain,
+    quantity,
+    table,
+    text,
+)
+
+UNTESTED = "untested"
+_PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Everything that pages are made from."""
+
+    cards: Mapping[str, Card]
+    records: Sequence[Record]
+    today: date
+    home: Mapping[str, str]
+    """For each claim id, the card that holds it."""
+
+
+def effect(record: Record) -> str:
+    """The effect of a verdict with its interval, or the two values where there is no share."""
+    found = record.get("derived", "comparison")
+    if not isinstance(found, Mapping):
+        return ""
+    value, low, high = (found.get(k) for k in ("effect", "low", "high"))
+    if not isinstance(value, int | float):
+        return f"{quantity(found.get('baseline'), str(found.get('unit')))} → {quantity(found.get('candidate'), str(found.get('unit')))}"
+    # A difference of shares is in points, another difference in the metric's unit.
+    if found.get("scale") == "difference" and found.get("unit") != "share":
+        shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
+        unit = f" {text(found.get('unit'))}"
+    else:
+        points = found.get("scale") == "difference"
+        shown = [percent(v).removesuffix(" %") for v in (value, low, high) if isinstance(v, int | float)]
+        unit = " points" if points else " %"
+    return f"{shown[0]}{unit}" + (f" [{shown[1]}, {shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 else "")
+
+
+def expected(expect: Expect) -> str:
+    """What a claim expects, in words."""
+    if expect.op == "holds" or expect.margin is None:
+        return "holds"
+    unit = "%" if expect.margin.unit == "percent" else expect.margin.unit
+    amount = f"{number(expect.margin.value)} {unit}"
+    words = {">=": f"at least {amount} better", "<=": f"at most {amount} better", "within": f"equal within {amount}"}
+    return words[expect.op]
+
+
+def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
+    """One badge per machine, each a link to its evidence."""
+    found = verdicts(shelf.records, claim.id)
+    if not found:
+        return badge(UNTESTED)
+    return " ".join(_badge(shelf, r, claim, up) for r in found)
+
+
+def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
+    old = record.stale(shelf.today, claim)
+    label = f"{record.status} · {record.machine}" + (" · stale" if old else "")
+    return link(badge("stale" if old else record.status, label), f"{up}evidence/{record.id}.md")
+
+
+def card_page(shelf: Shelf, card: Card) -> str:
+    """The page of one card."""
+    symptoms = "\n".join(f"- {text(s)}" for s in card.symptoms)
+    parts = [
+        front_matter(card.title, description=card.summary),
+        f"# {text(card.title)}",
+        f"{text(card.summary)}",
+        f'<p class="pb-chips"><span>{html.escape(_PHASES[card.phase])}</span><span>{html.escape(card.wall)} wall</span></p>',
+        "## You may see\n\n" + symptoms,
+    ]
+    if card.decide:
+        parts.append("## What to set\n\n" + _decisions(shelf, card.decide))
+    parts.append("## Claims")
+    parts += [_claim(shelf, card, c) for c in card.claims]
+    if card.pitfalls:
+        rows = [[text(p.symptom), text(p.cause), text(p.fix)] for p in card.pitfalls]
+        parts.append("## Pitfalls\n\n" + table(["Symptom", "Cause", "Fix"], rows))
+    if card.interactions:
+        parts.append("## Interactions\n\n" + "\n".join(f"- {text(i)}" for i in card.interactions))
+    if card.families:
+        parts.append("## Configurations in use\n\n" + _families(card))
+    parts += _related(shelf, card)
+    return "\n\n".join(parts) + "\n"
+
+
+def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
+    rows = []
+    for d in decisions:
+        when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
+        because = " ".join(_claim_link(shelf, i) for i in d.because)
+        rows.append([when or "always", mapping(d.set), because, text(d.note or "")])
+    return table(["When", "Set", "Because", "Note"], rows)
+
+
+def _claim_link(shelf: Shelf, claim: str) -> str:
+    home = shelf.home.get(claim)
+    return link(text(claim), f"{home}.md#{anchor(claim)}") if home else text(claim)
+
+
+def anchor(claim: str) -> str:
+    """The heading id of a claim."""
+    return claim.lower().replace(".", "-")
+
+
+def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
+    comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
+    sources = "; ".join(
+        ", ".join(text(p) for p in (s.title, s.origin, s.section, s.date) if p) + (f" ({text(s.url)})" if s.url else "")
+        for s in claim.sources
+    )
+    facts = [
+        ("Expects", f"{code(claim.metric)} {text(expected(claim.expect))}"),
+        ("Baseline and candidate", comparison if claim.kind == "pair" else text(f"none: {claim.kind}")),
+        ("Scope", mapping(claim.scope) if claim.scope else "everywhere"),
+        ("Why", text(claim.mechanism)),
+        ("Kind", text(f"{claim.kind}, {claim.label}")),
+        ("Source", sources),
+    ]
+    if claim.cpu_scope:
+        facts.insert(3, ("A CPU verdict speaks for", text(claim.cpu_scope)))
+    linked = [("Depends on", claim.depends_on), ("Contradicts", claim.contradicts), ("Supersedes", claim.supersedes)]
+    facts += [(name, " ".join(_claim_link(shelf, i) for i in ids)) for name, ids in linked if ids]
+    parts = [
+        f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
+        f"{text(claim.statement)}",
+        _verdicts(shelf, card, claim),
+        _trace(shelf, claim),
+        "\n".join(f'??? info "About {attribute(claim.id)}"\n    '.splitlines())
+        + "\n    "
+        + table(["", ""], [[f"**{k}**", v] for k, v in facts]).replace("\n", "\n    "),
+    ]
+    if claim.mechanism_check:
+        check = claim.mechanism_check
+        parts.append(f"#### {text(check.id)}: mechanism {{ #{anchor(check.id)} }}")
+        parts.append(f"{text(check.statement)}\n\nDeterministic; it has a status of its own and never colours that of {text(claim.id)}.")
+        parts.append(_verdicts(shelf, card, check))
+    return "\n\n".join(p for p in parts if p)
+
+
+def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
+    """The table of verdicts, the figure, and what repeats them."""
+    found = verdicts(shelf.records, claim.id)
+    altered = [r for r in earlier(shelf.records, claim.id) if r.altered]
+    parts = []
+    if altered:
+        names = ", ".join(link(text(r.id), f"../evidence/{r.id}.md") for r in altered)
+        parts.append(f'!!! danger "Altered evidence"\n    {names} does not match its hash and does not count as a verdict.')
+    if not found:
+        parts.append(f"{badge(UNTESTED)} No verdict is recorded. To get one:")
+        parts.append(f"```console\n$ playbook confirm {card.id}/{claim.id}\n```")
+        return "\n\n".join(parts)
+    parts.append(
+        table(["Machine", "Verdict", "Effect", "Pairs>", "Measured", "Valid until", "Evidence"], [_row(shelf, r, claim) for r in found])
+    )
+    for record in found:
+        figure = _axis(record, claim.expect)
+        if figure:
+            parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
+    commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
+    parts.append("```console\n" + "\n".join(f"$ {' '.join(c.split())}" for c in commands if c) + "\n```")
+    return "\n\n".join(parts)
+
+
+def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
+    page = f"../evidence/{record.id}.md"
+    old = record.stale(shelf.today, claim)
+    word = badge(record.status) + (f" {badge('stale')} {text(old)}" if old else "")
+    shown, pairs = effect(record), record.get("derived", "comparison", "pairs")
+    return [
+        f"**{text(record.machine)}**<br>{text(record.get('measured', 'machine', 'description', default=''))}",
+        f"{word}<br>{text(record.get('derived', 'verdict', 'sentence', default=''))}",
+        link(shown, page) if shown else "",
+        link(number(pairs), page) if pairs is not None else "",
+        link(text(record.created[:10]), page),
+        text(str(record.get("expires", default=""))[:10]),
+        link(text(record.id[-8:]), page),
+    ]
+
+
+def _axis(record: Record, expect: Expect) -> str:
+    found = record.get("derived", "comparison", default={})
+    low, value, high = (found.get(k) for k in ("low", "effect", "high"))
+    if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
+        return ""
+    margin = expect.margin.value / 100 if expect.margin and expect.margin.unit == "percent" else None
+    return effect_axis(value, low, high, margin, expect.op)
+
+
+def _trace(shelf: Shelf, claim: Claim) -> str:
+    """Where the time goes, baseline and candidate side by side."""
+    record = trace_for(shelf.records, claim.case)
+    if record is None:
+        return ""
+    page = f"../evidence/{record.id}.md"
+    measures = record.get("variants", "baseline", "table", "measures", default="gpu")
+    title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
+    head = ["Range", "Baseline forward>", "Candidate forward>", "Baseline backward>", "Candidate backward>"]
+    rows = [[code(path), *(link(c, page) if c else "" for c in cells)] for path, cells in range_cells(record)]
+    busy = "GPU busy time" if measures == "gpu" else "host busy time (there is no GPU in this trace)"
+    note = (
+        f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
+    )
+    body = f"{note} {link('All ranges', page)}\n\n{table(head, rows)}"
+    return f'??? abstract "{attribute(title)}"\n    ' + body.replace("\n", "\n    ")
+
+
+def coverage(record: Record) -> str:
+    """How much of the busy time lies in named parts, per variant and phase."""
+    words = []
+    for variant in ("baseline", "candidate"):
+        found = record.get("variants", variant, "table", "coverage", default={})
+        shares = [f"{phase} {found[phase] * 100:.1f} %" for phase in ("forward", "backward") if isinstance(found.get(phase), int | float)]
+        words.append(f"{variant} {', '.join(shares) or 'no table'}")
+    return "share in named parts: " + "; ".join(words)
+
+
+def range_cells(record: Record, max_depth: int = 2) -> list[tuple[str, list[str]]]:
+    """Busy time per range and phase, recomputation counted as backward; `(unattributed)` last."""
+    cells: dict[str, dict[tuple[str, str], float]] = {}
+    for variant in ("baseline", "candidate"):
+        for row in record.get("variants", variant, "table", "rows", default=[]):
+            path, phase = str(row.get("path")), {"recompute": "backward", "other": "forward"}.get(row.get("phase"), row.get("phase"))
+            busy = row.get("busy_ms")
+            if path.count("/") < max_depth and isinstance(busy, int | float):
+                own = cells.setdefault(path, {})
+                own[phase, variant] = own.get((phase, variant), 0.0) + busy
+    order = [(p, v) for p in ("forward", "backward") for v in ("baseline", "candidate")]
+    keys = sorted(cells, key=lambda p: (p.startswith("("), p))
+    return [
+        (k, [milliseconds(cells[k][o]) if o in cells[k] else "" for o in order]) for k in keys if any(v > 0.0005 for v in cells[k].values())
+    ]
+
+
+def _families(card: Card) -> str:
+    rows = [
+        [
+            text(f.name),
+            text(f.hardware),
+            text(f.model),
+            number(f.gpus) if f.gpus else "",
+            mapping(f.layout),
+            mapping(f.settings) if f.settings else "",
+            text(f.note or ""),
+        ]
+        for f in card.families
+    ]
+    return table(["Name", "Hardware", "Model", "GPUs>", "Layout", "Settings", "Note"], rows)
+
+
+def _related(shelf: Shelf, card: Card) -> list[str]:
+    names = [("See", card.related.see), ("Supersedes", card.related.supersedes), ("Contradicts", card.related.contradicts)]
+    lines = [
+        f"- {k}: " + ", ".join(link(text(shelf.cards[i].title), f"{i}.md") if i in shelf.cards else text(i) for i in ids)
+        for k, ids in names
+        if ids
+    ]
+    return ["## Related\n\n" + "\n".join(lines)] if lines else []
+
+
+def index_page(shelf: Shelf) -> str:
+    """Every card, with filters by symptom, hardware and status that work in the page itself."""
+    hardware = sorted({m for c in shelf.cards.values() for m in _machines(shelf, c)})
+    statuses = sorted({s for c in shelf.cards.values() for s in _statuses(shelf, c)})
+    parts = [
+        front_matter("Cards", description="What to do, found by symptom, hardware and status"),
+        "# Cards",
+        "Type what you see, or choose where you run and what has been settled.",
+        _filters(hardware, statuses),
+        *[_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)],
+        '<p id="pb-none" hidden>No card matches. Remove a filter, or use the search at the top.</p>',
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _filters(hardware: Sequence[str], statuses: Sequence[str]) -> str:
+    def options(values: Sequence[str]) -> str:
+        return "".join(f'<option value="{attribute(v)}">{attribute(v.replace("_", " "))}</option>' for v in values)
+
+    return (
+        '<form id="pb-filters" class="pb-filters" hidden>'
+        '<label>Symptom<input type="search" id="pb-text" placeholder="all-to-all, out of memory, recompile" autocomplete="off"></label>'
+        f'<label>Hardware<select id="pb-hardware"><option value="">any</option>{options(hardware)}</select></label>'
+        f'<label>Status<select id="pb-status"><option value="">any</option>{options(statuses)}</select></label>'
+        "</form>"
+    )
+
+
+def _each(card: Card) -> list[Claim | MechanismCheck]:
+    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
+def _machines(shelf: Shelf, card: Card) -> set[str]:
+    return {r.machine for c in _each(card) for r in verdicts(shelf.records, c.id)}
+
+
+def _statuses(shelf: Shelf, card: Card) -> set[str]:
+    out = set()
+    for claim in _each(card):
+        found = verdicts(shelf.records, claim.id)
+        out |= {"stale" if r.stale(shelf.today, claim) else r.status for r in found} or {UNTESTED}
+    return out
+
+
+def _entry(shelf: Shelf, card: Card) -> str:
+    words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
+    rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in _each(card)]
+    return "\n\n".join(
+        [
+            f'<div class="pb-card" data-text="{attribute(words)}" data-hardware="{attribute(" ".join(sorted(_machines(shelf, card))))}" '
+            f'data-status="{attribute(" ".join(sorted(_statuses(shelf, card))))}" markdown="1">',
+            f"## {link(text(card.title), f'{card.id}.md')} {{ #{card.id} }}",
+            text(card.summary),
+            "You may see: " + "; ".join(f"*{text(s)}*" for s in card.symptoms),
+            table(["Claim", "Statement", "Verdicts"], rows),
+            "</div>",
+        ]
+    )
+
+
+def matrix_page(shelf: Shelf) -> str:
+    """Claims against machines."""
+    machines = sorted({r.machine for r in shelf.records if r.claim and not r.altered})
+    rows = []
+    for card in sorted(shelf.cards.values(), key=lambda c: c.title):
+        for claim in _each(card):
+            found = {r.machine: r for r in verdicts(shelf.records, claim.id)}
+            cells = [_cell(shelf, found[m], claim) if m in found else "" for m in machines]
+            name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
+            rows.append([name, text(claim.statement), *cells, "" if found else badge(UNTESTED)])
+    total = f"{number(len(rows))} claims, {number(len(machines))} machines."
+    head = ["Claim", "Statement", *[text(m) for m in machines], ""]
+    return (
+        "\n\n".join(
+            [front_matter("Claims", description="Every claim and its verdict on every machine"), "# Claims", total, table(head, rows)]
+        )
+        + "\n"
+    )
+
+
+def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
+    old = record.stale(shelf.today, claim)
+    shown = effect(record)
+    word = badge("stale" if old else record.status, f"{record.status}, stale" if old else None)
+    return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """How many verdicts there are of each status; altered records counted as such."""
+    out: dict[str, int] = {}
+    for r in records:
+        if r.get("derived"):
+            out[r.status] = out.get(r.status, 0) + 1
+    return out

@@ -1,0 +1,99 @@
+"""Figures as inline SVG: drawn from records, coloured by the page's own style sheet, readable without a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from playbook.site_text import attribute, percent
+
+_WIDTH = 720
+_MAX_POINTS = 80
+_LABEL = {"burn_in": "burn-in", "aa": "A/A", "measure": ""}
+
+
+def effect_axis(effect: float, low: float, high: float, margin: float | None, op: str) -> str:
+    """The effect with its interval against the claimed margin: shares of the baseline, positive where the candidate is better."""
+    edges = [0.0, low, high, *([margin] if margin is not None else []), *([-margin] if margin is not None and op == "within" else [])]
+    if not all(math.isfinite(e) for e in [effect, *edges]):
+        return ""
+    span = max(edges) - min(edges) or 0.01
+    left, right = min(edges) - 0.12 * span, max(edges) + 0.12 * span
+
+    def x(value: float) -> str:
+        return f"{40 + (value - left) / (right - left) * (_WIDTH - 80):.1f}"
+
+    words = f"effect {percent(effect)}, interval {percent(low)} to {percent(high)}"
+    out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 64" role="img" aria-label="{attribute(words)}">']
+    out.append(f'<line class="pb-rule" x1="40" y1="34" x2="{_WIDTH - 40}" y2="34"/>')
+    out.append(_mark(x(0.0), "pb-zero", "no difference", 60))
+    if margin is not None:
+        for value in [margin, -margin] if op == "within" else [margin]:
+            if value:
+                out.append(_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 12))
+    out.append(f'<line class="pb-interval" x1="{x(low)}" y1="34" x2="{x(high)}" y2="34"/>')
+    out.append(f'<circle class="pb-effect" cx="{x(effect)}" cy="34" r="5"/>')
+    return "".join([*out, "</svg>"])
+
+
+def _claim(op: str, value: float) -> str:
+    return {">=": "at least ", "<=": "at most "}.get(op, "") + percent(value)
+
+
+def _mark(x: str, name: str, label: str, y: int) -> str:
+    anchor = "start" if float(x) < 120 else "end" if float(x) > _WIDTH - 120 else "middle"
+    return f'<line class="{name}" x1="{x}" y1="20" x2="{x}" y2="48"/><text x="{x}" y="{y}" text-anchor="{anchor}">{attribute(label)}</text>'
+
+
+def samples(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of every timed step, launch by launch in the order in which they ran; the bar is a launch's mean."""
+    series = [(r, _seconds(r)) for r in runs]
+    values = [v for _, s in series for v in s]
+    if not values:
+        return ""
+    height, left, bottom = 220, 64, 180
+    low, high = min(values), max(values)
+    pad = (high - low) * 0.08 or high * 0.05 or 1.0
+    low, high = max(0.0, low - pad), high + pad
+    column = (_WIDTH - left - 8) / len(series)
+
+    def y(value: float) -> str:
+        return f"{bottom - (value - low) / (high - low) * (bottom - 12):.1f}"
+
+    out = [f'<svg class="pb-samples" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="milliseconds per step, by launch">']
+    for value in (low + (high - low) * f for f in (0.0, 0.5, 1.0)):
+        out.append(f'<line class="pb-rule" x1="{left}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}"/>')
+        out.append(f'<text x="{left - 6}" y="{float(y(value)) + 4:.1f}" text-anchor="end">{value * 1000:.4g} ms</text>')
+    for i, (run, seconds) in enumerate(series):
+        out.append(_launch(run, seconds, left + i * column, column, y, bottom))
+    return "".join([*out, "</svg>"])
+
+
+def _launch(run: Mapping[str, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
+    variant = "candidate" if run.get("variant") == "candidate" else "baseline"
+    aside = "" if run.get("role") == "measure" else " pb-aside"
+    shown = seconds[:: max(1, math.ceil(len(seconds) / _MAX_POINTS))]
+    step = column * 0.7 / max(1, len(shown))
+    first = at + column * 0.15 + step / 2
+    dots = "".join(f'<circle cx="{first + j * step:.1f}" cy="{y(v)}" r="2"/>' for j, v in enumerate(shown))
+    mean = (
+        f'<line x1="{at + column * 0.12:.1f}" y1="{y(_mean(seconds))}" x2="{at + column * 0.88:.1f}" y2="{y(_mean(seconds))}"/>'
+        if seconds
+        else ""
+    )
+    middle = f"{at + column / 2:.1f}"
+    letter = "B" if variant == "candidate" else "A"
+    role = _LABEL.get(str(run.get("role")), "")
+    labels = f'<text x="{middle}" y="{bottom + 16}" text-anchor="middle">{letter}</text>'
+    labels += f'<text class="pb-small" x="{middle}" y="{bottom + 30}" text-anchor="middle">{role}</text>' if role else ""
+    return f'<g class="pb-{variant}{aside}">{dots}{mean}{labels}</g>'
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _seconds(run: Mapping[str, Any]) -> list[float]:
+    found = [s.get("seconds") for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")]
+    return [float(v) for v in found if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v >= 0]

@@ -1,0 +1,154 @@
+"""A rank for tests of the harness: writes what docs/trainer-files.md says, or misbehaves as PLANT says.
+
+`planted.py CONFIG` invents step times; `planted.py --real CONFIG` runs the real trainer and misbehaves around it.
+PLANT is JSON: per variant (told by the dispatcher in the configuration) a mapping with
+  fault: hang | kill | nan | crash | oom | memory | short | silent | worker | disable
+  slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+STEP_S = 0.1
+
+
+def plan(config):
+    variant = {"alltoall": "baseline", "allgather": "candidate"}[config["moe"]["dispatcher"]]
+    return {**json.loads(os.environ.get("PLANT", "{}")).get(variant, {}), "variant": variant}
+
+
+def strike(fault, rank, out):
+    """Carry out the fault in this rank."""
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "worker":  # a loader worker in a process group of its own, then a hang
+        subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgid(0, 0); time.sleep(600)"])
+        time.sleep(600)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crash":
+        sys.stderr.write("ValueError: planted\n")
+        sys.exit(1)
+    if fault == "oom":
+        sys.exit(4)
+    if fault == "memory":
+        sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+        sys.exit(1)
+
+
+def fake(config, planted):
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    out = Path(config["output"])
+    train = config["train"]
+    launch = random.Random()
+    factor = (1 + planted.get("slower", 0.0)) * (1 + launch.gauss(0, 0.003))
+    fault, at = planted.get("fault"), planted.get("at", 5)
+    mine = rank == planted.get("rank", 0)
+    if fault == "silent":
+        return 0
+    steps = train["steps"] - (2 if fault == "short" else 0)
+    if rank:
+        if fault and mine:
+            time.sleep(0.2)
+            strike(fault, rank, out)
+        # The other ranks wait for the first, as collectives make them.
+        deadline = time.monotonic() + 60
+        while not (out / "summary.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return 0
+    with (out / "metrics.jsonl").open("w") as f:
+        for step in range(1, steps + 1):
+            nan = fault == "nan" and step >= at
+            row = {
+                "step": step,
+                "timed": step > train["warmup_steps"],
+                "loss": None if nan else 5.0 - 0.01 * step,
+                **({"nan": True} if nan else {}),
+                "grad_norm": 1.0,
+                "lr": 0.1,
+                "seconds": STEP_S * factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step,
+                "useful_tokens": 1000,
+                "raw_tokens": 1024,
+            }
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+            if nan:
+                return 3
+            if fault and mine and step == at:
+                strike(fault, rank, out)
+            if fault == "wait":
+                time.sleep(0.2)
+    if fault == "wait" or (world > 1 and fault and not mine and fault in ("hang", "kill", "worker")):
+        time.sleep(600)
+    collective = "all_to_all" if planted["variant"] == "baseline" or fault == "disable" else "all_gather"
+    summary = {
+        "schema": "summary/1",
+        "outcome": "ok",
+        "world_size": world,
+        "source_sha": "s",
+        "performance_revision": 1,
+        "data_sha": "d",
+        "num_parameters": 10,
+        "trained_parameters": 10,
+        "seconds": {"start_up": 0.1, "warm_up": 0.2, "timed": 0.3, "total": 0.6},
+        "metrics": {"dispatch_bytes_per_token_layer": 100 if planted["variant"] == "baseline" else 300, "recompiles": 0},
+        "receipt": {
+            "numbers": {"layers": 4, "microbatches": 1},
+            "ranges": {"dispatch": 4},
+            "collectives": [{"op": collective, "group": "ep", "inside": "dispatch", "phase": "forward", "count": 4, "bytes": 10}],
+            "counters": {"recompiles": 0},
+        },
+        "env": {"strict": {"torch": "none"}, "context": {}},
+    }
+    (out / "summary.tmp").write_text(json.dumps(summary))
+    (out / "summary.tmp").rename(out / "summary.json")
+    return 0
+
+
+def real(config, planted, words):
+    """The real trainer, with the fault struck once its metrics show the step."""
+    fault, at = planted.get("fault"), planted.get("at", 3)
+    if fault == "disable":
+        disable_dispatcher()
+    elif fault and int(os.environ["RANK"]) == planted.get("rank", 0):
+        log = Path(config["output"]) / "metrics.jsonl"
+
+        def watch():
+            while True:
+                with contextlib.suppress(OSError):
+                    if log.read_text().count("\n") >= at:
+                        if fault == "hang":
+                            os.kill(os.getpid(), signal.SIGSTOP)
+                        os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.01)
+
+        threading.Thread(target=watch, daemon=True).start()
+    from playbook_trainer.__main__ import main
+
+    code = main(words)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main():
+    words = sys.argv[1:]
+    is_real = words[0] == "--real"
+    config = json.loads(Path(words[-1]).read_text())
+    planted = plan(config)
+    if "launches" in planted:
+        number = int(Path(config["output"]).name.split("-")[0])
+        if number not in planted["launches"]:
+            planted = {k: v for k, v in planted.items() if k != "fault"}
+    return real(config, planted, words[1:]) if is_real else fake(config, planted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
