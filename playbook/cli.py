@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from playbook import __version__
-from playbook.cli_text import card_lines, count, print_json, print_table, print_trace, say
+from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.errors import FileError, PlaybookError
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from playbook.cards import Card
+    from playbook_bench.confirm import Outcome
+    from playbook_bench.records import Evidence
+    from playbook_bench.report import TerminalProgress
 
 USAGE = 2
 
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = app(list(sys.argv[1:] if argv is None else argv), prog_name="playbook", standalone_mode=True)
     except PlaybookError as e:
-        sys.stderr.write(f"{e}\n" if isinstance(e, FileError) else f"error: {e}\n")
+        complain(f"{e}\n" if isinstance(e, FileError) else f"error: {e}")
         code = USAGE
     except BrokenPipeError:
         # The reader left (`playbook cards list | head`); there is nobody to tell.
@@ -58,8 +63,10 @@ def version() -> None:
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False})
 def train(
-    config: Annotated[str, typer.Argument(help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, such as train.steps=50.")] = None,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")
+    ] = None,
 ) -> None:
     """Train: one rank alone, or this rank of a torchrun launch."""
     from playbook_trainer.__main__ import main as run
@@ -72,7 +79,9 @@ def train(
 
 @cards_app.command("check")
 def cards_check(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Cards, or folders of cards; all that ship, if none is given.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check cards, their cases and the trainer keys that those use; findings as file:line:column."""
@@ -83,7 +92,7 @@ def cards_check(
         rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
         print_json({"cards": len(cards.loaded), "cases": len(cases), "findings": rows})
     for finding in findings:
-        sys.stderr.write(f"{finding}\n")
+        complain(f"{finding}")
     if findings:
         raise typer.Exit(USAGE)
     if not as_json:
@@ -99,29 +108,24 @@ def cards_list(
     from playbook.validate import load_all
 
     cards = load_all().values()
-    rows: list[dict[str, Any]]
     if claims:
         found = _latest()
-        rows = [
-            {"id": c.id, "card": card.id, "kind": c.kind, **_status(c.id, found), "statement": c.statement}
-            for card in cards
-            for c in card.claims
-        ]
-        columns = ("id", "card", "status", "statement")
-    else:
-        rows = [
-            {
-                "id": c.id,
-                "claims": [claim.id for claim in c.claims],
-                "phase": c.phase,
-                "wall": c.wall,
-                "title": c.title,
-                "symptoms": c.symptoms,
-            }
-            for c in cards
-        ]
-        columns = ("id", "claims", "phase", "wall", "title")
-    print_json(rows) if as_json else print_table(rows, columns)
+        rows = [row for card in cards for row in _claim_rows(card, found)]
+        print_json(rows) if as_json else print_table(rows, ("id", "card", "status", "statement"))
+        return
+    keys = ("id", "phase", "wall", "title", "symptoms")
+    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in cards]
+    print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
+
+
+def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Iterator[dict[str, Any]]:
+    """Each claim of a card with where it stands, followed by its mechanism check."""
+    for claim in card.claims:
+        shared = {"card": card.id, "kind": claim.kind}
+        yield {"id": claim.id, **shared, "mechanism_of": None, **_status(claim.id, found), "statement": claim.statement}
+        check = claim.mechanism_check
+        if check:
+            yield {"id": check.id, **shared, "mechanism_of": claim.id, **_status(check.id, found), "statement": check.statement}
 
 
 @cards_app.command("show")
@@ -153,7 +157,7 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; rando
 
 @app.command()
 def confirm(
-    targets: Annotated[list[str] | None, typer.Argument(metavar="CARD[/CLAIM]...", help="Such as moe-dispatcher-choice/W9.")] = None,
+    targets: Annotated[list[str] | None, typer.Argument(metavar="CARD[/CLAIM]", help="Such as moe-dispatcher-choice/W9.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every claim of every card.")] = False,
     profile: Profile = None,
     results: Results = None,
@@ -169,13 +173,17 @@ def confirm(
     if every == bool(targets):
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     chosen = list(load_all()) if every else targets or []
-    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget), "seed": seed}
-    _outcomes(lambda progress: harness.run(chosen, progress=progress, **limits), as_json)
+    seconds = _seconds(budget)
+
+    def run(progress: TerminalProgress) -> list[Outcome]:
+        return harness.run(chosen, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress)
+
+    _outcomes(run, as_json)
 
 
 @bench_app.command("run")
 def bench_run(
-    case: Annotated[str, typer.Argument(help="A case's id, or the path of a case file.")],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
     profile: Profile = None,
     results: Results = None,
     pairs: Pairs = None,
@@ -186,8 +194,12 @@ def bench_run(
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
     from playbook_bench import confirm as harness
 
-    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget), "seed": seed}
-    _outcomes(lambda progress: harness.bench_run(case, progress=progress, **limits), as_json)
+    seconds = _seconds(budget)
+
+    def run(progress: TerminalProgress) -> list[Outcome]:
+        return harness.bench_run(case, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress)
+
+    _outcomes(run, as_json)
 
 
 @bench_app.command("list")
@@ -209,7 +221,7 @@ def bench_list(as_json: AsJson = False) -> None:
 
 
 @bench_app.command("replay")
-def bench_replay(files: Annotated[list[Path], typer.Argument(help="Evidence files.")], as_json: AsJson = False) -> None:
+def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     from playbook_bench import store
 
@@ -220,7 +232,7 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(help="Evidence file
         if not as_json:
             say(f"{file}: {'same verdict' if same else 'differs'}")
         for line in differences:
-            sys.stderr.write(f"  {line}\n")
+            complain(f"  {line}")
     if as_json:
         print_json(rows)
     raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
@@ -228,7 +240,7 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(help="Evidence file
 
 @bench_app.command("aa")
 def bench_aa(
-    case: Annotated[str, typer.Argument(help="A case's id.")],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
     profile: Profile = None,
     results: Results = None,
     pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
@@ -251,13 +263,15 @@ def bench_aa(
 
 @bench_app.command("trace")
 def bench_trace(
-    case: Annotated[str, typer.Argument(help="A case's id.")], profile: Profile = None, results: Results = None, as_json: AsJson = False
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
+    profile: Profile = None,
+    results: Results = None,
+    as_json: AsJson = False,
 ) -> None:
     """Trace both variants in launches of their own: time per range, with Nsight Systems where it is on PATH, else Kineto."""
     from playbook_bench import trace
 
-    say_line = (lambda line: sys.stderr.write(line + "\n")) if as_json else say
-    result = trace.run(case, profile=profile, results=results, progress=say_line)
+    result = trace.run(case, profile=profile, results=results, progress=complain if as_json else say)
     if as_json:
         print_json(result.model_dump(mode="json"))
     else:
@@ -271,7 +285,7 @@ def bench_trace(
 
 @app.command()
 def gate(
-    case: Annotated[str, typer.Argument(help="A case's id; its baseline configuration is what runs.")],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id; its baseline configuration is what runs.")],
     baseline: Annotated[str, typer.Option(metavar="REF", help="The commit to compare the working tree with.")],
     profile: Profile = None,
     results: Results = None,
@@ -285,9 +299,9 @@ def gate(
 
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
-    limits = {"profile": profile, "results": results, "pairs": pairs, "budget_s": _seconds(budget)}
+    seconds = _seconds(budget)
     try:
-        result = harness.run(case, baseline, progress=progress, **limits)
+        result = harness.run(case, baseline, profile=profile, results=results, pairs=pairs, budget_s=seconds, progress=progress)
     finally:
         progress.close()
     report.print_gate(result, out)
@@ -296,7 +310,7 @@ def gate(
     raise typer.Exit(result.exit_code)
 
 
-def _outcomes(run: Callable[[Any], Sequence[Any]], as_json: bool) -> None:
+def _outcomes(run: Callable[[TerminalProgress], Sequence[Outcome]], as_json: bool) -> None:
     """Run with progress, print every verdict, and leave with the exit code that they add up to."""
     from playbook_bench import confirm as harness
     from playbook_bench import report
@@ -329,7 +343,7 @@ def evidence_list(results: Results = None, as_json: AsJson = False) -> None:
 
 
 @evidence_app.command("show")
-def evidence_show(file: Annotated[Path, typer.Argument(help="An evidence file.")], as_json: AsJson = False) -> None:
+def evidence_show(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")], as_json: AsJson = False) -> None:
     """Show one record: what was claimed, what was found, what it rests on."""
     from playbook_bench import report, store
     from playbook_bench.confirm import Outcome
@@ -350,7 +364,7 @@ def evidence_show(file: Annotated[Path, typer.Argument(help="An evidence file.")
 
 
 @evidence_app.command("accept")
-def evidence_accept(file: Annotated[Path, typer.Argument(help="An evidence file.")]) -> None:
+def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
     from playbook_bench import store
 
@@ -372,9 +386,9 @@ def schemas_export(
         return
     lines = schemas.drift(folder, schema_models())
     for line in lines:
-        sys.stderr.write(f"{folder / line}\n")
+        complain(f"{folder / line}")
     if lines:
-        sys.stderr.write("run `playbook schemas export` and commit the result\n")
+        complain("run `playbook schemas export` and commit the result")
         raise typer.Exit(USAGE)
     say(f"{count(len(schema_models()), 'schema')}: no drift")
 
@@ -390,15 +404,22 @@ def schema_models() -> dict[str, type[BaseModel]]:
 
 
 @site_app.command("build")
-def site_build() -> None:
-    """Write the pages that come from cards and evidence; `make docs` builds the whole site."""
+def site_build(
+    out: Annotated[Path | None, typer.Option(help="The folder of the pages; docs/ of this repository, if not given.")] = None,
+    results: Results = None,
+) -> None:
+    """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
     from playbook import site
+    from playbook.cli_site import reference
+    from playbook.paths import data_root, repo_root
 
-    for path in site.generate():
-        say(str(path))
+    folders = [data_root("results"), *([results] if results else [])]
+    built = site.generate(out or repo_root() / "docs", folders, reference=reference(typer.main.get_command(app)))
+    found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
+    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
 
 
-def _status(claim: str, found: Mapping[str, tuple[Path, Any]]) -> dict[str, Any]:
+def _status(claim: str, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
     """Where a claim stands, by its newest evidence."""
     if claim not in found:
         return {"status": "untested", "sentence": None, "evidence": None}
@@ -406,7 +427,7 @@ def _status(claim: str, found: Mapping[str, tuple[Path, Any]]) -> dict[str, Any]
     return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path")}
 
 
-def _latest() -> dict[str, tuple[Path, Any]]:
+def _latest() -> dict[str, tuple[Path, Evidence]]:
     """The newest record of each claim that has one."""
     from playbook_bench import store
 
@@ -416,7 +437,7 @@ def _latest() -> dict[str, tuple[Path, Any]]:
     return {claim: record for claim, record in found.items() if record is not None}
 
 
-def _evidence_row(path: Path, evidence: Any) -> dict[str, Any]:
+def _evidence_row(path: Path, evidence: Evidence) -> dict[str, Any]:
     measured, verdict = evidence.measured, evidence.derived.verdict
     return {
         "evidence": evidence.evidence_id,

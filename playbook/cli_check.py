@@ -181,12 +181,12 @@ def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
             yield loaded.finding(
                 ("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, loaded.case.profiles)}"
             )
-        for variant, keys in variants.items():
+        for variant, own in variants.items():
             if variant not in VARIANTS:
                 yield loaded.finding(
                     ("variant_profiles", name, variant), f"variant '{variant}' is not known; expected baseline or candidate"
                 )
-            places.append((("variant_profiles", name, variant), keys))
+            places.append((("variant_profiles", name, variant), own))
     for where, keys in places:
         for key in keys:
             if key not in known:

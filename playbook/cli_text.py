@@ -16,6 +16,11 @@ def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
+def complain(text: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(text + "\n")
+
+
 def print_json(data: Any) -> None:
     """Print one JSON document on one line."""
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")

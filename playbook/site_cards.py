@@ -14,7 +14,10 @@ from playbook.site_records import Record, earlier, trace_for, verdicts
 from playbook.site_text import (
     attribute,
     badge,
+    block,
     code,
+    day,
+    details,
     front_matter,
     link,
     mapping,
@@ -23,6 +26,7 @@ from playbook.site_text import (
     percent,
     plain,
     quantity,
+    sentence,
     table,
     text,
 )
@@ -48,6 +52,7 @@ def effect(record: Record) -> str:
     if not isinstance(found, Mapping):
         return ""
     value, low, high = (found.get(k) for k in ("effect", "low", "high"))
+    exact = low == high
     if not isinstance(value, int | float):
         return f"{quantity(found.get('baseline'), str(found.get('unit')))} → {quantity(found.get('candidate'), str(found.get('unit')))}"
     # A difference of shares is in points, another difference in the metric's unit.
@@ -58,7 +63,9 @@ def effect(record: Record) -> str:
         points = found.get("scale") == "difference"
         shown = [percent(v).removesuffix(" %") for v in (value, low, high) if isinstance(v, int | float)]
         unit = " points" if points else " %"
-    return f"{shown[0]}{unit}" + (f" [{shown[1]}, {shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 else "")
+    return f"{shown[0]}{unit}" + (
+        f" [{shown[1]}, {shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 and not exact else ""
+    )
 
 
 def expected(expect: Expect) -> str:
@@ -149,12 +156,10 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
     facts += [(name, " ".join(_claim_link(shelf, i) for i in ids)) for name, ids in linked if ids]
     parts = [
         f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
-        f"{text(claim.statement)}",
+        f"{text(claim.statement)}\n{{ .pb-statement }}",
         _verdicts(shelf, card, claim),
         _trace(shelf, claim),
-        "\n".join(f'??? info "About {attribute(claim.id)}"\n    '.splitlines())
-        + "\n    "
-        + table(["", ""], [[f"**{k}**", v] for k, v in facts]).replace("\n", "\n    "),
+        details("info", f"About {claim.id}", table(["", ""], [[f"**{k}**", v] for k, v in facts])),
     ]
     if claim.mechanism_check:
         check = claim.mechanism_check
@@ -174,17 +179,15 @@ def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
         parts.append(f'!!! danger "Altered evidence"\n    {names} does not match its hash and does not count as a verdict.')
     if not found:
         parts.append(f"{badge(UNTESTED)} No verdict is recorded. To get one:")
-        parts.append(f"```console\n$ playbook confirm {card.id}/{claim.id}\n```")
+        parts.append(block(f"playbook confirm {card.id}/{claim.id}", "text"))
         return "\n\n".join(parts)
-    parts.append(
-        table(["Machine", "Verdict", "Effect", "Pairs>", "Measured", "Valid until", "Evidence"], [_row(shelf, r, claim) for r in found])
-    )
+    parts.append(table(["Machine", "Verdict", "Effect", "Pairs>", "Evidence"], [_row(shelf, r, claim) for r in found]))
     for record in found:
         figure = _axis(record, claim.expect)
         if figure:
             parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
     commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
-    parts.append("```console\n" + "\n".join(f"$ {' '.join(c.split())}" for c in commands if c) + "\n```")
+    parts.append("Repeat it:\n\n" + block("\n".join(" ".join(c.split()) for c in commands if c), "text"))
     return "\n\n".join(parts)
 
 
@@ -193,14 +196,13 @@ def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[st
     old = record.stale(shelf.today, claim)
     word = badge(record.status) + (f" {badge('stale')} {text(old)}" if old else "")
     shown, pairs = effect(record), record.get("derived", "comparison", "pairs")
+    until = record.get("expires")
     return [
         f"**{text(record.machine)}**<br>{text(record.get('measured', 'machine', 'description', default=''))}",
-        f"{word}<br>{text(record.get('derived', 'verdict', 'sentence', default=''))}",
+        f"{word}<br>{sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
         link(shown, page) if shown else "",
         link(number(pairs), page) if pairs is not None else "",
-        link(text(record.created[:10]), page),
-        text(str(record.get("expires", default=""))[:10]),
-        link(text(record.id[-8:]), page),
+        link(day(record.created), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
     ]
 
 
@@ -228,7 +230,7 @@ def _trace(shelf: Shelf, claim: Claim) -> str:
         f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
     )
     body = f"{note} {link('All ranges', page)}\n\n{table(head, rows)}"
-    return f'??? abstract "{attribute(title)}"\n    ' + body.replace("\n", "\n    ")
+    return details("abstract", title, body)
 
 
 def coverage(record: Record) -> str:
@@ -378,3 +380,21 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         if r.get("derived"):
             out[r.status] = out.get(r.status, 0) + 1
     return out
+
+
+def latest(shelf: Shelf, most: int = 8) -> str:
+    """The newest verdict of each claim and machine, confirmed and refuted ones first."""
+    found = [(r, c) for card in shelf.cards.values() for c in _each(card) for r in verdicts(shelf.records, c.id)]
+    found.sort(key=lambda f: f[0].created, reverse=True)
+    found.sort(key=lambda f: f[0].status not in ("confirmed", "refuted"))
+    rows = [
+        [
+            link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),
+            text(c.statement),
+            link(badge("stale" if r.stale(shelf.today, c) else r.status, r.status), f"evidence/{r.id}.md"),
+            link(effect(r), f"evidence/{r.id}.md") if effect(r) else "",
+            text(r.machine),
+        ]
+        for r, c in found[:most]
+    ]
+    return table(["Claim", "Statement", "Verdict", "Effect", "Machine"], rows) if rows else "No verdict is on record yet."

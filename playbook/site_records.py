@@ -161,16 +161,23 @@ def content_sha(data: Mapping[str, Any]) -> str:
 
 
 def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
-    """The newest verdict of each machine on a claim, decided ones first. Altered records do not count."""
-    newest: dict[str, Record] = {}
+    """The verdict of each machine on a claim, decided ones first. Altered records do not count.
+
+    The newest speaks for a machine; one that settles something goes before one that was not applicable or failed.
+    """
+    chosen: dict[str, Record] = {}
     for r in records:
         if r.schema == EVIDENCE and r.claim == claim and not r.altered:
-            known = newest.setdefault(r.machine, r)
-            if r.created > known.created:
-                newest[r.machine] = r
+            known = chosen.setdefault(r.machine, r)
+            if (_weight(r), r.created, r.id) > (_weight(known), known.created, known.id):
+                chosen[r.machine] = r
     return sorted(
-        newest.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
+        chosen.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
     )
+
+
+def _weight(record: Record) -> int:
+    return {"not_applicable": 0, "error": 1}.get(record.status, 2)
 
 
 def earlier(records: Iterable[Record], claim: str) -> list[Record]:

@@ -16,7 +16,7 @@ _INLINE = re.compile(r"([\\`*_{}\[\]#!|~^<>$]|(?<=\S):(?=\S)|^[-+]|^\d+\.)")
 def text(value: object) -> str:
     """`value` as one line that Markdown and HTML leave alone."""
     line = _SPACE.sub(" ", str(value)).strip().replace("&", "&amp;")
-    return _INLINE.sub(lambda m: "".join(f"&#{ord(c)};" for c in m.group(0)), line)
+    return _INLINE.sub(lambda m: "".join(c if c.isalnum() else f"&#{ord(c)};" for c in m.group(0)), line)
 
 
 def code(value: object) -> str:
@@ -40,10 +40,12 @@ def block(content: str, language: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; cells are Markdown already. A column whose title ends with `>` is aligned right."""
-    titles = [h.removesuffix(">") for h in header]
-    rule = ["---:" if h.endswith(">") else "---" for h in header]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *rows])
+    """A Markdown table; cells are Markdown already. A column whose title ends with `>` is aligned right, an empty one is left out."""
+    lines = [list(r) for r in rows]
+    used = [i for i in range(len(header)) if not lines or any(line[i] for line in lines)]
+    titles = [header[i].removesuffix(">") for i in used]
+    rule = ["---:" if header[i].endswith(">") else "---" for i in used]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *([line[i] for i in used] for line in lines)])
 
 
 def link(label: str, target: str, *classes: str) -> str:
@@ -67,6 +69,16 @@ def front_matter(title: str, **fields: str) -> str:
 def _quoted(value: str) -> str:
     clean = _SPACE.sub(" ", value).strip().replace("\\", "\\\\").replace('"', '\\"')
     return f'"{clean}"'
+
+
+def day(stamp: Any) -> str:
+    """The date of a time stamp, kept on one line."""
+    return f'<span class="pb-nowrap">{html.escape(str(stamp)[:10])}</span>'
+
+
+def sentence(status: str, words: Any) -> str:
+    """A verdict's sentence, without the word that its badge shows already."""
+    return text(str(words or "").removeprefix(status.replace("_", " ")).lstrip(": "))
 
 
 def number(value: Any) -> str:
@@ -120,3 +132,8 @@ def plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(plain(v) for v in value) + "]"
     return str(value)
+
+
+def details(kind: str, title: str, body: str) -> str:
+    """A part of the page that opens on demand; `body` is Markdown already."""
+    return f'??? {kind} "{attribute(title)}"\n\n    ' + body.replace("\n", "\n    ")

@@ -88,7 +88,9 @@ def run(
 
 
 def ensure(running: Series, folder: Path) -> bool:
-    """Give the series its A/A: a stored one with a fresh pair against it, else four pairs measured now. False where a run fails.
+    """Give the series its A/A: a stored one with a fresh pair against it, else four pairs measured now.
+
+    False where a run fails, or where the budget does not hold them: either ends the series.
 
     The baseline's burn-in must have run: it tells the environment that a stored A/A must share.
     """
@@ -97,15 +99,14 @@ def ensure(running: Series, folder: Path) -> bool:
     running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
     if running.aa is not None:
         fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS)
-        return all(r.outcome == "ok" for r in fresh)
+        return len(fresh) == 2 * schedule.FRESH_AA_PAIRS and fresh[-1].outcome == "ok"
     before = len(running.runs)
     runs = series.measure_aa(running, schedule.AA_PAIRS)
-    if any(r.outcome != "ok" for r in runs):
+    if len(runs) < 2 * schedule.AA_PAIRS or runs[-1].outcome != "ok":
         return False
-    if len(runs) == 2 * schedule.AA_PAIRS:
-        running.runs = running.runs[:before]
-        running.aa = _baseline(running, runs)
-        store.write_baseline(running.aa, folder)
+    running.runs = running.runs[:before]
+    running.aa = _baseline(running, runs)
+    store.write_baseline(running.aa, folder)
     return True
 
 

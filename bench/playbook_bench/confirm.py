@@ -207,9 +207,9 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
         _check(task, loaded)
     outcomes: dict[int, Outcome] = {}
     with launch.interruptible():
-        for name in dict.fromkeys(t.case for t in tasks):
-            group = [i for i, t in enumerate(tasks) if t.case == name]
-            case = loaded[name] if name else None
+        for wanted in dict.fromkeys(t.case for t in tasks):
+            group = [i for i, t in enumerate(tasks) if t.case == wanted]
+            case = loaded[wanted] if wanted else None
             for i, (measured, derived, seconds) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
@@ -335,8 +335,8 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
 
 
 def _burn_in(running: Series) -> bool:
-    """One discarded run per variant; False where one fails, which settles the series."""
-    return all(running.run(spec).outcome == "ok" for spec in schedule.burn_in())
+    """One discarded run per variant; False where one fails or the budget is spent, which settles the series."""
+    return all(running.has_time_for(1) and running.run(spec).outcome == "ok" for spec in schedule.burn_in())
 
 
 def _steady(running: Series) -> bool:

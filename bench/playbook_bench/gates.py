@@ -69,7 +69,7 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     name = "environment"
     free = {f"env.{v}" for per_variant in case.delta.environment.values() for v in per_variant} | set(allowed)
     if case.delta.ranks:
-        free |= {"env.OMP_NUM_THREADS", "trainer.world_size"}
+        free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
     views = []
     for run in runs:
         if run.strict_sha not in strict:

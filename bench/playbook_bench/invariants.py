@@ -7,7 +7,7 @@ from typing import Any
 from playbook.cards import Comparison, Expect, Quantity
 from playbook_bench import verdict
 from playbook_bench.case import Case, Delta
-from playbook_bench.records import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest
+from playbook_bench.records import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, Verdict, digest
 
 _STEPS = 8
 _PAIRS = 4
@@ -17,12 +17,10 @@ _STRICT = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
 def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> tuple[bool, str, dict[str, Any]]:
     """Whether the harness refuses a pair whose variants differ in work or in data without saying so, and accepts the same pair when they do not."""
     statuses = {
-        "equal work": _judge(metric, tokens=1, data="same").verdict,
-        "unequal work": _judge(metric, tokens=factor, data="same").verdict,
-        "unequal work, declared, by step time": _judge(
-            metric, tokens=factor, data="same", delta=Delta(work=True, reason="to be refused")
-        ).verdict,
-        "other data": _judge(metric, tokens=1, data="other").verdict,
+        "equal work": _judge(planted(metric, 1, "same")),
+        "unequal work": _judge(planted(metric, factor, "same")),
+        "unequal work, declared, by step time": _judge(planted(metric, factor, "same", Delta(work=True, reason="to be refused"))),
+        "other data": _judge(planted(metric, 1, "other")),
     }
     accepted = statuses.pop("equal work")
     refused = {name: v.reason == "invalid_pair" for name, v in statuses.items()}
@@ -35,8 +33,12 @@ def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> tu
     return holds, sentence, {"equal_work": accepted.status, "refused": refused, "work_factor": factor}
 
 
-def _judge(metric: str, tokens: int, data: str, delta: Delta | None = None) -> Any:
-    """The judgement of a candidate that takes half the time per step, at `tokens` times the work of the baseline."""
+def _judge(measured: Measured) -> Verdict:
+    return verdict.derive(measured).verdict
+
+
+def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> Measured:
+    """A record whose candidate takes half the time per step, at `tokens` times the baseline's work, on `data`."""
     case = Case(
         id="planted-pair",
         summary="Planted records",
@@ -56,7 +58,7 @@ def _judge(metric: str, tokens: int, data: str, delta: Delta | None = None) -> A
         runs.append(_run("candidate", "measure", pair, 2 * pair + 1, 0.5, tokens, data))
     noise = [_run("baseline", "aa", i // 2, i, 1.0, 1, "same") for i in range(2 * _PAIRS)]
     machine = Machine(name="planted", description="planted", gpus=0, cpu="planted", cores=1)
-    measured = Measured(
+    return Measured(
         claim=claim,
         case=CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
         machine=machine,
@@ -67,7 +69,6 @@ def _judge(metric: str, tokens: int, data: str, delta: Delta | None = None) -> A
         runs=runs,
         aa=Baseline(created="", machine="planted", case=case.id, profile="planted", noise_key="planted", runs=noise),
     )
-    return verdict.derive(measured)
 
 
 def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:

@@ -96,8 +96,10 @@ _ROWS = (
     _bytes("grad_bytes_per_rank", "gradients held, largest rank"),
     _bytes("optimizer_bytes_per_rank", "optimizer state held, largest rank"),
     _bytes("state_bytes_per_rank", "parameters, gradients and optimizer state together, largest rank"),
-    Metric("recompiles", "count", "lower", True, _reported("recompiles"), "difference", help="recompilations of the whole run"),
-    Metric("recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="in the timed window"),
+    Metric("recompiles", "count", "lower", True, _reported("recompiles"), "difference", help="graphs compiled in the timed window"),
+    Metric(
+        "recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="graphs compiled per timed step"
+    ),
     Metric("final_loss", "nats", "lower", True, _final_loss, help="loss of the last timed step"),
     Metric("fits", "share", "higher", True, _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),
 )

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from playbook_bench import launch, preflight, schedule
 from playbook_bench.case import Case
 from playbook_bench.launch import Launcher, Result, Spec, read_summary
-from playbook_bench.records import Baseline, Fingerprint, Machine, Measured, Observed, Plan, Run, Sample, Seconds, Variant, digest
+from playbook_bench.records import Baseline, CaseRef, Fingerprint, Machine, Measured, Observed, Plan, Run, Sample, Seconds, Variant, digest
 from playbook_bench.schedule import RunSpec
 from playbook_bench.telemetry import Telemetry
 from playbook_bench.variants import Resolved, extended
@@ -95,7 +95,7 @@ class Series:
         self.progress.launch(self._launched, max(self.expected, self._launched), spec)
         steps = resolved.config.train.steps
         result = self.launcher.run(
-            Spec(resolved.config, resolved.ranks, folder, environment, self._timeout(), threads=threads),
+            Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
             lambda step: self.progress.step(step, steps),
         )
         self._slowest = max(self._slowest, result.wall_s)
@@ -117,8 +117,6 @@ class Series:
 
     def measured(self) -> Measured:
         """The record so far, without a claim."""
-        from playbook_bench.records import CaseRef
-
         content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
         candidate = self.variants["candidate"]
         return Measured(
@@ -133,10 +131,6 @@ class Series:
             runs=list(self.runs),
             aa=self.aa,
         )
-
-    def _timeout(self) -> float:
-        limit = self.case.budget.launch_timeout_s
-        return limit if self.deadline is None else max(5.0, min(limit, self.deadline - time.monotonic()))
 
     def _caches(self) -> dict[str, str]:
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
@@ -222,7 +216,7 @@ def measure_aa(series: Series, pairs: int) -> list[Run]:
     """A/A launches; stops at the first that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
     for first, second in zip(*[iter(schedule.aa(pairs))] * 2, strict=True):
-        if runs and not series.has_time_for(2):
+        if not series.has_time_for(2):
             break
         for spec in (first, second):
             runs.append(series.run(spec))
@@ -236,7 +230,7 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
     for half, specs in schedule.measured(series.plan.seed):
-        if len(order) and not series.has_time_for(2):
+        if not series.has_time_for(2):
             return _stop(series, order, "budget")
         order.append(half)
         for spec in specs:
@@ -297,5 +291,5 @@ def _observed(receipt: Mapping[str, Any]) -> Observed | None:
         raise ValueError(f"summary.json, receipt: {e.errors(include_url=False)[0]['loc']}: {e.errors(include_url=False)[0]['msg']}") from e
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
-import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +19,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from playbook.document import Strict, load
+from playbook.document import Strict
 from playbook.errors import ConfigError, PlaybookError, StoreError
-from playbook.paths import data_root
-from playbook_bench import preflight, trace_kineto, trace_nsys
-from playbook_bench.case import Case
+from playbook_bench import preflight, store, trace_kineto, trace_nsys
+from playbook_bench.case import Case, load_case
 from playbook_bench.launch import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
 from playbook_bench.records import Machine, RunOutcome, Variant, digest
 from playbook_bench.trace_table import TraceTable, build
@@ -99,6 +96,7 @@ def run(
 
     Raises:
         ConfigError: the case has nothing to launch, or not on this machine.
+        FileError: there is no such case, or its file is invalid.
         StoreError: the record cannot be written.
     """
     case = case or load_case(case_id)
@@ -110,7 +108,7 @@ def run(
         raise ConfigError(f"case '{case.id}' has no profile for this machine; it has: {', '.join(sorted(case.profiles)) or 'none'}")
     machine = preflight.restrict(here, chosen)
     collector: Collector = "nsys" if machine.gpus and shutil.which("nsys") else "kineto"
-    folder = new_folder((results or Path(".playbook/results")) / FOLDER, f"{case.id}-{chosen}")
+    folder = new_folder((results or store.DEFAULT_RESULTS) / FOLDER, f"{case.id}-{chosen}")
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
@@ -130,20 +128,6 @@ def run(
         variants=launches,
     )
     return _write(result, folder.with_suffix(".json"))
-
-
-def load_case(case_id: str) -> Case:
-    """The case of that id.
-
-    Raises:
-        ConfigError: there is none.
-        FileError: its file is invalid.
-    """
-    path = data_root("cases") / f"{case_id}.yaml"
-    known = sorted(p.stem for p in data_root("cases").glob("*.yaml"))
-    if case_id not in known:
-        raise ConfigError(f"case '{case_id}' does not exist; see: playbook bench list")
-    return load(path, Case)[0]
 
 
 def table_from_file(path: Path) -> TraceTable:
@@ -296,16 +280,7 @@ def _sha(result: TraceResult) -> str:
 
 
 def _write(result: TraceResult, path: Path) -> TraceResult:
-    """The record with its hash, written under another name first so that no half-written record is ever seen."""
+    """The record with its hash, written once and whole."""
     sealed = result.model_copy(update={"sha256": _sha(result)})
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        partial.write_text(json.dumps(sealed.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)  # noqa: PTH105  the atomic one
-    except OSError as e:
-        with suppress(OSError):
-            partial.unlink()
-        raise StoreError(
-            f"the trace record {path} cannot be written: {e.strerror or e}; free some space or choose another --results"
-        ) from e
+    store.write_once(path, json.dumps(sealed.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
     return sealed

@@ -22,6 +22,9 @@ STEP_S = 0.1
 
 def plan(config):
     variant = {"alltoall": "baseline", "allgather": "candidate"}[config["moe"]["dispatcher"]]
+    tree = Path(os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]) / "plant.json"
+    if tree.is_file():  # the gate: what is planted belongs to the commit, not to the variant
+        return {**json.loads(tree.read_text()), "variant": variant}
     return {**json.loads(os.environ.get("PLANT", "{}")).get(variant, {}), "variant": variant}
 
 
@@ -113,6 +116,13 @@ def fake(config, planted):
     return 0
 
 
+def disable_dispatcher():
+    """The configuration still says allgather; the trainer takes the other path, as a silent fallback would."""
+    from playbook_trainer.parallel import dispatch
+
+    dispatch.DISPATCHERS["allgather"] = dispatch.DISPATCHERS["alltoall"]
+
+
 def real(config, planted, words):
     """The real trainer, with the fault struck once its metrics show the step."""
     fault, at = planted.get("fault"), planted.get("at", 3)
@@ -125,9 +135,7 @@ def real(config, planted, words):
             while True:
                 with contextlib.suppress(OSError):
                     if log.read_text().count("\n") >= at:
-                        if fault == "hang":
-                            os.kill(os.getpid(), signal.SIGSTOP)
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        os.kill(os.getpid(), signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
                 time.sleep(0.01)
 
         threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,50 @@
+"""Runs before the site is built: writes the generated pages and adds the cards to the navigation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from typer.main import get_command
+
+from playbook import cli, site
+from playbook.cli_site import reference
+from playbook.errors import PlaybookError
+
+LATEST = "<!-- latest verdicts -->"
+RESULTS = "PLAYBOOK_SITE_RESULTS"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Generate the pages; a card or record that does not load stops the build."""
+    root = Path(config.config_file_path).parent
+    more = [Path(p) for p in os.environ.get(RESULTS, "").split(os.pathsep) if p]
+    folders = [*(root / p for p in config.extra["results"]), *more]
+    cards = root / config.extra["cards"] if "cards" in config.extra else None
+    try:
+        made = site.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(get_command(cli.app)))
+    except PlaybookError as e:
+        raise PluginError(str(e)) from e
+    config.extra["latest_verdicts"] = made.latest
+    for entry in config.nav or []:
+        if "Cards" in entry:
+            entry["Cards"] = ["cards/index.md", *({title: f"cards/{name}.md"} for name, title in made.cards.items())]
+    config.nav = [*(config.nav or []), *_project(Path(config.docs_dir))]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
+    """Put the newest verdicts where a page asks for them."""
+    return markdown.replace(LATEST, config.extra["latest_verdicts"])
+
+
+def _project(docs: Path) -> list[dict[str, Any]]:
+    """Notes and decisions, where there are any."""
+    entries: list[Any] = [{"Log": "log.md"}] if (docs / "log.md").is_file() else []
+    decisions = sorted(p.relative_to(docs).as_posix() for p in (docs / "adr").glob("*.md"))
+    if decisions:
+        entries.append({"Decisions": decisions})
+    return [{"Project": entries}] if entries else []

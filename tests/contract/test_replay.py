@@ -1,0 +1,119 @@
+"""Evidence in the repository: it replays, it notices a change, and swapping the variants turns a verdict over."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from playbook.paths import data_root
+from playbook_bench import invariants, logic, store, verdict
+from playbook_bench.case import Activation, Case, list_cases, load_case
+from playbook_bench.records import Evidence, seal
+
+RECORDS = sorted(data_root("results").glob("*/*.json"))
+SWAP = {"baseline": "candidate", "candidate": "baseline"}
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def test_each_record_replays(path):
+    assert store.replay(path) == (True, [])
+
+
+def swapped(evidence: Evidence):
+    """What was measured, with the names of the variants exchanged and the claim left as it is."""
+    measured = evidence.measured
+    case = measured.case.content
+    activation = Activation(baseline=case.activation.candidate, candidate=case.activation.baseline)
+    turned = case.model_copy(update={"baseline": case.candidate, "candidate": case.baseline, "activation": activation})
+    runs = [r if r.role == "aa" else r.model_copy(update={"variant": SWAP[r.variant]}) for r in measured.runs]
+    # A fresh A/A ran the former baseline; what is left of it is noise, not a variant.
+    runs = [r for r in runs if r.role != "aa"]
+    return measured.model_copy(update={"case": measured.case.model_copy(update={"content": turned}), "runs": runs})
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def test_swapping_the_variants_turns_the_verdict_over(path):
+    evidence = store.load(path)
+    found = evidence.derived.verdict
+    claim = evidence.measured.claim
+    if found.status not in ("confirmed", "refuted") or not evidence.measured.runs or claim is None or claim.expect.op == "within":
+        pytest.skip("only a verdict from measured runs, with a direction, turns over")
+    again = verdict.derive(swapped(evidence)).verdict
+    assert again.status == {"confirmed": "refuted", "refuted": "confirmed"}[found.status]
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record of planted runs, made by the harness's own invariant."""
+    measured = invariants.planted("step_seconds", 1, "same")
+    evidence = store.evidence_of(measured, verdict.derive(measured), "playbook confirm planted", store.Seconds())
+    return store.write(evidence, tmp_path)
+
+
+def altered(path: Path, change, reseal: bool) -> Path:
+    data = json.loads(path.read_text())
+    change(data)
+    evidence = Evidence.model_validate_json(json.dumps(data))
+    target = path.with_name(f"{store.new_id()}.json")
+    target.write_text(store.render(seal(evidence) if reseal else evidence))
+    return target
+
+
+def test_an_untouched_record_replays(record):
+    assert store.replay(record) == (True, [])
+
+
+@pytest.mark.parametrize("reseal", [False, True])
+def test_one_altered_sample_is_noticed(record, reseal):
+    def change(data):
+        sample = data["measured"]["runs"][0]["samples"][3]
+        sample["seconds"] *= 1.001
+
+    same, differences = store.replay(altered(record, change, reseal))
+    assert not same
+    assert any(d.startswith("derived.comparison") for d in differences)
+    assert any(d.startswith("sha256") for d in differences) is not reseal
+
+
+@pytest.mark.parametrize("figure", ["effect", "low", "high", "mean", "baseline"])
+def test_one_altered_figure_is_noticed_even_with_its_hash(record, figure):
+    def change(data):
+        data["derived"]["comparison"][figure] *= 1 + 1e-6
+
+    same, differences = store.replay(altered(record, change, reseal=True))
+    assert not same
+    assert differences[0].startswith(f"derived.comparison.{figure}")
+
+
+def test_an_altered_verdict_is_noticed(record):
+    def change(data):
+        data["derived"]["verdict"]["status"] = "refuted"
+
+    assert not store.replay(altered(record, change, reseal=True))[0]
+
+
+def test_a_figure_off_by_less_than_the_tolerance_is_the_same(record):
+    def change(data):
+        data["derived"]["comparison"]["effect"] *= 1 + 1e-12
+
+    assert store.replay(altered(record, change, reseal=True))[0]
+
+
+@pytest.mark.parametrize("name", list_cases())
+def test_arithmetic_and_invariant_cases_give_a_verdict(name):
+    case = load_case(name)
+    if case.kind not in ("arithmetic", "invariant"):
+        pytest.skip("this case needs runs")
+    holds, sentence, figures = logic.run(case)
+    assert isinstance(holds, bool)
+    assert sentence
+    assert figures
+    assert all(math.isfinite(v) for v in figures.values() if isinstance(v, float))
+
+
+def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
+    case = Case(id="x", kind="invariant", summary="s", function="unequal_work_is_refused")
+    assert logic.run(case)[0]
+    monkeypatch.setattr(invariants.verdict, "pair_gates", lambda *a, **k: [])
+    assert not logic.run(case)[0]

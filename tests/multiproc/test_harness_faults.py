@@ -1,0 +1,297 @@
+"""Planted faults with real processes: each ends as the outcome it is, and nothing stays behind.
+
+The ranks are `planted.py`, which invents its step times; the tests under `test_real_trainer` run the real trainer under it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from playbook_bench import aa, confirm, report, store
+
+HERE = Path(__file__).parent
+FAKE = (sys.executable, str(HERE / "planted.py"))
+REAL = (*FAKE, "--real")
+
+CASE = """
+id: planted
+summary: Planted runs of two dispatchers
+trainer: trainer/configs/qwen3_moe_tiny.yaml
+baseline: {moe.dispatcher: alltoall}
+candidate: {moe.dispatcher: allgather}
+metric: METRIC
+profiles:
+  cpu: {ranks: 2, parallel.ep: 2, train.steps: 12, train.warmup_steps: 2, data.seq_len: 64, train.global_batch_size: 2}
+activation:
+  baseline: {require: [{collective: all_to_all, inside: dispatch}]}
+  candidate: {require: [{collective: all_gather, inside: dispatch}], forbid: [{collective: all_to_all, inside: dispatch}]}
+budget: {pairs: [4, 8], minutes: 5, launch_timeout_s: TIMEOUT}
+"""
+
+
+@pytest.fixture
+def case(tmp_path):
+    def write(metric="useful_tokens_per_s_per_gpu", timeout=60, steps=12):
+        folder = tmp_path / "bench" / "cases"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "planted.yaml"
+        path.write_text(CASE.replace("METRIC", metric).replace("TIMEOUT", str(timeout)).replace("train.steps: 12", f"train.steps: {steps}"))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def card(tmp_path, case):
+    def write(op, margin, metric="useful_tokens_per_s_per_gpu"):
+        case(metric)
+        folder = tmp_path / "cards"
+        folder.mkdir(exist_ok=True)
+        path = folder / "planted-card.yaml"
+        path.write_text(f"""
+id: planted-card
+title: Planted
+summary: Planted
+symptoms: [none]
+phase: profile
+wall: communication
+claims:
+  - id: P1
+    statement: The planted candidate is as much better as it was planted to be.
+    mechanism: It was planted that way, so it must come out.
+    kind: pair
+    comparison: {{baseline: {{moe.dispatcher: alltoall}}, candidate: {{moe.dispatcher: allgather}}}}
+    metric: {metric}
+    expect: {{op: "{op}", margin: {{value: {margin}, unit: percent}}}}
+    label: benchmark-only
+    sources: [{{title: Planted, origin: ours, date: "2026-01"}}]
+    case: planted
+""")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    def set_(**variants):
+        monkeypatch.setenv("PLANT", json.dumps(variants))
+
+    return set_
+
+
+def only(outcomes):
+    assert len(outcomes) == 1
+    return outcomes[0]
+
+
+def bench(case, tmp_path, command=FAKE, **options):
+    return only(confirm.bench_run(case, results=tmp_path / "results", command=command, profile="cpu", seed=1, **options))
+
+
+def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tmp_path, plant):
+    plant(candidate={"slower": 0.2})
+    found = bench(case(), tmp_path)
+    measured, derived = found.evidence.measured, found.evidence.derived
+    assert found.status == "measured"
+    assert derived.comparison.effect == pytest.approx(-0.2 / 1.2, abs=0.02)
+    assert derived.comparison.low < derived.comparison.effect < derived.comparison.high
+    assert [r.role for r in measured.runs[:2]] == ["burn_in", "burn_in"]
+    assert len(measured.aa.runs) == 8
+    assert all(order in ("AB", "BA") for order in measured.plan.order)
+    assert store.replay(found.path) == (True, [])
+    assert not list((tmp_path / "results" / "work").glob("*")), "a clean series leaves no run folders"
+
+
+def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
+    plant()
+    noise = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert 0 < noise.deviation < 0.05
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.aa == noise.baseline
+    assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "margin", "slower", "status"),
+    [
+        (">=", 5, -0.2, "confirmed"),
+        (">=", 5, 0.2, "refuted"),
+        ("<=", -3, 0.2, "confirmed"),
+        ("<=", -3, -0.2, "refuted"),
+        ("within", 10, 0.0, "confirmed"),
+    ],
+)
+def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
+    plant(candidate={"slower": slower})
+    found = only(confirm.run([card(op, margin)], results=tmp_path / "results", command=FAKE, seed=3))
+    assert (found.status, found.name) == (status, "P1")
+    assert store.replay(found.path)[0]
+
+
+def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plant):
+    plant()
+    found = only(confirm.run([card("<=", 0, "dispatch_bytes_per_token_layer")], results=tmp_path / "results", command=FAKE))
+    assert found.status == "confirmed"
+    assert len(found.evidence.measured.runs) == 2
+    assert found.evidence.measured.aa is None
+    assert report.as_json([found])["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "reason", "code"),
+    [
+        ("nan", "nan", "run_error", 5),
+        ("crash", "crash", "run_error", 5),
+        ("kill", "killed", "run_error", 5),
+        ("oom", "oom", "oom", 3),
+        ("memory", "oom", "oom", 3),
+        ("silent", "crash", "run_error", 5),
+    ],
+)
+def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fault, outcome, reason, code):
+    plant(candidate={"fault": fault})
+    found = only(confirm.run([card("<=", 5)], results=tmp_path / "results", command=FAKE))
+    bad = [r for r in found.evidence.measured.runs if r.outcome != "ok"]
+    assert [r.outcome for r in bad] == [outcome]
+    assert found.evidence.derived.verdict.reason == reason
+    assert confirm.exit_code([found]) == code
+    assert found.evidence.derived.comparison is None
+    assert store.replay(found.path)[0]
+
+
+def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
+    plant(candidate={"fault": "kill", "rank": 1})
+    began = time.monotonic()
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.runs[-1].outcome == "killed"
+    assert "rank 1 ended with signal 9" in found.evidence.measured.runs[-1].message
+    assert time.monotonic() - began < 30
+
+
+def test_a_short_run_is_an_error(case, tmp_path, plant):
+    plant(candidate={"fault": "short"})
+    found = bench(case("dispatch_bytes_per_token_layer"), tmp_path)
+    assert found.status == "error"
+    assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
+
+
+def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, plant):
+    plant(candidate={"fault": "disable", "slower": 0.3})
+    found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+
+
+def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("PLANT_MARK", mark)
+    plant(candidate={"fault": "worker"})
+    found = bench(case("dispatch_bytes_per_token_layer", timeout=3), tmp_path)
+    assert found.evidence.measured.runs[-1].outcome == "hang"
+    assert found.status == "error"
+    assert gone(mark), "no process of the run is left"
+
+
+def test_a_drift_is_not_steady_after_one_extension(case, tmp_path, plant):
+    plant(baseline={"drift": 0.004}, candidate={"drift": 0.004})
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.plan.extended
+    assert found.evidence.derived.verdict.reason == "not_steady"
+
+
+def test_a_spent_budget_is_said(card, tmp_path, plant):
+    plant()
+    found = only(confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, budget_s=0.4))
+    assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
+
+
+def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
+    plant(candidate={"slower": -0.5})
+    found = only(confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, pairs=2))
+    assert found.evidence.derived.verdict.reason == "budget"
+    assert found.evidence.derived.comparison.pairs == 2
+
+
+# Interruptions: a harness of its own, so that it can be stopped.
+
+HARNESS = "import sys; from playbook_bench import confirm; confirm.bench_run(sys.argv[1], results=sys.argv[2], command=sys.argv[3:], profile='cpu')"
+
+
+def start(case, tmp_path, mark, plant):
+    env = {**os.environ, "PLANT": json.dumps(plant), "PLANT_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", HARNESS, case, str(tmp_path / "results"), *FAKE]
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def processes(mark):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z" and f"PLANT_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def gone(mark, within=10.0):
+    # This process may carry the mark itself, in the environment that monkeypatch changed; /proc shows the one it began with.
+    deadline = time.monotonic() + within
+    while processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes(mark)
+
+
+def wait_for_ranks(mark, count, within=20.0):
+    deadline = time.monotonic() + within
+    while len(processes(mark)) < count:
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_harness_leaves_no_process_and_no_half_written_file(case, tmp_path, signum, code):
+    mark = uuid.uuid4().hex
+    harness = start(case(), tmp_path, mark, {"baseline": {"fault": "wait"}})
+    wait_for_ranks(mark, 3)  # the harness and two ranks
+    os.kill(harness.pid, signum)
+    assert harness.wait(timeout=20) == code
+    assert gone(mark)
+    results = tmp_path / "results"
+    assert not [p for p in results.rglob("*") if p.suffix == ".tmp" or p.parent.name == "cpu"]
+
+
+def test_two_harnesses_share_a_results_folder(case, tmp_path):
+    path = case("dispatch_bytes_per_token_layer")
+    both = [start(path, tmp_path, uuid.uuid4().hex, {}) for _ in range(2)]
+    for harness in both:
+        assert harness.wait(timeout=60) == 0, harness.stderr.read().decode()
+    files = sorted((tmp_path / "results" / "cpu").glob("*.json"))
+    assert len(files) == 2
+    assert all(store.replay(f) == (True, []) for f in files)
+
+
+# The real trainer under the same faults.
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
+def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
+    plant(baseline={"fault": fault, "rank": 1})
+    timeout = 60 if fault == "kill" else 12
+    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, REAL)
+    assert found.evidence.measured.runs[-1].outcome == outcome
+    assert found.status == "error"
+
+
+def test_real_trainer_with_its_feature_disabled(case, tmp_path, plant):
+    plant(candidate={"fault": "disable"})
+    found = bench(case("dispatch_bytes_per_token_layer", steps=4), tmp_path, REAL)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")

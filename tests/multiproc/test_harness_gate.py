@@ -1,0 +1,96 @@
+"""The regression gate on two commits of a small repository: pass, regression, and everything else is an error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import ConfigError
+from playbook_bench import gate
+from playbook_bench.case import Activation, Case, Receipt, Rule
+
+FAKE = (sys.executable, str(Path(__file__).parent / "planted.py"))
+
+
+@pytest.fixture
+def repo(tmp_path):
+    root = tmp_path / "repo"
+    root.mkdir()
+
+    def git(*words):
+        subprocess.run(["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t", *words], check=True, capture_output=True)
+
+    git("init", "-q", "-b", "main")
+
+    def commit(plant):
+        (root / "plant.json").write_text(json.dumps(plant))
+        git("add", "-A")
+        git("commit", "-q", "-m", "planted", "--allow-empty")
+
+    commit.root = root
+    commit({})
+    return commit
+
+
+def case(metric="useful_tokens_per_s_per_gpu"):
+    return Case(
+        id="planted",
+        summary="s",
+        trainer="trainer/configs/qwen3_moe_tiny.yaml",
+        metric=metric,
+        baseline={"moe.dispatcher": "alltoall"},
+        candidate={"moe.dispatcher": "allgather"},
+        profiles={"cpu": {"ranks": 1, "train.steps": 12, "train.warmup_steps": 2}},
+        activation=Activation(baseline=Receipt(require=[Rule(collective="all_to_all")])),
+    )
+
+
+def run(repo, tmp_path, reference="HEAD~1", metric="useful_tokens_per_s_per_gpu", **options):
+    return gate.run(case(metric), reference, profile="cpu", results=tmp_path / "results", command=FAKE, root=repo.root, seed=1, **options)
+
+
+def worktrees(root):
+    listed = subprocess.run(["git", "-C", str(root), "worktree", "list"], capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("slower", "status", "code"), [(0.0, "pass", 0), (0.2, "regression", 1), (-0.2, "pass", 0)])
+def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
+    repo({"slower": slower})
+    found = run(repo, tmp_path)
+    assert (found.status, found.exit_code) == (status, code), found.sentence
+    assert found.limit >= 0.01
+    assert len(worktrees(repo.root)) == 1, "the worktree is gone"
+    assert json.loads(json.dumps(gate.as_json(found)))["exit_code"] == code
+
+
+def test_uncommitted_changes_are_what_is_tested(repo, tmp_path):
+    (repo.root / "plant.json").write_text(json.dumps({"slower": 0.3}))
+    assert run(repo, tmp_path, "HEAD").status == "regression"
+
+
+@pytest.mark.parametrize("fault", ["nan", "short", "crash", "silent", "disable_metric"])
+def test_it_fails_closed(repo, tmp_path, fault):
+    repo({"fault": fault})
+    metric = "images_per_s" if fault == "disable_metric" else "useful_tokens_per_s_per_gpu"
+    found = run(repo, tmp_path, metric=metric)
+    assert (found.status, found.exit_code) == ("error", 5), found.sentence
+
+
+def test_too_few_pairs_are_an_error(repo, tmp_path):
+    repo({"slower": 0.5})
+    assert run(repo, tmp_path, pairs=2).status == "error"
+
+
+def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
+    repo({})
+    found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")
+    assert (found.status, len(found.runs)) == ("pass", 2)
+
+
+@pytest.mark.parametrize("reference", ["no-such-branch", "--upload-pack=x", ""])
+def test_a_reference_that_is_no_commit(repo, tmp_path, reference):
+    with pytest.raises(ConfigError, match="no commit"):
+        run(repo, tmp_path, reference)

@@ -1,0 +1,140 @@
+"""Activation proof: formulas without eval, and rules that fail closed."""
+
+import pytest
+
+from playbook.errors import ConfigError, FileError
+from playbook_bench import receipt
+from playbook_bench.case import Activation, Receipt, Rule, load_case
+from playbook_bench.records import CollectiveCount, Observed, Run
+
+NUMBERS = {"layers": 4.0, "microbatches": 2.0, "ranks": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [("8", 8), ("4 * layers * microbatches", 32), ("(layers + 1) // 2 - ranks", -1), ("-layers / 2", -2), ("layers % ranks", 1)],
+)
+def test_formulas(formula, value):
+    assert receipt.evaluate(formula, NUMBERS) == value
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "__import__('os').system('true')",
+        "layers.__class__",
+        "[x for x in (1,)]",
+        "2 ** 99999",
+        "layers if ranks else 0",
+        "'a' * 9",
+        "True",
+        "lambda: 1",
+        "f()",
+        "1 +",
+        "layers; ranks",
+        "(" * 150,
+        "1 + " * 80 + "1",
+        "nothing",
+        "1 / 0",
+    ],
+)
+def test_anything_else_is_refused(formula):
+    with pytest.raises(ConfigError):
+        receipt.evaluate(formula, NUMBERS)
+
+
+OBSERVED = Observed(
+    numbers=NUMBERS,
+    ranges={"dispatch": 8},
+    collectives=[
+        CollectiveCount(op="all_to_all", group="ep", inside="dispatch", count=8),
+        CollectiveCount(op="all_to_all", group="ep", inside="experts/combine", count=4),
+        CollectiveCount(op="all_gather", group="dp", inside=None, count=5),
+    ],
+    counters={"images_decoded": 3, "padding_tokens": 0},
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "forbid", "ok"),
+    [
+        (Rule(collective="all_to_all", count="3 * layers"), False, True),
+        (Rule(collective="all_to_all", inside="dispatch", count="layers * microbatches"), False, True),
+        (Rule(collective="all_to_all", inside="combine", count=4), False, True),
+        (Rule(collective="all_to_all", inside="dispatch", count=9), False, False),
+        (Rule(collective="all_to_all", inside="dispatch", count=9, op="<="), False, True),
+        (Rule(collective="all_to_all", group="dp"), False, False),
+        (Rule(collective="all_gather", inside="dispatch"), True, True),
+        (Rule(collective="all_gather"), True, False),
+        (Rule(counter="images_decoded"), False, True),
+        (Rule(counter="images_decoded"), True, False),
+        (Rule(counter="padding_tokens"), True, True),
+        (Rule(counter="unheard_of"), False, False),
+        (Rule(counter="unheard_of"), True, False),
+        (Rule(range="dispatch", count=8), False, True),
+        (Rule(range="vision"), True, True),
+    ],
+)
+def test_rules(rule, forbid, ok):
+    assert receipt.judge_rule(rule, forbid, "baseline", OBSERVED).ok is ok
+
+
+def run(observed):
+    return Run(
+        run_id="r",
+        variant="candidate",
+        role="measure",
+        position=0,
+        outcome="ok",
+        returncode=0,
+        started="",
+        wall_s=1,
+        ranks=1,
+        steps_wanted=1,
+        config_sha="c",
+        observed=observed,
+    )
+
+
+def test_absence_is_proven_only_where_something_was_looked_at():
+    activation = Activation(candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
+    assert not receipt.judge_run(activation, run(None))[0].ok
+    assert receipt.judge_run(activation, run(Observed(numbers=NUMBERS)))[0].ok
+
+
+def test_one_bad_launch_spoils_the_line():
+    activation = Activation(candidate=Receipt(require=[Rule(collective="all_to_all", count=12)]))
+    good, bad = run(OBSERVED), run(Observed(numbers=NUMBERS))
+    lines = receipt.judge_runs(activation, [good, bad, good])
+    assert [(line.ok, line.observed, line.runs) for line in lines] == [(False, 0, 3)]
+
+
+CASE = """
+id: x
+summary: y
+trainer: trainer/configs/qwen3_moe_tiny.yaml
+baseline: {moe.dispatcher: alltoall}
+candidate: {moe.dispatcher: allgather}
+metric: step_seconds
+profiles: {cpu: {ranks: 2}}
+activation:
+  baseline: BASELINE
+  candidate: {forbid: [{collective: all_to_all}]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("baseline", "message"),
+    [
+        ("{}", "nothing proves that the baseline ran"),
+        ("{require: [{range: forward}]}", "nothing proves that the baseline ran"),
+        ("{require: [{collective: all_to_all, counter: recompiles}]}", "exactly one of"),
+        ("{forbid: [{collective: all_gather, count: 3}]}", "a forbidden thing has no count"),
+    ],
+)
+def test_a_case_without_proof_is_invalid(tmp_path, baseline, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(CASE.replace("BASELINE", baseline))
+    with pytest.raises(FileError, match=message) as e:
+        load_case(path)
+    assert all(f.line > 1 for f in e.value.findings)

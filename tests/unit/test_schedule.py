@@ -1,0 +1,157 @@
+"""The order of runs and what a profile makes of a machine."""
+
+import itertools
+
+import pytest
+
+from playbook.errors import ConfigError
+from playbook_bench import preflight, schedule
+from playbook_bench.case import Case
+from playbook_bench.records import Machine
+from playbook_bench.variants import resolve_pair
+
+TOPOLOGY = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV18\tNV18\tNV18\t0-31\t0
+GPU1\tNV18\t X \tNV18\tNV18\t0-31\t0
+GPU2\tNV18\tNV18\t X \tNV18\t0-31\t0
+GPU3\tNV18\tNV18\tNV18\t X \t0-31\t0
+
+Legend:
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+H200 = ["NVIDIA H200", "143771", "580.1", "700.00"]
+
+
+def test_blocks_are_abba_or_baab_by_the_seed():
+    first = list(itertools.islice(schedule.blocks(7), 20))
+    assert set(first) == {"ABBA", "BAAB"}
+    assert first == list(itertools.islice(schedule.blocks(7), 20))
+    assert first != list(itertools.islice(schedule.blocks(8), 20))
+
+
+def test_pairs_are_adjacent_and_hold_one_run_of_each_variant():
+    for number, (half, specs) in enumerate(itertools.islice(schedule.measured(3), 12)):
+        assert [s.pair for s in specs] == [number, number]
+        assert {s.variant for s in specs} == {"baseline", "candidate"}
+        assert ("A" if specs[0].variant == "baseline" else "B") == half[0]
+
+
+def test_a_linear_drift_cancels_over_each_block():
+    order = [s for _, specs in itertools.islice(schedule.measured(5), 8) for s in specs]
+    place = {(s.pair, s.variant): i for i, s in enumerate(order)}
+    drift = [place[p, "candidate"] - place[p, "baseline"] for p in range(8)]
+    assert all(drift[i] + drift[i + 1] == 0 for i in range(0, 8, 2))
+
+
+@pytest.mark.parametrize(("limit", "last"), [(None, 12), (12, 12), (100, 12), (9, 8), (4, 4), (3, 3), (1, 1)])
+def test_a_limit_ends_at_the_last_look_that_it_allows(limit, last):
+    assert schedule.last_pair([4, 8, 12], limit) == last
+
+
+def four():
+    return preflight.machine_of([H200] * 4, TOPOLOGY, "cpu", 64)
+
+
+def test_a_machine_is_described_by_what_nvidia_smi_says():
+    machine = four()
+    assert (machine.name, machine.gpus, machine.interconnect) == ("h200x4", 4, "nvlink")
+    assert machine.gpu_memory_gib == pytest.approx(140.4)
+    assert machine.description == "4 x NVIDIA H200, NVLink"
+    assert preflight.machine_of([], "", "EPYC", 2).name == "cpu"
+    assert preflight.interconnect(TOPOLOGY.replace("NV18", "PHB", 1), 4) == "pcie"
+    assert preflight.interconnect("", 4) == "pcie"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("Tesla V100-SXM2", "v100")]
+)
+def test_short_gpu_names(name, short):
+    assert preflight.short_gpu(name) == short
+
+
+def case(*profiles, **fields):
+    return Case(id="x", summary="s", profiles={p: {} for p in profiles}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "wanted", "chosen"),
+    [
+        (("cpu", "h200x1", "h200x4"), None, "h200x4"),
+        (("cpu", "h200x1", "h200x2"), None, "h200x2"),
+        (("cpu", "b200x4"), None, "cpu"),
+        (("h200x8",), None, None),
+        (("cpu", "h200x4"), "cpu", "cpu"),
+        (("h200x4",), "cpu", None),
+    ],
+)
+def test_the_largest_profile_that_fits_is_chosen(profiles, wanted, chosen):
+    assert preflight.choose_profile(case(*profiles), four(), wanted) == chosen
+
+
+def test_a_profile_cuts_the_machine_down():
+    assert preflight.restrict(four(), "cpu").gpus == 0
+    two = preflight.restrict(four(), "h200x2")
+    assert (two.name, two.gpus, two.interconnect) == ("h200x2", 2, "nvlink")
+    assert preflight.restrict(four(), "h200x1").interconnect == "none"
+    with pytest.raises(ConfigError, match="needs 8 x H200; this machine has 4 x NVIDIA H200"):
+        preflight.restrict(four(), "h200x8")
+
+
+def test_what_is_missing_is_named():
+    missing = preflight.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:megatron"])
+    assert [m.detail for m in missing] == [
+        "package no_such_package_at_all is not installed",
+        "backend megatron is not offered by this trainer",
+    ]
+
+
+def test_a_scope_is_asked_of_the_machine_alone_until_a_configuration_is_known():
+    scope = {"gpus": ">=2", "ep": "2..8"}
+    machine_only = preflight.unmet_scope(scope, preflight.facts(four()), waive_machine=False)
+    assert machine_only == []
+    on_cpu = preflight.facts(preflight.restrict(four(), "cpu"))
+    assert len(preflight.unmet_scope(scope, on_cpu, waive_machine=False)) == 1
+    assert preflight.unmet_scope(scope, on_cpu, waive_machine=True) == []
+
+
+def pair(**fields):
+    base = {
+        "id": "x",
+        "summary": "s",
+        "trainer": "trainer/configs/qwen3_moe_tiny.yaml",
+        "profiles": {"cpu": {"ranks": 2, "parallel.ep": 2}},
+        "baseline": {"moe.dispatcher": "alltoall"},
+        "candidate": {"moe.dispatcher": "allgather"},
+    }
+    return Case(**{**base, **fields})
+
+
+def test_variants_differ_in_what_is_declared_and_nothing_else():
+    both = resolve_pair(pair(), "cpu")
+    assert (both["baseline"].config.moe.dispatcher, both["candidate"].config.moe.dispatcher) == ("alltoall", "allgather")
+    assert both["baseline"].config.train.device == "cpu"
+    assert both["baseline"].sha != both["candidate"].sha
+    sneaky = pair(variant_profiles={"cpu": {"candidate": {"train.micro_batch_size": 2}}})
+    with pytest.raises(ConfigError, match=r"differ in train\.micro_batch_size"):
+        resolve_pair(sneaky, "cpu")
+    with pytest.raises(ConfigError, match="same run"):
+        resolve_pair(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
+    with pytest.raises(ConfigError, match="declare delta.ranks"):
+        resolve_pair(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
+    with pytest.raises(ConfigError, match="has no profile 'gpu'"):
+        resolve_pair(pair(), "gpu")
+
+
+@pytest.mark.parametrize(
+    "trainer", ["../../etc/passwd", "trainer/configs/../../pyproject.toml", "/etc/passwd", "trainer/configs/none.yaml"]
+)
+def test_a_case_reads_no_file_outside_the_configurations(trainer):
+    with pytest.raises(ConfigError):
+        resolve_pair(pair(trainer=trainer), "cpu")
+
+
+def test_a_machine_record_names_no_folder_outside_the_results():
+    with pytest.raises(ValueError, match="name"):
+        Machine(name="../x", description="", gpus=0, cpu="", cores=1)

@@ -1,0 +1,169 @@
+"""Statistics of matched launches: coverage, error rates, and what must never be said."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from playbook_bench import stats
+from playbook_bench.verdict import decide
+
+S = 0.007  # deviation of a paired log difference
+LOOKS = (4, 8, 12)
+ALPHA = 0.05
+positive = st.floats(0.5, 2.0)
+
+
+def settle(rng, effect, margin, op):
+    """One simulated series against one claim, with a floor from an A/A of its own, as the harness runs it."""
+    floor = stats.aa_deviation(rng.normal(0, S, 4))
+    d = rng.normal(effect, S, LOOKS[-1])
+    for n in LOOKS:
+        found = stats.interval(d[:n], ALPHA / len(LOOKS), floor)
+        status = decide(op, margin, found.low, found.high)
+        if status:
+            return status
+    return "inconclusive"
+
+
+@pytest.mark.parametrize(("slower", "wanted"), [(0.0, "refuted"), (0.01, "refuted"), (0.05, "confirmed")])
+def test_at_least_three_percent_slower(slower, wanted):
+    rng = np.random.default_rng(20260)
+    statuses = [settle(rng, math.log(1 - slower), math.log(1 - 0.03), "<=") for _ in range(200)]
+    wrong = {"refuted": "confirmed", "confirmed": "refuted"}[wanted]
+    assert statuses.count(wanted) >= 190
+    assert statuses.count(wrong) <= 2
+
+
+def test_a_a_is_decided_in_at_most_five_percent():
+    rng = np.random.default_rng(7)
+    statuses = [settle(rng, 0.0, 0.0, ">=") for _ in range(200)]
+    assert len(statuses) - statuses.count("inconclusive") <= 10
+
+
+def test_truth_at_the_margin_is_rarely_decided_either_way():
+    rng = np.random.default_rng(11)
+    statuses = [settle(rng, math.log(1.05), math.log(1.05), ">=") for _ in range(400)]
+    assert statuses.count("confirmed") <= 16
+    assert statuses.count("refuted") <= 16
+
+
+def test_the_interval_covers():
+    rng = np.random.default_rng(3)
+    hits = sum(found.low <= 0.02 <= found.high for found in (stats.interval(rng.normal(0.02, S, 6), 0.05) for _ in range(1000)))
+    assert 930 <= hits <= 970
+
+
+def test_the_floor_keeps_lucky_pairs_from_a_width_of_zero():
+    found = stats.interval([0.05] * 4, 0.05, floor=0.004)
+    assert found.deviation == 0
+    assert found.high - found.low > 0.01
+
+
+@given(st.lists(positive, min_size=4, max_size=12), st.floats(1.0001, 1.5))
+@settings(max_examples=200, deadline=None)
+def test_perfect_separation_is_never_no_difference(baseline, factor):
+    """Where every candidate launch beats every baseline launch, no rule may say that the candidate is not better."""
+    worst = max(baseline)
+    candidate = [worst * factor * (1 + 0.1 * (i % 3)) for i in range(len(baseline))]
+    d = [stats.log_ratio(a, b, True) for a, b in zip(baseline, candidate, strict=True)]
+    found = stats.interval(d, 0.05 / 3)
+    assert found.mean > 0
+    assert stats.hodges_lehmann(d) > 0
+    assert decide("<=", 0.0, found.low, found.high) != "confirmed"
+    assert decide(">=", 0.0, found.low, found.high) != "refuted"
+    # Equal within a band may be confirmed only where the band really holds the whole interval.
+    if decide("within", 0.01, found.low, found.high) == "confirmed":
+        assert 0 < found.mean < 0.01
+
+
+@given(st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=12), st.floats(-0.3, 0.3), st.sampled_from([">=", "<="]))
+@settings(max_examples=200, deadline=None)
+def test_swapping_the_variants_mirrors_the_verdict(d, margin, op):
+    found, mirrored = stats.interval(d, 0.05), stats.interval([-x for x in d], 0.05)
+    assert mirrored.low == pytest.approx(-found.high)
+    other = {">=": "<=", "<=": ">="}[op]
+    if min(abs(found.low - margin), abs(found.high - margin)) > 1e-9:
+        assert decide(op, margin, found.low, found.high) == decide(other, -margin, mirrored.low, mirrored.high)
+
+
+@given(positive, positive, st.booleans())
+def test_a_log_ratio_is_antisymmetric(a, b, higher):
+    assert stats.log_ratio(a, b, higher) == pytest.approx(-stats.log_ratio(b, a, higher))
+    assert stats.log_ratio(a, b, higher) == pytest.approx(-stats.log_ratio(a, b, not higher))
+
+
+def test_ratios_against_zero():
+    assert stats.log_ratio(0, 0, True) == 0
+    assert stats.log_ratio(5, 0, higher_is_better=False) == math.inf
+    assert stats.log_ratio(0, 5, higher_is_better=False) == -math.inf
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="at least 0"):
+            stats.log_ratio(1.0, bad, True)
+
+
+def test_no_interval_from_one_pair_or_from_nan():
+    with pytest.raises(ValueError, match="at least 2 pairs"):
+        stats.interval([0.1], 0.05)
+    with pytest.raises(ValueError, match="not finite"):
+        stats.interval([0.1, math.nan], 0.05)
+
+
+def test_exact_sign_flips():
+    assert stats.sign_flip_p([0.01, 0.02, 0.03, 0.04, 0.05, 0.06]) == 2 / 64
+    assert stats.sign_flip_p([0.01, -0.01]) == 1.0
+
+
+def test_what_the_pairs_could_have_settled():
+    # Four and eight pairs at 95 % and 80 % power: the table of Student's t, 2.1 and 1.1 deviations.
+    assert stats.least_effect(4, 1.0, 0.05) == pytest.approx(2.08, abs=0.05)
+    assert stats.least_effect(8, 1.0, 0.05) == pytest.approx(1.15, abs=0.03)
+    needed = stats.pairs_needed(0.01, S, ALPHA / 3)
+    assert stats.least_effect(needed, S, ALPHA / 3) <= 0.01 < stats.least_effect(needed - 1, S, ALPHA / 3)
+    assert stats.pairs_needed(0.0, S, ALPHA) is None
+
+
+def test_contamination_is_rare_on_a_quiet_machine_and_certain_on_a_moved_one():
+    rng = np.random.default_rng(5)
+    clean = moved = 0
+    for _ in range(400):
+        stored = rng.normal(0, S, 4)
+        deviation = stats.aa_deviation(stored)
+        clean += stats.contaminated(rng.normal(0, S, 1), deviation, 4)
+        moved += stats.contaminated(rng.normal(0.2, S, 1), deviation, 4)
+    assert clean <= 12
+    assert moved >= 395
+    assert not stats.contaminated([0.002], 0.0001, 4), "a quarter of a percent is below every claim"
+
+
+def launches(rng, n=30, count=4, drift=0.0, rho=0.0, pattern=0.0):
+    shared = rng.normal(0, pattern, n) if pattern else np.zeros(n)
+    out = []
+    for _ in range(count):
+        noise = np.zeros(n)
+        for i in range(n):
+            noise[i] = (rho * noise[i - 1] if i else 0.0) + rng.normal(0, 0.01)
+        out.append(1 + shared + noise + drift * np.arange(n))
+    return out
+
+
+@pytest.mark.parametrize("kind", [{}, {"pattern": 0.05}, {"rho": 0.4}])
+def test_steady_series_are_called_steady(kind):
+    """One test per variant over all its launches: the false alarms of a series stay near the stated rate."""
+    rng = np.random.default_rng(9)
+    alarms = sum(not stats.trend(launches(rng, **kind)).steady(0.0) for _ in range(200))
+    assert alarms <= 14
+
+
+def test_a_drift_is_seen_and_a_negligible_one_tolerated():
+    rng = np.random.default_rng(1)
+    assert not stats.trend(launches(rng, drift=0.003)).steady(0.004)
+    tiny = stats.trend([1 + 1e-6 * np.arange(30) for _ in range(4)])
+    assert not tiny.steady(0.0)
+    assert tiny.steady(0.001)
+
+
+def test_too_few_steps_show_no_drift():
+    assert stats.trend([[1.0, 2.0, 3.0]]).steady(0.0)

@@ -1,0 +1,207 @@
+"""Evidence files: whole or not at all, never replaced, and checked when read."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import StoreError
+from playbook_bench import confirm, store
+from playbook_bench.records import Derived, Machine, Measured, Missing, Run, Seconds, Verdict, seal
+
+MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
+STRICT = {"s": {"packages": {"torch": "2.13.0"}, "machine": {"driver": "1"}}}
+
+
+def record(status="confirmed", created="2026-01-01T00:00:00Z", claim="W9", runs=(), expires="2026-06-01"):
+    from playbook.cards import Comparison, Expect
+    from playbook_bench.records import ClaimRef
+
+    ref = ClaimRef(
+        id=claim, card="c", card_sha="", statement="", kind="pair", metric="step_seconds", expect=Expect(op=">="), comparison=Comparison()
+    )
+    measured = Measured(claim=ref, machine=MACHINE, missing=[Missing(reason="scope", detail="gpus")], runs=list(runs), strict=STRICT)
+    derived = Derived(verdict=Verdict(status=status, reason="margin", sentence="s"))
+    evidence = store.evidence_of(measured, derived, "playbook confirm c", Seconds())
+    return seal(evidence.model_copy(update={"created": created, "expires": expires}))
+
+
+def test_ids_sort_by_time_and_differ():
+    ids = [store.new_id(t) for t in (1.0, 2.0, 3e9)]
+    assert ids == sorted(ids)
+    assert len({store.new_id(5.0) for _ in range(100)}) == 100
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path):
+    evidence = record()
+    path = store.write(evidence, tmp_path)
+    assert path == tmp_path / "cpu" / f"{evidence.evidence_id}.json"
+    assert store.load(path) == evidence
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_record_is_never_replaced(tmp_path):
+    evidence = record()
+    path = store.write(evidence, tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="never replaced"):
+        store.write(evidence, tmp_path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "link"])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, call):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if call == "write":
+        real_open = Path.open
+
+        def opened(self, mode="r", *args, **kwargs):
+            handle = real_open(self, mode, *args, **kwargs)
+            if "x" in mode:
+                handle.write = full
+            return handle
+
+        monkeypatch.setattr(Path, "open", opened)
+    else:
+        monkeypatch.setattr(os, call, full)
+    with pytest.raises(StoreError, match="No space left on device; free some space"):
+        store.write(record(), tmp_path)
+    monkeypatch.undo()
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def limited(tmp_path, prepare):
+    code = f"{prepare}\nimport sys; sys.path[:0] = {[*sys.path, str(Path(__file__).parent)]!r}\n" + (
+        "from pathlib import Path\nimport test_store as t\n"
+        "from playbook.errors import StoreError\n"
+        "try:\n t.store.write(t.record(claim='W9', runs=[t.long_run()]), Path(sys.argv[1]))\nexcept StoreError as e:\n print('StoreError', e); sys.exit(5)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def long_run():
+    return Run(
+        run_id="r",
+        variant="baseline",
+        role="measure",
+        position=0,
+        outcome="ok",
+        returncode=0,
+        started="",
+        wall_s=1,
+        ranks=1,
+        steps_wanted=1,
+        config_sha="c",
+        message="x" * 400_000,
+        strict_sha="s",
+        performance_revision=1,
+    )
+
+
+def test_a_file_size_limit_leaves_nothing_half_written(tmp_path):
+    done = limited(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))")
+    assert (done.returncode, done.stdout[:10]) == (5, "StoreError"), done.stderr
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_really_full_disk_leaves_nothing_half_written(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f"mount -t tmpfs -o size=64k tmpfs {disk} && "
+    probe = (
+        subprocess.run(["unshare", "-rm", "sh", "-c", script + "true"], capture_output=True, check=False)
+        if Path("/usr/bin/unshare").exists()
+        else None
+    )
+    if probe is None or probe.returncode:
+        pytest.skip("this machine does not let a user mount a small disk")
+    prepare = tmp_path / "prepare.py"
+    prepare.write_text(
+        f"import sys; sys.path[:0] = {[*sys.path, str(Path(__file__).parent)]!r}\nfrom pathlib import Path\nimport test_store as t\n"
+        "from playbook.errors import StoreError\n"
+        f"disk = Path({str(disk)!r})\n"
+        "try:\n t.store.write(t.record(runs=[t.long_run()]), disk)\nexcept StoreError as e:\n print('StoreError', e)\n"
+        "print([str(p) for p in disk.rglob('*') if p.is_file()])\n"
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{script} exec {sys.executable} {prepare}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "No space left on device" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_record_that_settles_something_goes_before_a_newer_one_that_did_not_apply(tmp_path):
+    settled = record("refuted", "2026-01-01T00:00:00Z")
+    for evidence in (
+        settled,
+        record("not_applicable", "2026-02-01T00:00:00Z"),
+        record("error", "2026-03-01T00:00:00Z"),
+        record(claim="V1"),
+    ):
+        store.write(evidence, tmp_path)
+    assert store.latest([tmp_path], "W9")[1] == settled
+    newer = record("inconclusive", "2026-04-01T00:00:00Z")
+    store.write(newer, tmp_path)
+    assert store.latest([tmp_path], "W9", machine="cpu", card="c")[1] == newer
+    assert store.latest([tmp_path], "W9", machine="h200x4") is None
+    assert store.latest([tmp_path], "Z1") is None
+
+
+def test_a_broken_file_among_the_records_is_an_error(tmp_path):
+    path = store.write(record(), tmp_path)
+    path.with_name(store.new_id() + ".json").write_text("{}")
+    with pytest.raises(StoreError, match="is no evidence record"):
+        list(store.records([tmp_path]))
+
+
+def test_what_makes_a_verdict_stale():
+    run = long_run()
+    evidence = record(runs=[run])
+    today = "2026-02-01"
+    assert store.staleness(evidence, revision=1, packages={"torch": "2.13.4+cpu", "triton": "9"}, driver="1", today=today) == []
+    assert store.staleness(evidence, revision=2, today=today) == ["performance revision 1 -> 2"]
+    assert store.staleness(evidence, packages={"torch": "2.14.0"}, today=today) == ["torch 2.13.0 -> 2.14.0"]
+    assert store.staleness(evidence, driver="2", today=today) == ["driver 1 -> 2"]
+    assert store.staleness(evidence, today="2026-06-02") == ["expired on 2026-06-01"]
+
+
+def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
+    good = record("not_applicable")
+    good = seal(good.model_copy(update={"derived": store.verdict.derive(good.measured)}))
+    path = store.write(good, tmp_path)
+    target = store.accept(path)
+    assert target.read_bytes() == path.read_bytes()
+    with pytest.raises(StoreError, match="never replaced"):
+        store.accept(path)
+    bad = store.write(record("confirmed"), tmp_path)
+    with pytest.raises(StoreError, match="does not replay"):
+        store.accept(bad)
+
+
+def test_exit_codes():
+    class Fake:
+        def __init__(self, status):
+            self.status = status
+
+    def code(*statuses):
+        return confirm.exit_code([Fake(s) for s in statuses])
+
+    assert code("confirmed", "confirmed") == 0
+    assert code("confirmed", "not_applicable") == 0
+    assert code("not_applicable") == 4
+    assert code("confirmed", "inconclusive") == 3
+    assert code("inconclusive", "refuted") == 1
+    assert code("refuted", "error", "confirmed") == 5
+
+
+def test_a_record_is_readable_line_by_line(tmp_path):
+    text = store.render(record(runs=[long_run(), long_run()]))
+    assert json.loads(text)["schema_version"] == "evidence/1"
+    assert len(text.splitlines()) > 15

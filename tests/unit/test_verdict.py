@@ -1,0 +1,346 @@
+"""From records to verdicts: every rule, through `derive` alone."""
+
+import math
+
+import numpy as np
+import pytest
+
+from playbook.cards import Comparison, Expect, Quantity
+from playbook.errors import ConfigError
+from playbook_bench import metrics, verdict
+from playbook_bench.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
+from playbook_bench.records import (
+    Baseline,
+    CaseRef,
+    ClaimRef,
+    CollectiveCount,
+    Machine,
+    Measured,
+    Missing,
+    Observed,
+    Plan,
+    Run,
+    Sample,
+)
+
+STEPS = 6
+RULE = Activation(baseline=Receipt(require=[Rule(collective="all_to_all")]), candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
+
+
+def make_case(metric="step_seconds", **fields):
+    base = {
+        "id": "planted",
+        "summary": "planted",
+        "trainer": "trainer/configs/x.yaml",
+        "metric": metric,
+        "activation": RULE,
+        "baseline": {"moe.dispatcher": "a"},
+        "candidate": {"moe.dispatcher": "b"},
+        "profiles": {"cpu": {}},
+    }
+    return Case(**{**base, **fields})
+
+
+def make_run(variant="baseline", pair=0, position=0, seconds=1.0, role="measure", **fields):
+    samples = fields.pop("samples", None) or [
+        Sample(
+            step=i,
+            timed=True,
+            loss=fields.pop("loss", 2.0) if i == 0 else 2.0,
+            seconds=seconds * (1 + 0.001 * (i % 2)),
+            useful_tokens=fields.get("tokens", 100),
+            raw_tokens=128,
+        )
+        for i in range(STEPS)
+    ]
+    fields.pop("tokens", None)
+    base = {
+        "run_id": f"{variant}{position}",
+        "variant": variant,
+        "role": role,
+        "pair": pair,
+        "position": position,
+        "outcome": "ok",
+        "returncode": 0,
+        "started": "",
+        "wall_s": 1.0,
+        "ranks": 1,
+        "steps_wanted": STEPS,
+        "config_sha": variant,
+        "strict_sha": "s",
+        "data_sha": "d",
+        "num_parameters": 5,
+        "trained_parameters": 5,
+        "samples": samples,
+        "metrics": {"state_bytes_per_rank": 100.0 if variant == "baseline" else 50.0},
+        "observed": Observed(
+            numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)] if variant == "baseline" else []
+        ),
+    }
+    return Run(**{**base, **fields})
+
+
+def series(differences, s_aa=0.005, aa_pairs=4, seed=0, **candidate):
+    """Runs in which pair i is better for the candidate by exp(differences[i]) in step time."""
+    rng = np.random.default_rng(seed)
+    runs = []
+    for i, d in enumerate(differences):
+        runs.append(make_run("baseline", i, 2 * i))
+        runs.append(make_run("candidate", i, 2 * i + 1, seconds=math.exp(-d), **candidate))
+    noise = []
+    for i in range(aa_pairs):
+        noise += [
+            make_run("baseline", i, 2 * i, role="aa"),
+            make_run("baseline", i, 2 * i + 1, seconds=math.exp(s_aa * (-1) ** i), role="aa"),
+        ]
+    assert rng is not None
+    return runs, Baseline(created="", machine="m", case="planted", profile="cpu", noise_key="k", runs=noise)
+
+
+def measured(runs, aa=None, op=">=", margin=5.0, unit="percent", metric="step_seconds", case=None, looks=(4, 8, 12), **fields):
+    case = case or make_case(metric)
+    claim = ClaimRef(
+        id="X1",
+        card="c",
+        card_sha="",
+        statement="s",
+        kind="pair",
+        metric=metric,
+        expect=Expect(op=op, margin=Quantity(value=margin, unit=unit)),
+        comparison=Comparison(),
+    )
+    base = {
+        "claim": claim,
+        "case": CaseRef(id="planted", sha="", content=case),
+        "machine": Machine(name="m", description="", gpus=0, cpu="", cores=1),
+        "profile": "cpu",
+        "plan": Plan(seed=0, looks=list(looks)),
+        "strict": {"s": {"env": {"A": "1"}}},
+        "configs": {"baseline": {"moe": {"dispatcher": "a"}}, "candidate": {"moe": {"dispatcher": "b"}}},
+        "runs": runs,
+        "aa": aa,
+    }
+    return Measured(**{**base, **fields})
+
+
+def judge(differences, **options):
+    runs, aa = series(differences, **{k: options.pop(k) for k in ("s_aa", "aa_pairs") if k in options})
+    return verdict.derive(measured(runs, aa, **options))
+
+
+NOISE = [0.002, -0.002, 0.001, -0.001]
+
+
+def around(effect, pairs=4):
+    return [math.log(1 + effect) + NOISE[i % 4] for i in range(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("op", "margin", "effect", "status"),
+    [
+        (">=", 5, 0.10, "confirmed"),
+        (">=", 5, 0.0, "refuted"),
+        (">=", 5, 0.05, "inconclusive"),
+        ("<=", 5, 0.0, "confirmed"),
+        ("<=", 5, 0.10, "refuted"),
+        ("<=", 5, 0.05, "inconclusive"),
+        ("<=", -3, -0.08, "confirmed"),
+        ("<=", -3, 0.0, "refuted"),
+        ("within", 5, 0.0, "confirmed"),
+        ("within", 5, 0.10, "refuted"),
+        ("within", 5, -0.10, "refuted"),
+        ("within", 5, 0.05, "inconclusive"),
+    ],
+)
+def test_the_interval_against_the_margin(op, margin, effect, status):
+    found = judge(around(effect), op=op, margin=margin)
+    assert found.verdict.status == status
+    assert found.comparison.effect == pytest.approx(effect, abs=1e-6)
+    assert found.comparison.low < found.comparison.effect < found.comparison.high
+
+
+def test_a_margin_as_a_ratio_equals_the_same_in_percent():
+    assert judge(around(1.3), op=">=", margin=2.0, unit="ratio").verdict.status == "confirmed"
+    assert judge(around(0.8), op=">=", margin=2.0, unit="ratio").verdict.status == "refuted"
+
+
+def test_a_unit_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="points does not fit step_seconds"):
+        judge(around(0.1), unit="points")
+    with pytest.raises(ConfigError, match="percent does not fit"):
+        verdict.threshold(metrics.get("compile_time_share"), Quantity(value=5.0, unit="percent"))
+
+
+def test_undecided_says_what_would_settle_it():
+    found = judge([0.10, -0.08, 0.09, -0.07] * 3)
+    assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "power")
+    assert found.comparison.mde > 0
+    assert found.comparison.pairs_needed > 12
+    assert str(found.comparison.pairs_needed) in found.verdict.sentence
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 5, 7, 11])
+def test_between_looks_there_is_no_verdict(pairs):
+    found = judge(around(0.5, pairs))
+    assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "budget")
+    assert found.comparison.look is None
+
+
+def test_every_look_spends_a_third():
+    assert judge(around(0.1)).comparison.alpha_look == pytest.approx(0.05 / 3)
+    assert judge(around(0.1, 8)).comparison.look == 2
+
+
+def test_the_noise_floors_the_deviation():
+    quiet, noisy = judge([0.06] * 4, s_aa=0.001), judge([0.06] * 4, s_aa=0.02)
+    assert quiet.verdict.status == "confirmed"
+    assert noisy.verdict.status == "inconclusive"
+
+
+def test_no_noise_on_record_no_verdict():
+    found = verdict.derive(measured(series(around(0.2))[0], None))
+    assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
+
+
+def test_a_fresh_a_a_pair_that_differs_voids_the_series():
+    runs, aa = series(around(0.2), s_aa=0.003)
+    fresh = [make_run("baseline", 0, 90, role="aa"), make_run("baseline", 0, 91, seconds=1.3, role="aa")]
+    found = verdict.derive(measured(runs + fresh, aa))
+    assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "environment")
+
+
+def test_a_drift_inside_the_window_is_not_steady():
+    runs, aa = series(around(0.2), s_aa=0.001)
+    runs = [
+        r.model_copy(update={"samples": [s.model_copy(update={"seconds": s.seconds * (1 + 0.02 * i)}) for i, s in enumerate(r.samples)]})
+        for r in runs
+    ]
+    assert verdict.derive(measured(runs, aa)).verdict.reason == "not_steady"
+
+
+def test_fragile_where_the_median_points_the_other_way():
+    # The mean is carried by two pairs; most of the pairs say the opposite. Only at a margin far below can >= be confirmed.
+    d = [0.002] * 9 + [-0.012, -0.010, -0.002]
+    found = judge(d, op=">=", margin=-5, s_aa=0.0001)
+    assert found.comparison.hodges_lehmann * found.comparison.mean < 0
+    assert found.verdict.reason == "fragile"
+    assert judge(d, op="within", margin=5, s_aa=0.0001).verdict.status == "confirmed"
+
+
+@pytest.mark.parametrize(
+    ("change", "gate"),
+    [
+        ({"data_sha": "other"}, "data"),
+        ({"data_sha": None}, "data"),
+        ({"trained_parameters": 4}, "parameters"),
+        ({"tokens": 90}, "work"),
+        ({"loss": 3.0}, "loss"),
+        ({"strict_sha": "t"}, "environment"),
+        ({"config_sha": "third"}, "configuration"),
+    ],
+)
+def test_what_makes_a_pair_invalid(change, gate):
+    runs, aa = series(around(0.2), **change)
+    found = verdict.derive(measured(runs, aa, strict={"s": {"env": {"A": "1"}}, "t": {"env": {"A": "2"}}}))
+    assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "invalid_pair")
+    assert [g.name for g in found.gates if not g.ok] == [gate]
+
+
+@pytest.mark.parametrize(
+    ("change", "delta", "guard"),
+    [
+        ({"data_sha": "other"}, Delta(data=True, reason="r"), None),
+        ({"trained_parameters": 4}, Delta(parameters=True, reason="r"), None),
+        ({"strict_sha": "t"}, Delta(environment={"candidate": {"A": "2"}}, reason="r"), None),
+        ({"loss": 3.0}, Delta(), Loss(relative=None, reason="r")),
+    ],
+)
+def test_what_a_case_may_declare(change, delta, guard):
+    runs, aa = series(around(0.2), **change)
+    case = make_case(delta=delta, guardrails=Guardrails(loss=guard or Loss()))
+    found = verdict.derive(measured(runs, aa, case=case, strict={"s": {"env": {"A": "1"}}, "t": {"env": {"A": "2"}}}))
+    assert found.verdict.status == "confirmed"
+
+
+def test_unequal_work_is_compared_per_useful_token_and_never_by_step():
+    delta = Delta(work=True, reason="r")
+    for metric, reason in (("useful_tokens_per_s_per_gpu", "margin"), ("step_seconds", "invalid_pair")):
+        runs, aa = series(around(0.5), tokens=90)
+        assert verdict.derive(measured(runs, aa, metric=metric, case=make_case(metric, delta=delta))).verdict.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "reason"),
+    [
+        ("oom", "inconclusive", "oom"),
+        ("nan", "error", "run_error"),
+        ("hang", "error", "run_error"),
+        ("crash", "error", "run_error"),
+        ("killed", "error", "run_error"),
+    ],
+)
+def test_failed_runs(outcome, status, reason):
+    runs, aa = series(around(0.2))
+    runs[-1] = runs[-1].model_copy(update={"outcome": outcome, "message": "why"})
+    found = verdict.derive(measured(runs, aa)).verdict
+    assert (found.status, found.reason) == (status, reason)
+    assert "why" in found.sentence
+
+
+def test_out_of_memory_is_data_when_the_claim_is_about_fitting():
+    runs = [make_run("baseline", outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1)]
+    found = verdict.derive(measured(runs, metric="fits", margin=100.0, unit="points"))
+    assert (found.verdict.status, found.verdict.reason) == ("confirmed", "exact")
+
+
+def test_a_path_that_did_not_run_is_an_error():
+    runs, aa = series(around(-0.5))
+    runs[3] = runs[3].model_copy(
+        update={"observed": Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=1)])}
+    )
+    found = verdict.derive(measured(runs, aa, op="<=", margin=0.0))
+    assert (found.verdict.status, found.verdict.reason) == ("error", "not_activated")
+
+
+def test_deterministic_metrics_are_compared_exactly():
+    pair = [make_run("baseline"), make_run("candidate", position=1)]
+    for op, margin, status in (
+        (">=", 100.0, "confirmed"),
+        (">=", 100.1, "refuted"),
+        ("<=", 100.0, "confirmed"),
+        ("within", 99.0, "refuted"),
+    ):
+        found = verdict.derive(measured(pair, op=op, margin=margin, metric="state_bytes_per_rank"))
+        assert (found.verdict.status, found.verdict.reason) == (status, "exact")
+        assert found.comparison.effect == pytest.approx(1.0)
+
+
+def test_a_deterministic_metric_that_does_not_repeat_settles_nothing():
+    runs, aa = series([0.0, 0.0])
+    runs[2] = runs[2].model_copy(update={"metrics": {"state_bytes_per_rank": 101.0}})
+    assert verdict.derive(measured(runs, aa, metric="state_bytes_per_rank")).verdict.reason == "environment"
+
+
+def test_missing_things_come_first():
+    found = verdict.derive(measured([], missing=[Missing(reason="package", detail="package deep_ep is not installed")])).verdict
+    assert (found.status, found.reason) == ("not_applicable", "package")
+    assert "deep_ep" in found.sentence
+
+
+def test_a_missing_metric_is_an_error():
+    runs, aa = series(around(0.2))
+    found = verdict.derive(measured(runs, aa, metric="images_per_s", case=make_case("images_per_s"))).verdict
+    assert (found.status, found.reason) == ("error", "run_error")
+    with pytest.raises(ConfigError, match="did you mean 'step_seconds'"):
+        metrics.get("step_second")
+
+
+@pytest.mark.parametrize(("op", "margin", "effect"), [(">=", 5.0, 0.2), ("<=", 0.0, -0.2), (">=", 5.0, -0.2), ("<=", 0.0, 0.2)])
+def test_swapping_the_variants_flips_the_verdict(op, margin, effect):
+    runs, aa = series(around(effect))
+    before = verdict.derive(measured(runs, aa, op=op, margin=margin)).verdict.status
+    other = {"baseline": "candidate", "candidate": "baseline"}
+    free = Activation()
+    swapped = [r.model_copy(update={"variant": other[r.variant]}) for r in runs]
+    after = verdict.derive(measured(swapped, aa, op=op, margin=margin, case=make_case(activation=free))).verdict.status
+    assert {before, after} == {"confirmed", "refuted"}
