@@ -12,6 +12,7 @@ from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck
 from playbook.site_figures import effect_axis
 from playbook.site_records import Record, earlier, trace_for, verdicts
 from playbook.site_text import (
+    NBSP,
     attribute,
     badge,
     block,
@@ -32,6 +33,7 @@ from playbook.site_text import (
 )
 
 UNTESTED = "untested"
+NEGLIGIBLE_MS = 0.01
 _PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 
 
@@ -61,10 +63,10 @@ def effect(record: Record) -> str:
         unit = f" {text(found.get('unit'))}"
     else:
         points = found.get("scale") == "difference"
-        shown = [percent(v).removesuffix(" %") for v in (value, low, high) if isinstance(v, int | float)]
-        unit = " points" if points else " %"
+        shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
+        unit = NBSP + ("points" if points else "%")
     return f"{shown[0]}{unit}" + (
-        f" [{shown[1]}, {shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 and not exact else ""
+        f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 and not exact else ""
     )
 
 
@@ -223,8 +225,8 @@ def _trace(shelf: Shelf, claim: Claim) -> str:
     page = f"../evidence/{record.id}.md"
     measures = record.get("variants", "baseline", "table", "measures", default="gpu")
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
-    head = ["Range", "Baseline forward>", "Candidate forward>", "Baseline backward>", "Candidate backward>"]
-    rows = [[code(path), *(link(c, page) if c else "" for c in cells)] for path, cells in range_cells(record)]
+    head = ["Range", "Phase", "Baseline>", "Candidate>", "Difference>"]
+    rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in range_rows(record)]
     busy = "GPU busy time" if measures == "gpu" else "host busy time (there is no GPU in this trace)"
     note = (
         f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
@@ -243,21 +245,22 @@ def coverage(record: Record) -> str:
     return "share in named parts: " + "; ".join(words)
 
 
-def range_cells(record: Record, max_depth: int = 2) -> list[tuple[str, list[str]]]:
-    """Busy time per range and phase, recomputation counted as backward; `(unattributed)` last."""
-    cells: dict[str, dict[tuple[str, str], float]] = {}
+def range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
+    """Busy time per range and phase: baseline, candidate and their difference. What is negligible in both is left out."""
+    busy: dict[tuple[str, str], dict[str, float]] = {}
     for variant in ("baseline", "candidate"):
         for row in record.get("variants", variant, "table", "rows", default=[]):
-            path, phase = str(row.get("path")), {"recompute": "backward", "other": "forward"}.get(row.get("phase"), row.get("phase"))
-            busy = row.get("busy_ms")
-            if path.count("/") < max_depth and isinstance(busy, int | float):
-                own = cells.setdefault(path, {})
-                own[phase, variant] = own.get((phase, variant), 0.0) + busy
-    order = [(p, v) for p in ("forward", "backward") for v in ("baseline", "candidate")]
-    keys = sorted(cells, key=lambda p: (p.startswith("("), p))
-    return [
-        (k, [milliseconds(cells[k][o]) if o in cells[k] else "" for o in order]) for k in keys if any(v > 0.0005 for v in cells[k].values())
-    ]
+            path, value = str(row.get("path")), row.get("busy_ms")
+            if path.count("/") < max_depth and isinstance(value, int | float):
+                busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
+    out = []
+    for (path, phase), found in busy.items():
+        a, b = found.get("baseline", 0.0), found.get("candidate", 0.0)
+        if max(a, b) >= NEGLIGIBLE_MS or path.startswith("("):
+            sign = "+" if b > a else "−" if b < a else ""
+            out.append((path, phase, [milliseconds(a), milliseconds(b), sign + milliseconds(abs(b - a))]))
+    order = ["forward", "backward", "recompute", "other"]
+    return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))
 
 
 def _families(card: Card) -> str:
@@ -356,7 +359,7 @@ def matrix_page(shelf: Shelf) -> str:
             cells = [_cell(shelf, found[m], claim) if m in found else "" for m in machines]
             name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
             rows.append([name, text(claim.statement), *cells, "" if found else badge(UNTESTED)])
-    total = f"{number(len(rows))} claims, {number(len(machines))} machines."
+    total = f"{number(len(rows))} claims, {number(len(machines))} machine{'' if len(machines) == 1 else 's'}."
     head = ["Claim", "Statement", *[text(m) for m in machines], ""]
     return (
         "\n\n".join(

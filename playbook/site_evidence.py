@@ -85,7 +85,7 @@ def _facts(record: Record) -> str:
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
         [
             "Time spent",
-            ", ".join(f"{text(k.replace('_', ' '))} {quantity(v, 's')}" for k, v in seconds.items() if isinstance(v, int | float)),
+            ", ".join(f"{text(k.replace('_', ' '))} {quantity(v, 's')}" for k, v in seconds.items() if isinstance(v, int | float) and v),
         ],
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]

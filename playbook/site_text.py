@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+NBSP = "\u00a0"
 _SPACE = re.compile(r"\s+")
 # What would change meaning inside a sentence; the rest stays readable in the generated file.
 _INLINE = re.compile(r"([\\`*_{}\[\]#!|~^<>$]|(?<=\S):(?=\S)|^[-+]|^\d+\.)")
@@ -103,7 +104,7 @@ def quantity(value: Any, unit: str) -> str:
         step = min(len(_BINARY) - 1, int(math.log(abs(value), 1024)) if abs(value) >= 1 else 0)
         return f"{number(round(value / 1024**step, 3))} {_BINARY[step]}"
     if unit == "s":
-        return f"{number(value)} s" if abs(value) >= 1 else f"{number(value * 1000)} ms"
+        return f"{number(value)} s" if abs(value) >= 1 or value == 0 else f"{number(value * 1000)} ms"
     if unit == "share":
         return f"{value * 100:.1f} %"
     return f"{number(value)} {text(unit)}"
@@ -112,7 +113,7 @@ def quantity(value: Any, unit: str) -> str:
 def percent(share: float) -> str:
     """A share as a signed percentage; the sign of a rounded zero is dropped."""
     shown = f"{share * 100:+.1f}"
-    return ("0.0" if shown in ("+0.0", "-0.0") else shown.replace("-", "−")) + " %"
+    return ("0.0" if shown in ("+0.0", "-0.0") else shown.replace("-", "−")) + NBSP + "%"
 
 
 def milliseconds(value: float) -> str:

@@ -106,14 +106,11 @@ def ensure(running: Series, folder: Path) -> bool:
         return False
     running.runs = running.runs[:before]
     running.aa = _baseline(running, runs)
-    store.write_baseline(running.aa, folder)
+    differences = gates.aa_differences(runs, metrics.get(running.case.metric or ""))
+    if differences and not stats.contaminated(differences, None):
+        # A disturbed A/A voids this series alone; stored, it would blunt every later one.
+        store.write_baseline(running.aa, folder)
     return True
-
-
-def floor(baseline: Baseline | None) -> float:
-    """Deviation of step time between runs of one configuration; 0 where nothing is stored."""
-    differences = gates.aa_differences(baseline.runs, metrics.get("step_seconds")) if baseline else []
-    return stats.aa_deviation(differences) if differences else 0.0
 
 
 def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:

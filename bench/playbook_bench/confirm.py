@@ -207,7 +207,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
         _check(task, loaded)
     outcomes: dict[int, Outcome] = {}
     with launch.interruptible():
-        for wanted in dict.fromkeys(t.case for t in tasks):
+        for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
             group = [i for i, t in enumerate(tasks) if t.case == wanted]
             case = loaded[wanted] if wanted else None
             for i, (measured, derived, seconds) in zip(
@@ -217,6 +217,15 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
     return [outcomes[i] for i in range(len(tasks))]
+
+
+def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
+    """Whether a case needs a whole series. Those come last, so that a short budget still settles everything that is cheap."""
+    case = loaded[name] if name else None
+    if case is None or case.kind != "pair":
+        return False
+    named = [t.claim.metric if t.claim else case.metric or "" for t in tasks if t.case == name]
+    return any(not metrics.get(m).deterministic for m in named)
 
 
 Settled = tuple[Measured, Derived, Seconds]
@@ -330,7 +339,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
         running.progress.note("step time drifts inside the timed window; starting over once with a longer warm-up")
         running.extend()
-        running.expected = running._launched + 2 * looks[0]
+        running.expected = len(running.launched) + 2 * looks[0]
         series.measure_pairs(running, enough)
 
 
@@ -340,13 +349,12 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    return gates.steady(gates.pairs_of(running.runs), aa.floor(running.aa)).ok
+    return gates.steady(gates.pairs_of(running.runs), gates.step_deviation(running.aa)).ok
 
 
 def _judge(running: Series, record: Measured) -> Settled:
     measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
-    extra = running.aa.runs if running.aa is not None else []
-    return measured, verdict.derive(measured), series.totals(measured.runs, extra)
+    return measured, verdict.derive(measured), series.totals(running.launched)
 
 
 def _metric(record: Measured, case: Case) -> metrics.Metric:

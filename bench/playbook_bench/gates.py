@@ -142,6 +142,12 @@ def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None) -> tuple[Gat
     return Gate(name=name, ok=not bad, detail=text), floor
 
 
+def step_deviation(aa: Baseline | None) -> float:
+    """Deviation of step time between runs of one configuration; 0 where nothing is stored."""
+    differences = aa_differences(aa.runs, metrics.get("step_seconds")) if aa else []
+    return stats.aa_deviation(differences) if differences else 0.0
+
+
 def steady(pairs: Sequence[Pair], tolerance: float) -> Gate:
     """Step time does not drift inside the timed window, in either variant."""
     texts, ok = [], True

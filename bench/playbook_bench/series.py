@@ -82,17 +82,18 @@ class Series:
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     aa: Baseline | None = None
     expected: int = 0
-    _launched: int = 0
+    launched: list[Run] = field(default_factory=list)
+    """Every run that was paid for, discarded ones included."""
     _slowest: float = 0.0
 
     def run(self, spec: RunSpec) -> Run:
         """Launch once and record it."""
         resolved = self.variants[spec.variant]
-        folder = launch.new_folder(self.work, f"{self._launched:03d}-{spec.variant}")
+        folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
         threads = max(1, self.machine.cores // max(r.ranks for r in self.variants.values()))
         environment = {**preflight.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
-        self._launched += 1
-        self.progress.launch(self._launched, max(self.expected, self._launched), spec)
+        number = len(self.launched) + 1
+        self.progress.launch(number, max(self.expected, number), spec)
         steps = resolved.config.train.steps
         result = self.launcher.run(
             Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
@@ -101,6 +102,7 @@ class Series:
         self._slowest = max(self._slowest, result.wall_s)
         run = self._record(spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)})
         self.runs.append(run)
+        self.launched.append(run)
         if run.outcome == "ok":
             shutil.rmtree(folder, ignore_errors=True)
         return run
@@ -247,9 +249,8 @@ def _stop(series: Series, order: Sequence[str], why: Any) -> None:
     series.plan = series.plan.model_copy(update={"order": list(order), "stopped": why})
 
 
-def totals(runs: Sequence[Run], extra: Sequence[Run] = ()) -> Seconds:
-    """Seconds over a series; `total` is wall time of its launches."""
-    every = [*runs, *extra]
+def totals(every: Sequence[Run]) -> Seconds:
+    """Seconds over all launches of a series; `total` is their wall time."""
     return Seconds(
         start_up=round(sum(r.seconds.start_up for r in every), 3),
         warm_up=round(sum(r.seconds.warm_up for r in every), 3),

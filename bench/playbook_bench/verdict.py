@@ -109,7 +109,7 @@ def _compare(
         verdict = _verdict("inconclusive", "environment", spread) if spread else _on_exact(comparison, metric, expect)
         return Derived(comparison=comparison, receipts=checks, gates=conditions, verdict=verdict)
     noise, floor = gates.noise(metric, measured.runs, measured.aa)
-    steady = gates.steady(pairs, tolerance=floor)
+    steady = gates.steady(pairs, tolerance=gates.step_deviation(measured.aa))
     conditions += [noise, steady]
     found = compare_launches(metric, pairs, floor, plan, expect)
     if not noise.ok:
@@ -313,7 +313,7 @@ def show_effect(found: Comparison) -> str:
     points = found.unit == "share"
     factor, unit, digits = (100, "%", 1) if relative else (100, "points", 1) if points else (1, found.unit, 3)
     text = f"{factor * found.effect:+.{digits}f} {unit}"
-    if found.design == "deterministic" or found.low is None or found.high is None:
+    if found.look is None or found.low is None or found.high is None:
         return text
     return f"{text} [{factor * found.low:.{digits}f}, {factor * found.high:.{digits}f}]"
 

@@ -138,7 +138,7 @@ def test_variants_differ_in_what_is_declared_and_nothing_else():
         resolve_pair(sneaky, "cpu")
     with pytest.raises(ConfigError, match="same run"):
         resolve_pair(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
-    with pytest.raises(ConfigError, match="declare delta.ranks"):
+    with pytest.raises(ConfigError, match=r"declare delta\.ranks"):
         resolve_pair(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
     with pytest.raises(ConfigError, match="has no profile 'gpu'"):
         resolve_pair(pair(), "gpu")

@@ -13,8 +13,23 @@ H200 = {"gpus": 4, "gpu": "NVIDIA H200", "interconnect": "nvlink", "ep": 4, "vis
 
 @pytest.mark.parametrize(
     ("predicate", "met"),
-    [(4, True), (3, False), (">=2", True), (">=5", False), ("<= 4", True), (">4", False), ("<4", False), ("==4", True), ("4", True)]
-    + [("2..8", True), ("4..4", True), ("5..8", False), ([1, 4], True), ([1, ">=8"], False), ([1, "3..8"], True)],
+    [
+        (4, True),
+        (3, False),
+        (">=2", True),
+        (">=5", False),
+        ("<= 4", True),
+        (">4", False),
+        ("<4", False),
+        ("==4", True),
+        ("4", True),
+        ("2..8", True),
+        ("4..4", True),
+        ("5..8", False),
+        ([1, 4], True),
+        ([1, ">=8"], False),
+        ([1, "3..8"], True),
+    ],
 )
 def test_number_predicates(predicate, met):
     assert (scope.unmet({"gpus": predicate}, H200) == []) is met

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,10 @@ def database(path: Path, *, texts_by_id: bool = False, without: str = "", runtim
     db.execute("INSERT INTO NVTX_EVENTS VALUES (?,NULL,59,'vision.bwd',?,NULL)", (round(17.2 * MS), GRAD))
     db.execute("INSERT INTO NVTX_EVENTS VALUES (0,?,34,'a mark',?,NULL)", (MS, MAIN))
     db.execute("INSERT INTO NVTX_EVENTS VALUES (0,?,59,'decode image',?,NULL)", (9 * MS, WORKER))
-    for i, (name, tid, launch, start, end) in enumerate(KERNELS):
+    for i, (name, tid, launch, begin, until) in enumerate(KERNELS):
         if runtime:
             db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,0)", (round(launch * MS), round(launch * MS) + 9, tid, i))
-        kernel = (round(start * MS), round(end * MS), i, PID, number("long " + name), number(name))
+        kernel = (round(begin * MS), round(until * MS), i, PID, number("long " + name), number(name))
         db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,?)", kernel)
     db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,99,0)", (MS, MS + 9, MAIN))
     db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,99,?,4096)", (MS, 2 * MS, PID))
@@ -180,7 +181,7 @@ def test_a_view_in_place_of_a_table_is_not_read(tmp_path: Path) -> None:
 def test_damaged_databases_never_end_in_anything_but_a_clear_error(tmp_path: Path) -> None:
     whole = database(tmp_path / "t.sqlite").read_bytes()
     random_ = random.Random(7)
-    failed = 0
+    readable = 0
     for i in range(150):
         data = bytearray(whole)
         if i % 3 == 0:
@@ -190,10 +191,8 @@ def test_damaged_databases_never_end_in_anything_but_a_clear_error(tmp_path: Pat
                 data[random_.randrange(16, len(data))] = random_.randrange(256)
         path = tmp_path / f"{i}.sqlite"
         path.write_bytes(data)
-        try:
+        with suppress(PlaybookError):
             read(path)
-        except PlaybookError as e:
-            failed += 1
-            assert str(e)
+            readable += 1
         path.unlink()
-    assert failed > 30
+    assert readable < 120

@@ -1,0 +1,174 @@
+"""What `cards check` finds: each fault at its place, none skipped."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from playbook import cli_check, validate
+from playbook.document import load
+from playbook.errors import FileError
+from playbook.paths import data_root
+from playbook.validate import check_cards, read_cards
+
+CARD = data_root("cards") / "moe-dispatcher-choice.yaml"
+
+
+def place(text, needle):
+    """line:column of the first occurrence."""
+    at = text.index(needle)
+    return f":{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}: "
+
+
+def findings(tmp_path, text, name=CARD.name):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return [str(f) for f in cli_check.check_all([tmp_path])[2]]
+
+
+def alone(text):
+    """A card under ids that no shipped card uses, so that only the planted fault is found."""
+    text = text.replace("id: moe-dispatcher-choice", "id: planted")
+    for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
+        text = re.sub(rf"\b{old}\b", new, text)
+    return text
+
+
+@pytest.fixture
+def text():
+    return alone(CARD.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "says"),
+    [
+        ("    kind: pair", "    kind: pair\n    kind: pair", None, "duplicate key 'kind'"),
+        ("phase: profile", "phaze: profile", "phaze", "unknown key 'phaze'; did you mean 'phase'?"),
+        ("phase: profile", "phase: profiling", "phase", "'phase' is 'profiling'; did you mean 'profile'?"),
+        ("value: 5,", "value: five,", "value: five", "input should be a valid number, found 'five'"),
+        ("case: moe-dispatch-bytes", "case: moe-dispatch-byte", "case: moe-dispatch-byte", "does not exist in bench/cases/; did you mean 'moe-dispatch-bytes'?"),
+        ("because: [Z9]", "because: [Z99]", "Z99", "claim 'Z99' does not exist; did you mean 'Z9'?"),
+        ("see: [fsdp-vs-3d-parallel,", "see: [fsdp-vs-3d,", "fsdp-vs-3d,", "card 'fsdp-vs-3d' does not exist"),
+        ("ep: \"2..8\"", "ep: \"8..2\"", "ep: \"8..2\"", "scope 'ep': '8..2' is empty"),
+        ("scope: {gpus: \">=2\", ep", "scope: {gpu_count: 2, ep", "gpu_count", "unknown scope key 'gpu_count'"),
+        ("metric: useful_tokens_per_s_per_gpu", "metric: useful_tokens_per_s", "metric: useful", "metric 'useful_tokens_per_s' is not known; did you mean"),
+        ("{op: \"<=\", margin: {value: 5, unit: percent}}", "{op: \"<=\"}", "expect: {op: \"<=\"}", "op '<=' needs a margin"),
+        ("{op: \"<=\", margin: {value: 5, unit: percent}}", "{op: holds}", "expect: {op: holds}", "op 'holds' does not fit kind 'pair'"),
+        ("{op: \"<=\", margin: {value: 5, unit: percent}}", "{op: \"<=\", margin: {value: 5, unit: gib}}", "margin", "does not fit useful_tokens"),
+        ("candidate: {moe.dispatcher: allgather}", "candidate: {moe.dispatcher: all}", "candidate: {moe", "differs from {moe.dispatcher: allgather} in case"),
+        ("layout: {tp: 1, pp: 1, cp: 1, ep: 8}", "layout: {tp: 1, pp: 3, cp: 1, ep: 8}", "layout: {tp: 1, pp: 3", "8 ranks do not divide into tp 1 x pp 3"),
+        ("layout: {tp: 1, pp: 1, cp: 1, ep: 8}", "layout: {tp: 1, ep: 8, edp: 2}", "layout: {tp: 1, ep: 8", "edp is 2, but 8 GPUs leave 1"),
+        ("layout: {tp: 1, pp: 1, cp: 1, ep: 8}", "layout: {tpp: 1}", "layout: {tpp", "unknown degree 'tpp'"),
+        ("    kind: pair", "    kind: arithmetic", None, "does not fit kind 'arithmetic'"),
+        ("id: Z9.m", "id: Z8.m", "id: Z8.m", "does not belong to claim 'Z9'; expected 'Z9.m'"),
+        ("id: planted", "id: moe-dispatcher-choice", "id: moe", "is already used by"),
+        ("- id: Z10", "- id: V14", "id: V14", "claim id 'V14' is already used by"),
+        ("id: planted", "id: Planted", "id: Planted", "string should match pattern"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_found_at_its_place(tmp_path, text, old, new, at, says):
+    assert old in text
+    changed = text.replace(old, new, 1)
+    found = findings(tmp_path, changed, "planted.yaml")
+    hits = [f for f in found if says in f]
+    assert hits, found
+    if at:
+        assert any(place(changed, at) in f for f in hits), (place(changed, at), hits)
+
+
+def test_a_card_without_faults_has_no_findings(tmp_path, text):
+    assert findings(tmp_path, text, "planted.yaml") == []
+
+
+def test_a_card_that_replaces_itself_is_not_a_duplicate(tmp_path):
+    assert [str(f) for f in cli_check.check_all([CARD])[2]] == []
+
+
+def test_a_name_that_differs_from_the_id_is_found(tmp_path, text):
+    assert any("differs from the file's name" in f for f in findings(tmp_path, text, "other.yaml"))
+
+
+def test_nothing_in_a_folder_is_skipped(tmp_path, text):
+    (tmp_path / "planted.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("", encoding="utf-8")
+    (tmp_path / "old.yml").write_text(text, encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "list.yaml").write_text("- 1\n", encoding="utf-8")
+    (tmp_path / "gone.yaml").symlink_to(tmp_path / "nowhere.yaml")
+    files = {f.file.rsplit("/", 1)[1] for f in read_cards([tmp_path]).findings}
+    assert files == {"notes.txt", "old.yml", "sub", "bad.yaml", "list.yaml", "gone.yaml"}
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "missing", "notes.txt", "empty"])
+def test_a_path_that_holds_no_card_is_a_finding(tmp_path, name):
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    cards = read_cards([tmp_path / name])
+    assert len(cards.findings) == 1
+    assert not cards.loaded
+
+
+def test_two_files_with_the_same_ids_are_both_named(tmp_path, text):
+    (tmp_path / "planted.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "second.yaml").write_text(text, encoding="utf-8")
+    cards = read_cards([tmp_path])
+    found = [str(f) for f in check_cards(cards, cards)]
+    assert sum("is already used by" in f and "second.yaml" in f for f in found) >= 4
+
+
+def test_load_all_refuses_a_shelf_with_a_broken_card(tmp_path, monkeypatch):
+    (tmp_path / "broken.yaml").write_text("id: 1\n", encoding="utf-8")
+    monkeypatch.setattr(validate, "data_root", lambda kind: tmp_path)
+    with pytest.raises(FileError, match=r"broken\.yaml"):
+        validate.load_all()
+
+
+CASE_FAULTS = [
+    ("metric: useful_tokens_per_s_per_gpu", "metric: speed", "metric 'speed' is not known"),
+    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: trainer/configs/qwen3_30b.yaml", "does not exist; did you mean"),
+    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: ../../etc/passwd", "is not a path below trainer/configs/"),
+    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: trainer/configs/../../pyproject.toml", "is not a path below trainer/configs/"),
+    ("parallel.ep: 2, model", "parallel.eq: 2, model", "the trainer has no key 'parallel.eq'; did you mean 'parallel.ep'?"),
+    ("train.steps: 15", "train.steps: many", "profile 'cpu'"),
+    ("parallel.ep: 2, model", "parallel.ep: 3, model", "do not divide over ep 3"),
+    ("{ranks: 4, parallel.ep: 4}", "{ranks: 3, parallel.ep: 4}", "3 ranks do not divide into ep 4"),
+    ("{ranks: 4, parallel.ep: 4}", "{ranks: zero, parallel.ep: 4}", "ranks is 'zero'"),
+    ("5 * moe_layers * microbatches", "5 * moe_layer * microbatches", "'moe_layer' is not in the receipt"),
+    ("5 * moe_layers * microbatches", "__import__('os')", "uses Call"),
+    ("candidate: {moe.dispatcher: allgather}", "candidate: {moe.dispatcher: alltoall}", "resolve to the same run"),
+    ("id: moe-dispatcher-allgather-vs-alltoall", "id: another", "differs from the file's name"),
+    ("summary:", "sumary:", "unknown key 'sumary'; did you mean 'summary'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "says"), CASE_FAULTS)
+def test_a_planted_fault_in_a_case_is_found(tmp_path, monkeypatch, old, new, says):
+    name = "moe-dispatcher-allgather-vs-alltoall.yaml"
+    text = (data_root("cases") / name).read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / name).write_text(text.replace(old, new, 1), encoding="utf-8")
+    cases, found = cli_check.read_cases(tmp_path)
+    found += [f for c in cases.values() for f in cli_check.check_case(c)]
+    assert any(says in str(f) for f in found), [str(f) for f in found]
+    assert all(re.match(r".+\.yaml:\d+:\d+: ", str(f)) for f in found)
+
+
+def test_a_file_among_the_cases_that_is_none_is_a_finding(tmp_path):
+    shutil.copy(data_root("cases") / "cp-dp-floor.yaml", tmp_path)
+    (tmp_path / "readme.txt").write_text("x", encoding="utf-8")
+    cases, found = cli_check.read_cases(tmp_path)
+    assert list(cases) == ["cp-dp-floor"]
+    assert [f.message for f in found] == ["is no case; only cases (*.yaml) belong here, move it elsewhere"]
+
+
+def test_trainer_keys_are_those_of_the_tree():
+    keys = cli_check.trainer_keys()
+    assert {"parallel.ep", "model.vision.depth", "model.preset", "train.compile.backend", "model", "backend"} <= keys
+    assert "parallel.epp" not in keys
+
+
+def test_every_case_loads_alone():
+    for path in sorted(data_root("cases").glob("*.yaml")):
+        assert load(path, cli_check.Case)[0].id == path.stem

@@ -1,0 +1,61 @@
+"""Every card and case that ships: found by folder, so a new one is tested without an edit here."""
+
+from __future__ import annotations
+
+import pytest
+
+from playbook.cli_check import check_all, read_cases
+from playbook.layout import min_gpus
+from playbook.paths import data_root
+from playbook.validate import card_files, load_all
+
+CARDS = load_all()
+CASES, _ = read_cases(data_root("cases"))
+NAMED = {
+    "fsdp-vs-3d-parallel": {"V1", "V2", "V14", "M1"},
+    "long-context-cp-sizing": {"L1", "L2", "L6", "L7", "L9"},
+    "moe-dispatcher-choice": {"W9", "W10", "V5"},
+    "vlm-real-data": {"V3", "T1", "T7"},
+}
+
+
+def test_nothing_that_ships_has_a_finding():
+    assert [str(f) for f in check_all([])[2]] == []
+
+
+def test_the_cards_that_the_project_is_named_for_hold_their_claims():
+    for card, claims in NAMED.items():
+        assert {c.id for c in CARDS[card].claims} == claims
+
+
+@pytest.mark.parametrize("card_id", sorted(CARDS))
+def test_a_card_says_what_to_do_and_what_goes_wrong(card_id):
+    card = CARDS[card_id]
+    assert card.decide
+    assert card.pitfalls
+    assert card.families
+    assert card.aliases
+    known = {c.id for other in CARDS.values() for c in other.claims}
+    assert all(set(d.because) <= known for d in card.decide)
+
+
+@pytest.mark.parametrize("card_id", sorted(CARDS))
+def test_a_claim_with_a_cpu_profile_and_a_scope_of_its_own_says_what_a_cpu_may_settle(card_id):
+    for claim in CARDS[card_id].claims:
+        if claim.cpu_scope:
+            assert claim.case in CASES
+            assert "cpu" in CASES[claim.case].case.profiles, f"{claim.id} has cpu_scope, and its case has no cpu profile"
+        if claim.mechanism_check:
+            assert "cpu" in CASES[claim.mechanism_check.case].case.profiles
+
+
+@pytest.mark.parametrize("card_id", sorted(CARDS))
+def test_families_with_a_gpu_count_hold_one_copy(card_id):
+    for family in CARDS[card_id].families:
+        if family.gpus:
+            degrees = {k: v for k, v in family.layout.items() if k in ("pp", "tp", "cp", "ep", "etp")}
+            assert min_gpus(**degrees) <= family.gpus
+
+
+def test_every_card_file_is_read():
+    assert len(card_files(data_root("cards"))) == len(CARDS)

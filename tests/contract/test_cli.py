@@ -1,0 +1,199 @@
+"""The command line, as a user meets it: real processes where it matters, in-process where it is quicker."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from playbook import cli
+from playbook.cli_site import commands
+from playbook.paths import repo_root
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+
+
+def run(capsys, *words):
+    """Exit code, stdout, stderr of a command, in this process."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory without earlier results."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_help_is_quick_and_imports_no_torch():
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "playbook", "--help"], env=ENV, capture_output=True, text=True, timeout=60
+    )
+    took = time.monotonic() - began
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert not {m for m in imported if m.split(".")[0] in ("torch", "pandas", "scipy", "numpy", "playbook_bench", "playbook_trainer")}
+    # Half a second on two idle cores; a busy machine gets some slack.
+    assert took < 2.0
+
+
+def test_every_command_says_what_it_is_for_and_documents_its_options():
+    found = list(commands(typer.main.get_command(cli.app), "playbook"))
+    names = {c.name.removeprefix("playbook ") for c in found}
+    assert names == {
+        *("version", "train", "confirm", "gate", "site build", "schemas export"),
+        *("cards check", "cards list", "cards show", "evidence accept", "evidence list", "evidence show"),
+        *("bench run", "bench list", "bench replay", "bench aa", "bench trace"),
+    }
+    for command in found:
+        assert command.summary.endswith("."), command.name
+        assert all(text for _, text in command.options), command.name
+
+
+@pytest.mark.parametrize(
+    "words", [["frobnicate"], ["cards"], ["cards", "show"], ["confirm", "--profil", "cpu"], ["gate", "moe-dispatch-bytes"]]
+)
+def test_wrong_usage_exits_with_2(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert "Usage:" in out + err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["confirm"], "name cards or claims, or say --all"),
+        (["confirm", "--all", "vlm-real-data"], "not both"),
+        (["confirm", "moe-dispatcher-choise"], "did you mean 'moe-dispatcher-choice'"),
+        (["confirm", "moe-dispatcher-choice/W99"], "has no claim 'W99'"),
+        (["confirm", "moe-dispatcher-choice", "--budget", "10"], "expected a number and s, m or h, such as 10m"),
+        (["confirm", "moe-dispatcher-choice", "--budget", "-1m"], "expected a number and s, m or h"),
+        (["bench", "run", "no-such-case"], "no such case"),
+        (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
+        (["bench", "replay", "nowhere.json"], "cannot be read"),
+        (["evidence", "show", "nowhere.json"], "cannot be read"),
+        (["train", "nowhere.yaml"], "cannot be read"),
+        (["gate", "--baseline", "no-such-commit", "moe-dispatch-bytes"], "is no commit"),
+    ],
+)
+def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words, says):
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_mistyped_trainer_key_is_reported_with_what_was_meant(capsys, elsewhere):
+    config = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
+    code, _, err = run(capsys, "train", config, "parallel.epp=2")
+    assert code == 2
+    assert "unknown key 'epp'" in err
+    code, _, err = run(capsys, "train", config, "parallel.tp=3")
+    assert code == 2
+    assert "do not divide" in err
+
+
+def test_cards_check_reports_and_exits_with_2(capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text("id: bad\nid: bad\n", encoding="utf-8")
+    code, out, err = run(capsys, "cards", "check", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'bad.yaml'}:2:1: duplicate key 'id'" in err
+    code, out, _ = run(capsys, "cards", "check", "--json", str(tmp_path))
+    assert code == 2
+    assert json.loads(out)["findings"][0]["line"] == 2
+    assert out.count("\n") == 1
+
+
+def test_cards_check_passes_on_what_ships(capsys):
+    code, out, err = run(capsys, "cards", "check")
+    assert (code, err) == (0, "")
+    assert "no findings" in out
+
+
+def test_claims_are_listed_with_their_status(capsys, elsewhere):
+    code, out, _ = run(capsys, "cards", "list", "--claims", "--json")
+    rows = {r["id"]: r for r in json.loads(out)}
+    assert code == 0
+    assert {"V1", "V14", "M1", "L9", "W9", "W9.m", "V3", "T1", "T7.m"} <= set(rows)
+    assert rows["W9.m"]["mechanism_of"] == "W9"
+    assert all(r["status"] for r in rows.values())
+    _, text, _ = run(capsys, "cards", "list")
+    assert "moe-dispatcher-choice" in text
+
+
+def test_a_card_is_shown_whole(capsys, elsewhere):
+    _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
+    for part in ("W9.m", "why:", "scope:", "source:", "decide", "pitfalls", "fix:"):
+        assert part in out
+    _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice", "--json")
+    assert json.loads(out)["status"]["W9"]["status"]
+
+
+def test_confirm_gives_one_json_line_and_the_status_reaches_the_card(capsys, elsewhere):
+    code, out, err = run(capsys, "confirm", "long-context-cp-sizing/L2", "long-context-cp-sizing/L9", "--profile", "cpu", "--json")
+    assert code == 0
+    assert out.count("\n") == 1
+    document = json.loads(out)
+    assert [c["status"] for c in document["claims"]] == ["confirmed", "confirmed"]
+    assert "L9" in err
+    path = document["claims"][0]["evidence"]
+    code, out, _ = run(capsys, "bench", "replay", path)
+    assert code == 0
+    assert "same verdict" in out
+    _, out, _ = run(capsys, "cards", "list", "--claims", "--json")
+    row = next(r for r in json.loads(out) if r["id"] == "L2")
+    assert row["status"] == "confirmed"
+    _, out, _ = run(capsys, "evidence", "list", "--json")
+    assert {"L2", "L9"} <= {r["claim"] for r in json.loads(out)}
+    _, out, _ = run(capsys, "evidence", "show", path)
+    assert "confirmed" in out
+    assert "repeat" in out
+
+
+def test_an_altered_record_does_not_replay(capsys, elsewhere):
+    _, out, _ = run(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu", "--json")
+    path = elsewhere / json.loads(out)["claims"][0]["evidence"]
+    path.write_text(path.read_text(encoding="utf-8").replace("256", "255", 1), encoding="utf-8")
+    code, out, err = run(capsys, "bench", "replay", str(path), "--json")
+    assert code == 5
+    assert json.loads(out)[0]["same"] is False
+    assert "sha256" in err
+
+
+def test_what_does_not_apply_here_exits_with_4(capsys, elsewhere):
+    code, out, _ = run(capsys, "confirm", "moe-dispatcher-choice/V5", "--profile", "cpu", "--json")
+    claim = json.loads(out)["claims"][0]
+    assert code == 4
+    assert claim["status"] == "not_applicable"
+    assert "GB200" in claim["sentence"]
+
+
+def test_site_build_writes_pages_for_cards_commands_and_metrics(capsys, tmp_path):
+    code, out, _ = run(capsys, "site", "build", "--out", str(tmp_path))
+    assert code == 0
+    assert "evidence:" in out
+    assert "playbook confirm" in (tmp_path / "_generated/commands.md").read_text(encoding="utf-8")
+    assert "state_bytes_per_rank" in html.unescape((tmp_path / "_generated/metrics.md").read_text(encoding="utf-8"))
+    assert (tmp_path / "cards/moe-dispatcher-choice.md").is_file()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (None, None)])
+def test_budgets(text, seconds):
+    assert cli._seconds(text) == seconds
+
+
+def test_every_command_is_in_the_readme():
+    readme = (repo_root() / "README.md").read_text(encoding="utf-8")
+    for command in commands(typer.main.get_command(cli.app), "playbook"):
+        assert command.name.split()[-1] in readme, command.name

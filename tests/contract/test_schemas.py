@@ -1,0 +1,64 @@
+"""The exported schemas: equal to the models, valid as schemas, and of the same mind as the models about what ships."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from playbook import document, schemas
+from playbook.cli import schema_models
+from playbook.paths import data_root
+
+FOLDERS = {"card": "cards", "case": "cases", "trainer": "configs"}
+
+
+def exported(name):
+    return json.loads((data_root("schemas") / f"{name}.schema.json").read_text(encoding="utf-8"))
+
+
+def test_the_exported_files_do_not_differ_from_the_models():
+    assert schemas.drift(data_root("schemas"), schema_models()) == []
+
+
+def test_drift_names_what_is_missing_changed_and_left_over(tmp_path):
+    models = schema_models()
+    schemas.write(tmp_path, models)
+    (tmp_path / "card.schema.json").unlink()
+    (tmp_path / "case.schema.json").write_text("{}\n", encoding="utf-8")
+    (tmp_path / "old.schema.json").write_text("{}\n", encoding="utf-8")
+    assert schemas.drift(tmp_path, models) == [
+        "card.schema.json: is missing",
+        "case.schema.json: differs from the models",
+        "old.schema.json: no model has this name",
+    ]
+
+
+def test_there_is_one_schema_for_each_kind_of_file():
+    assert set(schema_models()) == {"card", "case", "evidence", "machine", "run", "trainer"}
+
+
+@pytest.mark.parametrize("name", sorted(schema_models()))
+def test_a_schema_is_valid_and_closed(name):
+    schema = exported(name)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    Draft202012Validator.check_schema(schema)
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("path", sorted(p for folder in FOLDERS.values() for p in data_root(folder).glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_file_that_ships_fits_its_schema_and_names_it(path):
+    name = next(n for n, folder in FOLDERS.items() if path.parent == data_root(folder))
+    errors = [e.message for e in Draft202012Validator(exported(name)).iter_errors(document.read(path)[0])]
+    assert errors == []
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    prefix = "# yaml-language-server: $schema="
+    assert first.startswith(prefix)
+    assert (path.parent / first.removeprefix(prefix)).resolve() == (data_root("schemas") / f"{name}.schema.json").resolve()
+
+
+@pytest.mark.parametrize("change", [{"clams": []}, {"phase": "soon"}, {"claims": []}, {"id": "Not A Slug"}, {"symptoms": "one"}])
+def test_what_the_model_refuses_the_schema_refuses(change):
+    data = document.read(data_root("cards") / "moe-dispatcher-choice.yaml")[0]
+    assert list(Draft202012Validator(exported("card")).iter_errors({**data, **change}))
