@@ -64,9 +64,7 @@ def version() -> None:
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False})
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
 ) -> None:
     """Train: one rank alone, or this rank of a torchrun launch."""
     from playbook_trainer.__main__ import main as run

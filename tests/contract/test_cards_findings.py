@@ -125,34 +125,56 @@ def test_load_all_refuses_a_shelf_with_a_broken_card(tmp_path, monkeypatch):
         validate.load_all()
 
 
+CASE = """\
+id: planted
+summary: All-gather against all-to-all.
+trainer: trainer/configs/qwen3_30b_a3b_24l.yaml
+baseline: {moe.dispatcher: alltoall}
+candidate: {moe.dispatcher: allgather}
+metric: useful_tokens_per_s_per_gpu
+profiles:
+  cpu: {ranks: 2, parallel.ep: 2, model: qwen3_moe_tiny, train.steps: 15, train.dtype: fp32}
+  h200x4: {ranks: 4, parallel.ep: 4}
+activation:
+  baseline: {require: [{collective: all_to_all, group: ep, count: "5 * moe_layers * microbatches"}]}
+  candidate: {forbid: [{collective: all_to_all, group: ep}]}
+"""
+
 CASE_FAULTS = [
-    ("metric: useful_tokens_per_s_per_gpu", "metric: speed", "metric 'speed' is not known"),
-    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: trainer/configs/qwen3_30b.yaml", "does not exist; did you mean"),
-    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: ../../etc/passwd", "is not a path below trainer/configs/"),
-    ("trainer: trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer: trainer/configs/../../pyproject.toml", "is not a path below trainer/configs/"),
-    ("parallel.ep: 2, model", "parallel.eq: 2, model", "the trainer has no key 'parallel.eq'; did you mean 'parallel.ep'?"),
+    ("metric: useful_tokens_per_s_per_gpu", "metric: speed", "6:1: metric 'speed' is not known"),
+    ("configs/qwen3_30b_a3b_24l.yaml", "configs/qwen3_30b.yaml", "does not exist; did you mean"),
+    ("trainer/configs/qwen3_30b_a3b_24l.yaml", "../../etc/passwd", "is not a path below trainer/configs/"),
+    ("trainer/configs/qwen3_30b_a3b_24l.yaml", "trainer/configs/../../pyproject.toml", "is not a path below trainer/configs/"),
+    ("parallel.ep: 2", "parallel.eq: 2", "8:19: the trainer has no key 'parallel.eq'; did you mean 'parallel.ep'?"),
     ("train.steps: 15", "train.steps: many", "profile 'cpu'"),
-    ("parallel.ep: 2, model", "parallel.ep: 3, model", "do not divide over ep 3"),
-    ("{ranks: 4, parallel.ep: 4}", "{ranks: 3, parallel.ep: 4}", "3 ranks do not divide into ep 4"),
-    ("{ranks: 4, parallel.ep: 4}", "{ranks: zero, parallel.ep: 4}", "ranks is 'zero'"),
-    ("5 * moe_layers * microbatches", "5 * moe_layer * microbatches", "'moe_layer' is not in the receipt"),
+    ("parallel.ep: 2", "parallel.ep: 3", "do not divide over ep 3"),
+    ("{ranks: 4,", "{ranks: 3,", "9:3: baseline on profile 'h200x4': 3 ranks do not divide into ep 4"),
+    ("{ranks: 4,", "{ranks: zero,", "ranks is 'zero'"),
+    ("5 * moe_layers", "5 * moe_layer", "'moe_layer' is not in the receipt"),
     ("5 * moe_layers * microbatches", "__import__('os')", "uses Call"),
-    ("candidate: {moe.dispatcher: allgather}", "candidate: {moe.dispatcher: alltoall}", "resolve to the same run"),
-    ("id: moe-dispatcher-allgather-vs-alltoall", "id: another", "differs from the file's name"),
-    ("summary:", "sumary:", "unknown key 'sumary'; did you mean 'summary'?"),
-]  # fmt: skip
+    ("dispatcher: allgather", "dispatcher: alltoall", "resolve to the same run"),
+    ("id: planted", "id: another", "1:1: case id 'another' differs from the file's name"),
+    ("summary:", "sumary:", "2:1: unknown key 'sumary'; did you mean 'summary'?"),
+]
+
+
+def case_findings(folder, text):
+    """What is wrong with a case of this text."""
+    (folder / "planted.yaml").write_text(text, encoding="utf-8")
+    cases, found = cli_check.read_cases(folder)
+    return [str(f) for f in found + [f for c in cases.values() for f in cli_check.check_case(c)]]
+
+
+def test_a_case_without_faults_has_no_findings(tmp_path):
+    assert case_findings(tmp_path, CASE) == []
 
 
 @pytest.mark.parametrize(("old", "new", "says"), CASE_FAULTS)
-def test_a_planted_fault_in_a_case_is_found(tmp_path, monkeypatch, old, new, says):
-    name = "moe-dispatcher-allgather-vs-alltoall.yaml"
-    text = (data_root("cases") / name).read_text(encoding="utf-8")
-    assert old in text
-    (tmp_path / name).write_text(text.replace(old, new, 1), encoding="utf-8")
-    cases, found = cli_check.read_cases(tmp_path)
-    found += [f for c in cases.values() for f in cli_check.check_case(c)]
-    assert any(says in str(f) for f in found), [str(f) for f in found]
-    assert all(re.match(r".+\.yaml:\d+:\d+: ", str(f)) for f in found)
+def test_a_planted_fault_in_a_case_is_found(tmp_path, old, new, says):
+    assert old in CASE
+    found = case_findings(tmp_path, CASE.replace(old, new, 1))
+    assert any(says in f for f in found), found
+    assert all(re.match(r".+\.yaml:\d+:\d+: ", f) for f in found)
 
 
 def test_a_file_among_the_cases_that_is_none_is_a_finding(tmp_path):

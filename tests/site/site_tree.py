@@ -1,0 +1,176 @@
+"""A small site: one card of the tests' own beside the real ones, and evidence made by the harness's own models."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from playbook import cards
+from playbook.paths import data_root, repo_root
+from playbook.site_records import content_sha
+from playbook_bench.records import (
+    Check,
+    ClaimRef,
+    Comparison,
+    Derived,
+    Evidence,
+    Gate,
+    Machine,
+    Measured,
+    Run,
+    Sample,
+    Seconds,
+    Verdict,
+    seal,
+)
+from playbook_bench.store import render
+
+ID = "01JD0000000000000000000001"
+CARD = """\
+id: fixture-card
+title: A card for tests
+summary: Set the thing, then measure.
+symptoms: ["the *thing* takes <b>long</b>", "odd | symptom"]
+aliases: [thingamajig]
+phase: profile
+wall: communication
+claims:
+  - id: X1
+    statement: The new thing is at least three percent better than the old one.
+    mechanism: It does half of the work, so it takes less of the time.
+    kind: pair
+    comparison: {baseline: {moe.dispatcher: alltoall}, candidate: {moe.dispatcher: allgather}}
+    metric: useful_tokens_per_s_per_gpu
+    expect: {op: ">=", margin: {value: 3, unit: percent}}
+    scope: {gpus: ">=2"}
+    label: training-equivalent
+    sources: [{title: A title, origin: ours, date: 2026-04}]
+    case: fixture-case
+    mechanism_check:
+      id: X1.m
+      statement: The new thing sends no more bytes than the old one.
+      case: fixture-bytes
+      metric: dispatch_bytes_per_token_layer
+      expect: {op: ">=", margin: {value: 0, unit: percent}}
+      comparison: {baseline: {moe.dispatcher: alltoall}, candidate: {moe.dispatcher: allgather}}
+decide:
+  - {when: {stage: bring_up}, set: {moe.dispatcher: alltoall}, because: [X1], note: "{: onclick=alert(1) } [click](javascript:alert(1))"}
+pitfalls:
+  - {symptom: It does not move, cause: "<script>alert(1)</script>", fix: Read the receipt}
+"""
+
+
+def claim_ref(card_folder: Path) -> ClaimRef:
+    """The fixture's claim, as the harness copies it into a record."""
+    from playbook.validate import read_cards
+
+    card = next(e.card for e in read_cards([card_folder / "fixture-card.yaml"]).loaded)
+    claim: cards.Claim = card.claims[0]
+    return ClaimRef(
+        id=claim.id,
+        card=card.id,
+        card_sha="0" * 16,
+        statement=claim.statement,
+        kind=claim.kind,
+        metric=claim.metric,
+        expect=claim.expect,
+        comparison=claim.comparison,
+    )
+
+
+def run_(position: int, variant: Any) -> Run:
+    seconds = [0.100 + 0.001 * i - (0.01 if variant == "candidate" else 0) for i in range(4)]
+    return Run(
+        run_id=f"r{position}",
+        variant=variant,
+        role="measure",
+        pair=position // 2,
+        position=position,
+        outcome="ok",
+        started="2026-11-20T10:00:00Z",
+        wall_s=5.0,
+        ranks=2,
+        steps_wanted=4,
+        config_sha="c" * 16,
+        samples=[Sample(step=i, timed=True, loss=5.0 - i / 10, seconds=s, useful_tokens=9, raw_tokens=9) for i, s in enumerate(seconds)],
+    )
+
+
+def evidence(claim: ClaimRef, effect: float = 0.0731, evidence_id: str = ID, **changes: Any) -> Evidence:
+    """A confirmed verdict on a machine with four GPUs."""
+    comparison = Comparison(
+        metric=claim.metric,
+        unit="tokens/s",
+        better="higher",
+        design="launches_abba",
+        scale="log_ratio",
+        baseline=18000.0,
+        candidate=18000.0 * (1 + effect),
+        effect=effect,
+        low=effect - 0.011,
+        high=effect + 0.012,
+        pairs=4,
+        look=1,
+    )
+    machine = Machine(
+        name="h200x4", description="4 x NVIDIA H200, NVLink", gpus=4, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=64
+    )
+    measured = Measured(
+        claim=claim, machine=machine, profile="h200x4", runs=[run_(i, v) for i, v in enumerate(["baseline", "candidate"] * 2)]
+    )
+    derived = Derived(
+        comparison=comparison,
+        receipts=[Check(variant="baseline", rule="require all_to_all == 8", observed=8, expected="8", ok=True, runs=4)],
+        gates=[Gate(name="same_data", ok=True)],
+        verdict=Verdict(status="confirmed", reason="margin", sentence="confirmed: the interval lies above 3 %"),
+    )
+    made = Evidence(
+        evidence_id=evidence_id,
+        created="2026-11-20T10:00:00Z",
+        expires="2099-05-20",
+        command="playbook confirm fixture-card/X1 --profile h200x4",
+        measured=measured,
+        derived=derived,
+        seconds=Seconds(total=60.0),
+    )
+    return seal(made.model_copy(update=changes))
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a record and give it the hash that fits."""
+    data = json.loads(path.read_text())
+    change(data)
+    data["sha256"] = content_sha(data)
+    path.write_text(json.dumps(data))
+
+
+def make_tree(root: Path) -> Path:
+    """A repository with the real pages, the real cards and one more, and one record."""
+    repo = repo_root()
+    made = shutil.ignore_patterns("cards", "evidence", "_generated", "__pycache__")
+    shutil.copytree(repo / "docs", root / "docs", ignore=made)
+    config = (repo / "mkdocs.yml").read_text()
+    assert "results: [bench/results]" in config
+    (root / "mkdocs.yml").write_text(config.replace("results: [bench/results]", "results: [results]\n  cards: cards"))
+    shutil.copytree(data_root("cards"), root / "cards")
+    (root / "cards" / "fixture-card.yaml").write_text(CARD)
+    folder = root / "results" / "h200x4"
+    folder.mkdir(parents=True)
+    (folder / f"{ID}.json").write_text(render(evidence(claim_ref(root / "cards"))))
+    return root
+
+
+def build(root: Path) -> Path:
+    """The site, built strictly; a build that fails shows its output."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": ""}
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(root / "mkdocs.yml"), "-d", str(root / "built")]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "built"

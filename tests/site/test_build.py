@@ -1,0 +1,126 @@
+"""The built site: strict, complete, and without a request to anywhere else."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from site_tree import ID, build, make_tree, reseal
+
+from playbook.validate import load_all
+
+FETCHED = {
+    ("script", "src"),
+    ("link", "href"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("video", "src"),
+    ("object", "data"),
+    ("use", "href"),
+}
+NAVIGATION = {"canonical", "prev", "next", "alternate"}
+
+
+class Fetches(HTMLParser):
+    """Collects what a page makes a browser fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        for name, value in attrs:
+            if (tag, name) in FETCHED and value and not (tag == "link" and values.get("rel") in NAVIGATION):
+                self.found.append(value)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(make_tree(tmp_path_factory.mktemp("site")))
+
+
+def words(path: Path) -> str:
+    """A built page with its entities and its unbreakable spaces as plain characters."""
+    return html.unescape(path.read_text()).replace("\u00a0", " ")
+
+
+def pages(built: Path) -> list[Path]:
+    return sorted(built.rglob("*.html"))
+
+
+def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
+    assert len(pages(built)) > 10
+    for page in pages(built):
+        parser = Fetches()
+        parser.feed(page.read_text())
+        assert parser.found
+        outside = [u for u in parser.found if re.match(r"(?:[a-z]+:)?//", u)]
+        assert not outside, f"{page.name}: {outside}"
+
+
+def test_no_style_sheet_and_no_script_of_ours_names_another_host(built: Path) -> None:
+    for sheet in built.rglob("*.css"):
+        found = [u for u in re.findall(r"url\(\s*[\"']?([^)\"']+)", sheet.read_text()) if re.match(r"(?:https?:)?//", u)]
+        assert not found, f"{sheet.name}: {found}"
+    assert "http" not in (built / "javascripts" / "filter.js").read_text()
+
+
+def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
+    home = (built / "index.html").read_text()
+    for card in load_all().values():
+        assert (built / "cards" / f"{card.id}.html").is_file()
+        assert f"cards/{card.id}.html" in home
+
+
+def test_numbers_link_to_their_record(built: Path) -> None:
+    shown = words(built / "cards" / "fixture-card.html")
+    assert re.search(rf'<a href="\.\./evidence/{ID}\.html">\+7\.3 % \[\+6\.2, \+8\.5\]</a>', shown)
+    assert (built / "evidence" / f"{ID}.html").is_file()
+    assert (built / "evidence" / f"{ID}.json").is_file()
+
+
+def test_reference_pages_come_from_their_tables(built: Path) -> None:
+    from playbook_bench.metrics import METRICS
+
+    shown = words(built / "_generated" / "metrics.html")
+    assert all(name in shown for name in METRICS)
+    keys = words(built / "_generated" / "configuration.html")
+    assert "train.warmup_steps" in keys
+    assert "optimizer step" in keys
+    commands = (built / "_generated" / "commands.html").read_text()
+    assert "playbook bench replay" in commands
+    assert "--budget" in commands
+
+
+def test_filters_have_what_they_filter_by(built: Path) -> None:
+    shown = (built / "cards" / "index.html").read_text()
+    card = re.search(r'<div class="pb-card"([^>]*)>\s*<h2 id="fixture-card"', shown)
+    assert card
+    held = dict(re.findall(r'data-(\w+)="([^"]*)"', card[1]))
+    assert "thingamajig" in held["text"]
+    assert held["hardware"] == "h200x4"
+    assert set(held["status"].split()) == {"confirmed", "untested"}
+    assert '<option value="h200x4">' in shown
+    assert '<option value="confirmed">' in shown
+
+
+def test_hostile_text_stays_text(built: Path) -> None:
+    shown = (built / "cards" / "fixture-card.html").read_text()
+    assert "<script>alert" not in shown
+    assert 'href="javascript:' not in shown
+    assert "onclick" not in re.sub(r">[^<]*<", "><", shown)
+
+
+def test_a_changed_figure_changes_the_built_page(tmp_path: Path, built: Path) -> None:
+    tree = make_tree(tmp_path)
+    reseal(tree / "results" / "h200x4" / f"{ID}.json", lambda d: d["derived"]["comparison"].update(effect=0.0412))
+    again = build(tree)
+    for name in ("index.html", "cards/fixture-card.html", "_generated/claims.html", f"evidence/{ID}.html"):
+        assert "+7.3 %" in words(built / name), name
+        assert "+4.1 %" in words(again / name), name
+        assert "+7.3 %" not in words(again / name), name

@@ -1,0 +1,260 @@
+"""The pages that come from cards and evidence, before the site is built."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from site_tree import ID, claim_ref, evidence, render, reseal
+
+from playbook import site
+from playbook.errors import FileError
+from playbook.site_records import content_sha
+from playbook.site_text import NBSP, percent, quantity, text
+
+TODAY = date(2026, 11, 21)
+
+
+def generate(tree: Path, today: date = TODAY) -> site.Site:
+    return site.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today)
+
+
+def page(tree: Path, name: str) -> str:
+    """The page, with plain spaces for the ones that keep a number and its unit on one line."""
+    return (tree / "docs" / name).read_text().replace(NBSP, " ")
+
+
+def record(tree: Path) -> Path:
+    return tree / "results" / "h200x4" / f"{ID}.json"
+
+
+def add(tree: Path, evidence_id: str, **changes: Any) -> Path:
+    path = tree / "results" / "h200x4" / f"{evidence_id}.json"
+    path.write_text(render(evidence(claim_ref(tree / "cards"), evidence_id=evidence_id, **changes)))
+    return path
+
+
+def test_a_card_shows_verdict_effect_interval_machine_date_and_command(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    assert "pb-confirmed" in shown
+    assert f"[+7.3 % &#91;+6.2, +8.5&#93;](../evidence/{ID}.md)" in shown
+    assert "4 x NVIDIA H200, NVLink" in shown
+    assert "2026-11-20" in shown
+    assert "2099-05-20" in shown
+    assert "playbook confirm fixture-card/X1 --profile h200x4" in shown
+    assert "<svg" in shown
+
+
+def test_a_changed_figure_changes_the_page(tree: Path) -> None:
+    generate(tree)
+    before = page(tree, "cards/fixture-card.md")
+    reseal(record(tree), lambda d: d["derived"]["comparison"].update(effect=0.0412))
+    generate(tree)
+    after = page(tree, "cards/fixture-card.md")
+    assert "+7.3 %" in before
+    assert "+4.1 %" not in before
+    assert "+4.1 %" in after
+    assert "+7.3 %" not in after
+
+
+@pytest.mark.parametrize("name", ["cards/fixture-card.md", "cards/index.md", "_generated/claims.md", "evidence/index.md"])
+def test_an_altered_record_is_never_a_verdict(tree: Path, name: str) -> None:
+    data = json.loads(record(tree).read_text())
+    data["derived"]["comparison"]["effect"] = 0.5
+    record(tree).write_text(json.dumps(data))
+    generate(tree)
+    shown = page(tree, name)
+    assert "pb-confirmed" not in shown
+    assert "+50.0 %" not in shown
+    assert "Altered" in page(tree, f"evidence/{ID}.md")
+    assert "pb-altered" in page(tree, "evidence/index.md")
+    assert "does not match its hash" in page(tree, "cards/fixture-card.md")
+
+
+def test_an_altered_sample_is_noticed(tree: Path) -> None:
+    record(tree).write_text(record(tree).read_text().replace('"seconds": 0.1,', '"seconds": 0.2,', 1))
+    generate(tree)
+    assert "pb-altered" in page(tree, "evidence/index.md")
+
+
+def test_an_expired_verdict_is_stale(tree: Path) -> None:
+    generate(tree, date(2100, 1, 1))
+    assert "expired on 2099-05-20" in page(tree, "cards/fixture-card.md")
+    assert "pb-stale" in page(tree, "cards/index.md")
+
+
+def test_a_verdict_on_another_wording_of_the_claim_is_stale(tree: Path) -> None:
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace('op: ">=", margin: {value: 3,', 'op: ">=", margin: {value: 9,'))
+    generate(tree)
+    assert "the claim has changed since" in page(tree, "cards/fixture-card.md")
+
+
+def test_the_newest_verdict_speaks_and_a_failed_run_does_not_hide_it(tree: Path) -> None:
+    add(tree, "01JD0000000000000000000002", effect=0.0912, created="2026-11-21T10:00:00Z")
+    failed = add(tree, "01JD0000000000000000000003", created="2026-11-22T10:00:00Z")
+    reseal(failed, lambda d: d["derived"]["verdict"].update(status="error", reason="run_error", sentence="rank 0 was killed"))
+    generate(tree)
+    shown = page(tree, "_generated/claims.md")
+    assert "+9.1 %" in shown
+    assert "+7.3 %" not in shown
+    assert "rank 0 was killed" in page(tree, "evidence/01JD0000000000000000000003.md")
+
+
+def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
+    record(tree).unlink()
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    assert "pb-untested" in shown
+    assert "playbook confirm fixture-card/X1" in shown
+
+
+def test_every_card_and_every_claim_has_its_place(tree: Path) -> None:
+    made = generate(tree)
+    from playbook.validate import load_all
+
+    matrix, index = page(tree, "_generated/claims.md"), page(tree, "cards/index.md")
+    assert set(load_all()) < set(made.cards)
+    for card in load_all().values():
+        own = page(tree, f"cards/{card.id}.md")
+        for claim in card.claims:
+            for name in (claim.id, *([claim.mechanism_check.id] if claim.mechanism_check else [])):
+                anchor = name.lower().replace(".", "-")
+                assert f"{{ #{anchor} }}" in own
+                assert f"{card.id}.md#{anchor}" in matrix
+                assert f"{card.id}.md#{anchor}" in index
+
+
+def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, f"evidence/{ID}.md")
+    assert "require all" in shown
+    assert shown.count("<circle") == 16
+    assert "playbook bench replay" in shown
+    assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
+
+
+def trace(**changes: Any) -> dict[str, Any]:
+    row = {"path": "decoder/dispatch", "phase": "forward", "count": 4.0, "num_ops": 8.0, "host_ms": 3.0, "busy_ms": 12.34, "sum_ms": 13.0}
+    rows = [
+        {**row, "self_ms": 12.34, "exposed_comm_ms": 2.0},
+        {**row, "phase": "backward", "busy_ms": 23.45, "self_ms": 0.0, "exposed_comm_ms": 0.0},
+    ]
+    totals = {"num_steps": 2, "span_ms": 99.0, "busy_ms": 80.0, "idle_ms": 19.0, "communication_ms": 5.0, "exposed_comm_ms": 2.0}
+    table = {
+        "collector": "nsys",
+        "measures": "gpu",
+        **totals,
+        "coverage": {"forward": 0.987, "backward": 0.954, "total": 0.97},
+        "rows": rows,
+    }
+    variant = {
+        "outcome": "ok",
+        "config_sha": "c" * 16,
+        "ranks": 4,
+        "rank": 0,
+        "files": [],
+        "table": {**table, "unattributed": [], "notes": []},
+    }
+    head = {
+        "schema_version": "trace/1",
+        "trace_id": "abcdef12",
+        "created": "2026-11-20T11:00:00+00:00",
+        "case": "fixture-case",
+        "profile": "h200x4",
+    }
+    by = {
+        "collector": "nsys",
+        "collector_version": "2025.3.1",
+        "command": "playbook bench trace fixture-case",
+        "machine": {"description": "4 x H200"},
+    }
+    data = {**head, **by, "variants": {"baseline": variant, "candidate": variant}, **changes}
+    return {**data, "sha256": content_sha(data)}
+
+
+def test_a_trace_is_on_the_card_with_its_collector_and_coverage(tree: Path) -> None:
+    folder = tree / "results" / "traces"
+    folder.mkdir()
+    (folder / "fixture-case-h200x4-abcdef12.json").write_text(json.dumps(trace()))
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    for part in ("12.34", "23.45", "nsys", "2025&#46;3.1", "98.7 %", "95.4 %", "../evidence/abcdef12.md"):
+        assert part in shown
+    assert "Exposed comm. ms" in page(tree, "evidence/abcdef12.md")
+
+
+def test_text_from_files_never_becomes_markup(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md") + page(tree, "cards/index.md")
+    assert "<script>alert" not in shown
+    assert "<b>long</b>" not in shown
+    assert "](javascript:" not in shown
+    assert "{: onclick" not in shown
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"schema_version": "evidence/9"}', '{"schema_version": "evidence/1", "evidence_id": "../x"}']
+)
+def test_a_file_that_is_no_record_stops_the_build_with_its_path(tree: Path, content: str) -> None:
+    (tree / "results" / "h200x4" / "bad.json").write_text(content)
+    with pytest.raises(FileError, match=r"bad\.json"):
+        generate(tree)
+
+
+def test_a_well_hashed_record_of_another_shape_is_a_clear_error(tree: Path) -> None:
+    reseal(record(tree), lambda d: d["derived"].update(receipts=["x"]))
+    with pytest.raises(FileError, match="another shape"):
+        generate(tree)
+
+
+def test_a_card_that_does_not_load_stops_the_build(tree: Path) -> None:
+    (tree / "cards" / "bad.yaml").write_text("id: bad\n")
+    with pytest.raises(FileError, match=r"bad\.yaml"):
+        generate(tree)
+
+
+def test_pages_whose_source_is_gone_are_removed_and_others_left_alone(tree: Path) -> None:
+    generate(tree)
+    record(tree).unlink()
+    (tree / "cards" / "fixture-card.yaml").unlink()
+    generate(tree)
+    assert not (tree / "docs" / "cards" / "fixture-card.md").exists()
+    assert not (tree / "docs" / "evidence" / f"{ID}.json").exists()
+    assert (tree / "docs" / "guide" / "verdicts.md").exists()
+
+
+def test_an_unchanged_page_is_not_written_again(tree: Path) -> None:
+    generate(tree)
+    path = tree / "docs" / "cards" / "fixture-card.md"
+    before = path.stat().st_mtime_ns
+    generate(tree)
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0.0824, "s", "82.4 ms"),
+        (1.5, "s", "1.5 s"),
+        (1536, "bytes", "1.5 KiB"),
+        (0, "bytes", "0 bytes"),
+        (0.25, "share", "25.0 %"),
+        (None, "s", "none"),
+    ],
+)
+def test_values_carry_their_unit(value: float | None, unit: str, shown: str) -> None:
+    assert quantity(value, unit) == shown
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.0312, "+3.1 %"), (-0.0312, "−3.1 %"), (-0.0001, "0.0 %")])
+def test_shares_carry_their_sign(share: float, shown: str) -> None:
+    assert percent(share).replace(NBSP, " ") == shown
+
+
+def test_a_newline_cannot_start_a_block() -> None:
+    assert "\n" not in text("a\n\n# b")
