@@ -236,6 +236,14 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
 
 
+@bench_app.command("rejudge")
+def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
+    """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
+    from playbook_bench import store
+
+    say(f"new record {store.rejudge(file, results or store.DEFAULT_RESULTS)}")
+
+
 @bench_app.command("aa")
 def bench_aa(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],

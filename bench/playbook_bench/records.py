@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -139,6 +140,8 @@ class Run(Strict):
     strict_sha: str = ""
     data_sha: str | None = None
     performance_revision: int | None = None
+    parameters_of: Literal["rank", "model"] = "rank"
+    """Whether the counts are of the whole model, or of what rank 0 holds under tensor and pipeline parallelism."""
     num_parameters: int | None = None
     trained_parameters: int | None = None
     seconds: Seconds = Field(default_factory=Seconds)
@@ -311,6 +314,8 @@ class Evidence(Strict):
     expires: str
     command: str
     """What repeats it."""
+    judged_from: str | None = None
+    """The record whose runs these are, where rules were mended and the runs were judged again; both records stay."""
     measured: Measured
     derived: Derived
     seconds: Seconds
@@ -336,4 +341,9 @@ def seal(evidence: Evidence) -> Evidence:
 
 def content_sha(evidence: Evidence) -> str:
     """The hash that the record should carry."""
-    return digest(evidence.model_dump(mode="json", exclude={"sha256"}))
+    return stored_sha(evidence.model_dump(mode="json"))
+
+
+def stored_sha(data: Mapping[str, Any]) -> str:
+    """The hash of a record as it lies in its file, so that fields which later versions add do not count as alterations."""
+    return digest({k: v for k, v in data.items() if k != "sha256"})

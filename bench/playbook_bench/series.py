@@ -194,6 +194,7 @@ def read_run(folder: Path) -> Seen:
         "samples": samples,
         "data_sha": summary.get("data_sha"),
         "performance_revision": summary.get("performance_revision"),
+        "parameters_of": "model" if summary.get("parameters_of") == "model" else "rank",
         "num_parameters": summary.get("num_parameters"),
         "trained_parameters": summary.get("trained_parameters"),
         "seconds": Seconds(**{k: float(v) for k, v in _mapping(summary.get("seconds")).items() if k in Seconds.model_fields}),

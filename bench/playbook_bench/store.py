@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import preflight, verdict
-from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, content_sha, seal
+from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -35,7 +35,7 @@ def new_id(now: float | None = None) -> str:
     return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
 
 
-def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds) -> Evidence:
+def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, judged_from: str | None = None) -> Evidence:
     """A sealed record, made now."""
     now = datetime.now(UTC)
     return seal(
@@ -44,6 +44,7 @@ def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Sec
             created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             expires=(now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
             command=command,
+            judged_from=judged_from,
             measured=measured,
             derived=derived,
             seconds=seconds,
@@ -175,7 +176,7 @@ def replay(path: Path) -> tuple[bool, list[str]]:
     """
     evidence = load(path)
     differences = []
-    if content_sha(evidence) != evidence.sha256:
+    if stored_sha(json.loads(path.read_bytes())) != evidence.sha256:
         differences.append("sha256: the content is not the one that was sealed")
     again = verdict.derive(evidence.measured)
     differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
@@ -190,6 +191,21 @@ def _differences(a: Any, b: Any, where: str) -> list[str]:
     if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
         return []
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
+
+
+def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path:
+    """Judge a record's runs again by this version's rules, as a new record that names the old one; the old one stays.
+
+    Raises:
+        StoreError: the record was altered, or the verdict and its figures are the same and nothing is to be written.
+    """
+    evidence = load(path)
+    if stored_sha(json.loads(path.read_bytes())) != evidence.sha256:
+        raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
+    again = verdict.derive(evidence.measured)
+    if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
+        raise StoreError(f"{path}: today's rules give the same verdict; nothing was written")
+    return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence.evidence_id), results)
 
 
 def accept(path: Path) -> Path:

@@ -17,7 +17,11 @@ def start(words: list[str], ranks: int, *, command: list[str] | None = None, log
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    base = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    base = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     processes = []
     for rank in range(ranks):
         env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}

@@ -26,6 +26,7 @@ from playbook_trainer.parallel import axes as layout
 from playbook_trainer.parallel import context, setup
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
+from playbook_trainer.parallel.sharding import count_parameters
 from playbook_trainer.receipt import Observer, observing, state_bytes
 
 
@@ -59,8 +60,9 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)
+    counts = count_parameters(model, axes, device)
     if rank == 0:
-        write_summary(config, axes, recorder, model, extra, outcome, data_sha(config))
+        write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
     return outcome
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from playbook_trainer.config import TrainerConfig, config_sha, dump
 from playbook_trainer.parallel.axes import Axes
@@ -223,7 +223,13 @@ def environment(device: torch.device, world: int) -> dict[str, Any]:
 
 
 def write_summary(
-    config: TrainerConfig, axes: Axes, recorder: Recorder, model: nn.Module, extra: dict[str, Any], outcome: str, data_sha: str
+    config: TrainerConfig,
+    axes: Axes,
+    recorder: Recorder,
+    parameters: tuple[int, int],
+    extra: dict[str, Any],
+    outcome: str,
+    data_sha: str,
 ) -> None:
     """Write summary.json, atomically and last: its presence says that the run came to its end."""
     assert recorder.out is not None
@@ -249,8 +255,9 @@ def write_summary(
         "source_sha": source_sha(),
         "performance_revision": PERFORMANCE_REVISION,
         "data_sha": data_sha,
-        "num_parameters": sum(p.numel() for p in model.parameters()),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters_of": "model",
+        "num_parameters": parameters[0],
+        "trained_parameters": parameters[1],
         "seconds": {
             "start_up": recorder.phases["start_up"],
             "warm_up": recorder.phases.get("warm_up", 0.0),

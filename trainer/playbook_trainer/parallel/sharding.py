@@ -6,12 +6,14 @@ keeps its part. Drawing all 16 billion values of a large model takes a GPU a fra
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -71,6 +73,18 @@ def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
     if shard.tp_dim is not None:
         shape[shard.tp_dim] *= axes.tp.size
     return shape
+
+
+def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tuple[int, int]:
+    """Parameters of the whole model and those of them that are trained, whatever share of them this rank holds."""
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    for name, param in model.named_parameters():
+        size = math.prod(full_shape(param, name, axes))
+        counts += torch.tensor([size, size if param.requires_grad else 0], device=device)
+    if axes.pp.size > 1:
+        dist.all_reduce(counts, group=axes.pp.group)
+    whole, trained = counts.tolist()
+    return whole, trained
 
 
 @torch.no_grad()
