@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
 from playbook_bench.records import Evidence, seal
 
-RECORDS = sorted(data_root("results").glob("*/*.json"))
+RECORDS = [path for path, _ in store.records([data_root("results")])]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
 
 
@@ -98,6 +99,28 @@ def test_a_figure_off_by_less_than_the_tolerance_is_the_same(record):
         data["derived"]["comparison"]["effect"] *= 1 + 1e-12
 
     assert store.replay(altered(record, change, reseal=True))[0]
+
+
+def test_a_record_is_judged_again_only_where_the_rules_moved(record, tmp_path):
+    with pytest.raises(StoreError, match="same verdict"):
+        store.rejudge(record, tmp_path)
+
+    def change(data):
+        data["derived"]["verdict"]["sentence"] = "as an older version worded it"
+
+    older = altered(record, change, reseal=True)
+    newer = store.load(store.rejudge(older, tmp_path))
+    assert newer.judged_from == store.load(older).evidence_id
+    assert newer.derived == store.load(record).derived
+    assert older.exists()
+
+
+def test_an_altered_record_is_not_judged_again(record, tmp_path):
+    def change(data):
+        data["measured"]["runs"][0]["samples"][3]["seconds"] *= 1.001
+
+    with pytest.raises(StoreError, match="altered"):
+        store.rejudge(altered(record, change, reseal=False), tmp_path)
 
 
 @pytest.mark.parametrize("name", list_cases())
