@@ -386,10 +386,10 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def latest(shelf: Shelf, most: int = 8) -> str:
-    """The newest verdict of each claim and machine, confirmed and refuted ones first."""
+    """The newest verdict of each claim and machine: settled ones first, those from GPUs before those from a CPU."""
     found = [(r, c) for card in shelf.cards.values() for c in _each(card) for r in verdicts(shelf.records, c.id)]
     found.sort(key=lambda f: f[0].created, reverse=True)
-    found.sort(key=lambda f: f[0].status not in ("confirmed", "refuted"))
+    found.sort(key=lambda f: (f[0].status not in ("confirmed", "refuted"), f[0].machine == "cpu", "." in f[1].id))
     rows = [
         [
             link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),

@@ -108,7 +108,9 @@ def run(
         Interrupted: Ctrl-C or SIGTERM, after every run has been ended.
     """
     tasks = [task for target in targets for task in tasks_of(target)]
-    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)])
+    # Each record names the command for its own claim; a card from elsewhere is only found by its path.
+    from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
+    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)]) if from_file else ""
     return _run_all(tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet())
 
 
@@ -213,10 +215,16 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
             for i, (measured, derived, seconds) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
-                evidence = store.evidence_of(measured, derived, options.command, seconds)
+                evidence = store.evidence_of(measured, derived, options.command or _repeat(measured), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
     return [outcomes[i] for i in range(len(tasks))]
+
+
+def _repeat(measured: Measured) -> str:
+    """The command that tests this claim alone, wherever it was one of many."""
+    claim = measured.claim
+    return shlex.join(["playbook", "confirm", f"{claim.card}/{claim.id}" if claim else "", *_flags(measured.profile, None, None)])
 
 
 def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
