@@ -201,7 +201,8 @@ def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
         except FileError as e:
             problems = [f"profile '{profile}': {f.message}" for f in e.findings]
         except ConfigError as e:
-            problems = [" ".join(str(e).split())]
+            text = " ".join(str(e).split())
+            problems = [text if profile in text else f"profile '{profile}': {text}"]
         yield from (loaded.finding(("profiles", profile), p) for p in problems)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,7 +118,8 @@ def _comparison(record: Record) -> str:
     for key, label in labels.items():
         value = found.get(key)
         if isinstance(value, int | float):
-            rows.append([label, percent(value).lstrip("+") if key in shares else number(value)])
+            # Figures of log ratios are shown as the ratios that the effect is given in.
+            rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
 
 

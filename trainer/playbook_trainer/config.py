@@ -216,12 +216,23 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
     """The resolved configuration of `path` with `overrides` (dotted keys to values) applied.
 
     Raises:
-        FileError: the file, the model's preset or an override does not fit the tree.
+        FileError: the file or the model's preset does not fit the tree.
+        ConfigError: an override does not fit; the file by itself does.
     """
+    if not overrides:
+        return _resolve(path, {})
+    try:
+        return _resolve(path, overrides)
+    except FileError as e:
+        _resolve(path, {})
+        raise ConfigError("\n".join(f"override: {f.message}" for f in e.findings)) from e
+
+
+def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     data, marks = read(path)
     if not isinstance(data, dict):
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
-    for key, value in (overrides or {}).items():
+    for key, value in overrides.items():
         _set(data, key, value, str(path))
     data = {**data, "model": _expand_model(data.get("model"), marks, str(path))}
     return validate(data, marks, TrainerConfig, str(path))
