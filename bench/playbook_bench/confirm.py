@@ -291,6 +291,8 @@ def _run_series(
             if timed:
                 _timed(running, records, settled, options)
             else:
+                running.expected = 2
+                progress.series(case.id, running.expected)
                 series.measure_pairs(running, lambda s, n: True)
             for i, record in enumerate(records):
                 settled.setdefault(i, _judge(running, record))
