@@ -200,8 +200,10 @@ def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machin
 
 
 def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
-    """The packages and backends of a case that are not here."""
+    """The packages and backends of a case that are not here; every case that runs needs the trainer's own."""
     out = []
+    if not installed("torch"):
+        out.append(Missing(reason="package", detail="package torch is not installed; install perf-playbook with the extra 'train'"))
     for name in requires:
         kind, _, rest = name.partition(":")
         if kind == "backend" and rest:

@@ -6,6 +6,7 @@ Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stoppe
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, world)
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 
     import torch
 
