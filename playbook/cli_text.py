@@ -77,7 +77,7 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[
 def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
     if status[claim.id]["sentence"]:
-        yield f"  {status[claim.id]['sentence']}  [{status[claim.id]['evidence']}]"
+        yield f"  {status[claim.id]['sentence']}  [on {status[claim.id]['machine']}, {status[claim.id]['evidence']}]"
     yield f"  why: {claim.mechanism}"
     yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
     for source in claim.sources:
