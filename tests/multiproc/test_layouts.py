@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from ranks import run, steps, summary
+from ranks import ROOT, run, steps, summary
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -61,3 +63,22 @@ def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[s
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), f"gradient norm at step {a['step']}"
         assert (a["useful_tokens"], a["raw_tokens"], a["images"]) == (b["useful_tokens"], b["raw_tokens"], b["images"])
     assert summary(tmp_path)["outcome"] == "ok"
+
+
+def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
+    photographs = ROOT / "trainer" / "assets" / "vqa"
+    folder = tmp_path / "data"
+    folder.mkdir()
+    names = sorted(p.name for p in photographs.glob("*.jpg"))[:3]
+    for name in names:
+        shutil.copy(photographs / name, folder)
+    # Rows of one sample each: with two ranks, one of them often has no image where the other has one.
+    samples = [{"images": [names[i % 3]] if i % 3 else [], "question": f"What is number {i}?", "answer": str(i)} for i in range(40)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    words = [f"data.path={folder}", "data.pack=false", "data.num_workers=0"]
+    one = curve(tmp_path / "one", VISION, 1, words)
+    two = curve(tmp_path / "two", VISION, 2, words)
+    assert len({r["images"] for r in one}) > 1
+    for a, b in zip(two, one, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)

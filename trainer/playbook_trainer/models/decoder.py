@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, rms_norm, silu, softmax
 from torch.utils.checkpoint import checkpoint
 
-from playbook_trainer.config import ModelConfig
-from playbook_trainer.data.batch import Batch, Slice
+from playbook_trainer.config import ModelConfig, VisionConfig
+from playbook_trainer.data.batch import Batch, Slice, VisionBatch
 from playbook_trainer.models.attention import attend
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
@@ -32,6 +32,8 @@ class Options:
     dispatcher: str = "alltoall"
     grouped: bool = False
     recompute: bool = False
+    vision_always: bool = False
+    """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times."""
     layers: range | None = None
     """The layers of this pipeline stage; None means all."""
 
@@ -243,6 +245,9 @@ class Decoder(nn.Module):
             if self.config.vision is not None and batch.vision is not None and index is not None:
                 image_VD, visual = self.vision(batch.vision, dtype)
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
+            elif self.config.vision is not None and self.options.vision_always:
+                image_VD, unused = self.vision(blank_image(self.config.vision, x_ND.device), dtype)
+                x_ND = x_ND + 0 * sum(t.sum() for t in (image_VD, *unused))
         with range_("decoder") as r:
             x_ND = r.enter(x_ND)
             seq = self.sequence(batch, dtype)
@@ -264,6 +269,21 @@ class Decoder(nn.Module):
         """Rotary tables and borders of a micro-batch."""
         cos, sin = rotary(batch.positions, self.config)
         return Sequence(cos.to(dtype), sin.to(dtype), batch.cu_seqlens, batch.max_seqlen, batch.slices)
+
+
+def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:
+    """The smallest image there is, for a tower that has to run without one; its output is multiplied by zero."""
+    patches = config.spatial_merge_size**2
+    values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return VisionBatch(
+        pixels_PC=torch.zeros(patches, values, device=device),
+        cu_seqlens=torch.tensor([0, patches], dtype=torch.int32, device=device),
+        max_seqlen=patches,
+        rotary_P2=torch.zeros(patches, 2, dtype=torch.int64, device=device),
+        pos_index_4P=torch.zeros(4, patches, dtype=torch.int64, device=device),
+        pos_weight_4P=torch.zeros(4, patches, device=device),
+        visual_index_V=torch.zeros(0, dtype=torch.int64, device=device),
+    )
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         dispatcher=config.moe.dispatcher,
         grouped=grouped,
         recompute=train.recompute == "full",
+        vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
         layers=stage_layers(config.model.num_layers, axes.pp),
     )
     with torch.device("meta"):
