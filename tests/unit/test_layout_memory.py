@@ -145,3 +145,61 @@ def test_gathering_experts_moves_less_than_sending_eight_copies_between_four_ran
     plan = Plan(MODELS["qwen3_30b_a3b"], gpus=4, ep=4)
     gathered = replace(plan, options=Options(dispatcher="allgather"))
     assert communication.experts(plan).forward == 2 * communication.experts(gathered).forward
+
+
+def test_tensor_parallel_traffic_by_hand():
+    # One gather or scatter of 4096 x 4096 bf16 values over two ranks sends half; four of them forward, two more inputs backward.
+    dense = communication.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), dense=True)
+    one = 4096 * 4096 * 2 / 2
+    assert (dense.forward, dense.backward) == (4 * one, 6 * one)
+    routed = communication.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), dense=False)
+    assert (routed.forward, routed.backward) == (one, 1.5 * one)
+    shared = communication.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), dense=False)
+    assert shared.forward == 4 * 4096 * 7168 * 2 / 2
+
+
+def test_expert_tensor_parallelism_grows_only_the_experts_input():
+    plain, split = plan_of("gpus=4 ep=2"), plan_of("gpus=4 ep=2 etp=2")
+    before, after = activations.saved(plain, 0), activations.saved(split, 0)
+    assert {k for k in before if before[k] != after[k]} == {"dispatched tokens"}
+    assert after["dispatched tokens"] == 2 * before["dispatched tokens"] == 2 * 4096 * 8 * 2048 * 2
+    assert communication.expert_tensor(split).forward == 2 * 4096 * 8 * 2048 * 2
+
+
+def test_multi_token_prediction_adds_a_layer_to_the_last_stage_only():
+    with_mtp = plan_of("gpus=4 pp=4 uneven=true", "deepseek_v3")
+    without = replace(with_mtp, shape=replace(with_mtp.shape, mtp=0))
+    a, b = memory.estimate(with_mtp), memory.estimate(without)
+    assert [x.peak == y.peak for x, y in zip(a, b, strict=True)] == [True, True, True, False]
+    assert a[3].activations - b[3].activations == pytest.approx(activations.kept(with_mtp, 60))
+
+
+def test_logits_and_recomputed_tensors_are_not_there_at_once():
+    plan = plan_of("gpus=2 pp=2 recompute=full")
+    first, last = memory.estimate(plan)
+    assert first.transient == activations.replayed(plan, 0)
+    assert last.transient == max(activations.replayed(plan, 0), activations.loss(plan)) == 2 * 4096 * 151936
+
+
+def test_recompute_of_an_mlp_keeps_none_of_its_inner_tensors():
+    plan = plan_of("gpus=1", "llama3_8b")
+    again = replace(plan, options=Options(recompute=("mlp",)))
+    assert activations.kept(plan, 0) - activations.kept(again, 0) == 2 * 4096 * 3 * 14336
+    tight = replace(plan, options=Options(recompute=("moe_act", "layernorm")))
+    assert activations.kept(plan, 0) - activations.kept(tight, 0) == 2 * 2 * 4096 * 4096
+
+
+def test_full_sharding_gathers_two_layers_and_mxfp8_copies_carry_scales():
+    plan = plan_of("gpus=8 sharding=fsdp", "llama3_8b")
+    layer = 218_112_000
+    assert memory.estimate(plan)[0].gathered == pytest.approx(2 * 2 * layer, rel=1e-3)
+    mx = memory.estimate(plan_of("gpus=8 fp8=mxfp8", "llama3_8b"))[0]
+    assert mx.fp8_weights == pytest.approx(32 * (layer - 8192) * 2 * 33 / 32, rel=1e-3)
+
+
+def test_traffic_of_data_parallelism_follows_the_sharding():
+    held = memory.Weights(1000, 0, 0, 0)
+    sharded = plan_of("gpus=4 gbs=8 sharding=fsdp", "llama3_8b")
+    assert communication.data_parallel(sharded, held) == {"gradients": 2 * 4 * 750, "parameters": 2 * 2 * 2 * 750}
+    whole = plan_of("gpus=4 sharding=none", "llama3_8b")
+    assert communication.data_parallel(whole, held) == {"gradients": 2 * 4 * 750, "parameters": 0}
