@@ -95,7 +95,7 @@ def _explain(broken: list[str], near: list[Near]) -> None:
     say(f"{count(len(broken), 'broken rule')}")
     for sentence in broken:
         say(f"  - {sentence}")
-    say("nearest legal layouts" if near else "no legal layout is near: change the options or the counts that the rules above name")
+    say("nearest legal layouts" if near else "no choice of degrees makes this legal: first change the options that the rules above name")
     for found in near:
         changes = " ".join(f"{k}={str(v).lower()}" for k, v in found.changes.items())
         say(f"  {changes}    ({_line(found.plan)})")

@@ -65,7 +65,7 @@ class Stage:
 
 
 def estimate(plan: Plan) -> list[Stage]:
-    """The breakdown of each stage.
+    """The breakdown of each stage; a vision tower counts with its states, and its activations not at all.
 
     Raises:
         ConfigError: the plan breaks a rule, or its model has layers without a formula.

@@ -8,7 +8,7 @@ from itertools import islice, product
 from math import lcm, log2
 from typing import Any
 
-from playbook.plan import DEGREES, Plan
+from playbook.plan import DEGREES, LARGEST, Plan
 
 CHOICES = 5
 """Values tried per degree: those nearest to the one asked for, and 1."""
@@ -104,7 +104,7 @@ def _gpu_choices(plan: Plan) -> list[int]:
     """The GPUs asked for, and the multiples of one copy on either side."""
     unit = lcm(plan.tp * plan.cp * plan.pp, plan.etp * plan.ep * plan.pp)
     below = plan.gpus // unit * unit
-    return sorted({plan.gpus, below, below + unit} - {0})
+    return sorted(n for n in {plan.gpus, below, below + unit} if 0 < n <= LARGEST)
 
 
 def _powers(most: int) -> list[int]:
