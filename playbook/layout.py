@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from playbook.shapes import MODELS
+from playbook import layout_rules
+from playbook.layout_rules import Degrees, Options
+from playbook.shapes import MODELS, Shape
 
 Statement = tuple[bool, str, dict[str, Any]]
 """Whether an arithmetic claim holds, one sentence that says why, and the figures behind it."""
@@ -35,21 +37,22 @@ def check(
     ep: int = 1,
     etp: int = 1,
     vpp: int = 1,
+    options: Options | None = None,
+    shape: Shape | None = None,
 ) -> list[str]:
-    """The rules that a layout breaks, each as found, expected and what to do; an empty list means that it can run."""
+    """The rules that a layout breaks, each as found, expected and what to do; an empty list means that it can run.
+
+    With `options`, the rules of the chosen features are checked too, and with `shape` those that need the model's widths.
+    """
+    low = [
+        f"{k} is {v}; set it to 1 or more" for k, v in {"gpus": gpus, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}.items() if v < 1
+    ]
+    low += [f"{k} is {v}; set it to 1 or more" for k, v in {"vpp": vpp, "micro_batch_size": micro_batch_size}.items() if v < 1]
+    if low:
+        return low
+    uneven = options is not None and options.uneven
     broken = grid(gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-    if heads % tp:
-        broken.append(f"{heads} attention heads do not divide over tp {tp}; set parallel.tp to a divisor of {heads}")
-    if kv_heads % tp and tp % kv_heads:
-        broken.append(f"{kv_heads} key-value heads and tp {tp}: one must be a multiple of the other; change parallel.tp")
-    if layers % (pp * vpp):
-        broken.append(f"{layers} layers do not divide into pp {pp} x vpp {vpp} = {pp * vpp} chunks; change parallel.pp")
-    if vpp > 1 and pp == 1:
-        broken.append(f"vpp {vpp} needs pp > 1; set vpp to 1 or raise parallel.pp")
-    if ep > 1 and not experts:
-        broken.append(f"ep {ep} on a model without experts; set parallel.ep to 1")
-    elif experts % ep:
-        broken.append(f"{experts} experts do not divide over ep {ep}; set parallel.ep to a divisor of {experts}")
+    broken += _heads(heads, kv_heads, tp) + _chunks(layers, pp, vpp, uneven) + _experts(experts, ep)
     if cp > 1 and seq_len % (2 * cp):
         broken.append(f"seq_len {seq_len} is not a multiple of 2 x cp = {2 * cp} (each rank takes two chunks); change data.seq_len")
     if not gpus % (tp * pp * cp):
@@ -60,7 +63,46 @@ def check(
                 f"global batch {global_batch_size} is not a multiple of micro batch {micro_batch_size} x dp {dp} = {rows};"
                 f" set train.global_batch_size to a multiple of {rows}"
             )
+    if options is None:
+        return broken
+    return broken + layout_rules.broken(
+        Degrees(gpus, heads, kv_heads, experts, seq_len, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp, shape=shape), options
+    )
+
+
+def _heads(heads: int, kv_heads: int, tp: int) -> list[str]:
+    """TP shards attention heads. Source: Megatron-LM, `megatron/core/transformer/transformer_config.py`."""
+    broken = []
+    if heads % tp:
+        broken.append(f"{heads} attention heads do not divide over tp {tp}; set parallel.tp to a divisor of {heads}")
+    if kv_heads % tp and tp % kv_heads:
+        broken.append(f"{kv_heads} key-value heads and tp {tp}: one must be a multiple of the other; change parallel.tp")
     return broken
+
+
+def _chunks(layers: int, pp: int, vpp: int, uneven: bool) -> list[str]:
+    """The pipeline cuts the decoder into chunks, equal ones unless a pipeline layout lists them.
+
+    In a listed layout the embedding and the output layer may have a chunk of their own.
+    Source: Megatron-LM, `megatron/training/arguments.py` and `megatron/core/transformer/pipeline_parallel_layer_layout.py`.
+    """
+    broken, chunks = [], pp * vpp
+    if uneven and chunks > layers + 2:
+        broken.append(f"{layers} layers, embedding and output do not fill pp {pp} x vpp {vpp} = {chunks} chunks; change parallel.pp")
+    elif not uneven and layers % chunks:
+        broken.append(f"{layers} layers do not divide into pp {pp} x vpp {vpp} = {chunks} chunks; change parallel.pp")
+    if vpp > 1 and pp == 1:
+        broken.append(f"vpp {vpp} needs pp > 1; set vpp to 1 or raise parallel.pp")
+    return broken
+
+
+def _experts(experts: int, ep: int) -> list[str]:
+    """EP shards experts. Source: Megatron-LM, `megatron/core/transformer/moe/moe_layer.py`."""
+    if ep > 1 and not experts:
+        return [f"ep {ep} on a model without experts; set parallel.ep to 1"]
+    if experts % ep:
+        return [f"{experts} experts do not divide over ep {ep}; set parallel.ep to a divisor of {experts}"]
+    return []
 
 
 def grid(*, gpus: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> list[str]:

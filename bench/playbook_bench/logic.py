@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout
+from playbook import layout, placement
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
 from playbook_bench import invariants
@@ -19,6 +19,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "dp_floor": layout.dp_floor,
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
+    "hot_inside": placement.hot_inside,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,

@@ -1,0 +1,68 @@
+"""Pipeline schedules: which layers a stage holds, how many microbatches it keeps in flight, and how much of a step it waits.
+
+Source: Megatron-LM, `megatron/core/pipeline_parallel/schedules.py` (`get_pp_rank_microbatches`, `get_schedule_table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from playbook.errors import ConfigError
+
+
+def split(layers: int, pp: int, vpp: int = 1) -> list[int]:
+    """Decoder layers per chunk, in the order of the model: equal, or else as even as embedding and output layer allow.
+
+    Where the layers do not divide, embedding and output layer count as one layer each, and longer chunks come first.
+
+    Raises:
+        ConfigError: there are more chunks than layers, embedding and output layer.
+    """
+    chunks = pp * vpp
+    if layers % chunks == 0:
+        return [layers // chunks] * chunks
+    if chunks > layers + 2:
+        raise ConfigError(
+            f"{layers} layers, embedding and output do not fill {chunks} chunks; expected at most {layers + 2}, lower pp or vpp"
+        )
+    least, more = divmod(layers + 2, chunks)
+    sizes = [least + (i < more) for i in range(chunks)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    return sizes
+
+
+def indices(sizes: Sequence[int], pp: int, stage: int) -> list[list[int]]:
+    """The layer indices of each chunk of a stage: chunk `i` of the model belongs to stage `i % pp`."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [list(range(starts[i], starts[i] + sizes[i])) for i in range(stage, len(sizes), pp)]
+
+
+def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, group: int | None = None, overlap: bool = False) -> list[int]:
+    """Microbatches whose activations a stage holds at its peak, per chunk of the stage.
+
+    One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards
+    `2 (pp - stage - 1) + (vpp - 1) group` and one more; overlap of expert communication keeps one more again. `group` is
+    `microbatch_group_size_per_vp_stage`, by default pp.
+    """
+    if vpp == 1:
+        return [min(microbatches, pp - stage + (1 if overlap else 0))]
+    per_round = group or pp
+    alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * per_round + 1 + (1 if overlap else 0))
+    # The peak comes after `alive` forwards, so later microbatches need no place in the order.
+    order = _order(min(microbatches, alive + per_round), vpp, per_round)
+    return [order[:alive].count(chunk) for chunk in range(vpp)]
+
+
+def _order(microbatches: int, vpp: int, group: int) -> list[int]:
+    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next."""
+    rounds = [min(group, microbatches - start) for start in range(0, microbatches, group)]
+    return [chunk for size in rounds for chunk in range(vpp) for _ in range(size)]
+
+
+def bubble(*, pp: int, microbatches: int, vpp: int = 1) -> float:
+    """The share of a step that a stage waits for the pipeline to fill and drain: `(pp - 1) / (vpp m + pp - 1)`.
+
+    Source: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, arXiv 2104.04473, section 2.2.
+    """
+    return (pp - 1) / (vpp * microbatches + pp - 1)

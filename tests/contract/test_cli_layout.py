@@ -1,0 +1,73 @@
+"""`playbook layout`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from playbook import cli
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["layout", *words])
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+def test_an_illegal_layout_is_explained_with_offers(capsys):
+    words = ["check", "--gpus", "256", "tp=1", "cp=32", "ep=32", "pp=8", "--model", "deepseek_v3"]
+    code, out, _ = run(capsys, *words)
+    assert code == 2
+    assert "61 layers do not divide into pp 8" in out
+    assert "  uneven=true    (model deepseek_v3" in out
+    code, out, _ = run(capsys, *words, "--json")
+    found = json.loads(out)
+    assert (code, found["legal"], len(found["broken"]), len(found["nearest"])) == (2, False, 1, 3)
+    for offer in found["nearest"]:
+        again = [f"{k}={v}".lower() for k, v in offer["changes"].items()]
+        kept = [w for w in ("tp=1", "cp=32", "ep=32", "pp=8", "gpus=256") if w.split("=")[0] not in offer["changes"]]
+        assert run(capsys, "check", "--model", "deepseek_v3", *kept, *again)[0] == 0
+
+
+def test_a_legal_layout_says_its_degrees(capsys):
+    code, out, _ = run(capsys, "check", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4", "tp=2")
+    assert code == 0
+    assert out.startswith("legal: model qwen3_30b_a3b  gpus 8  tp 2")
+    assert "dp 4" in out
+    assert "edp 2" in out
+
+
+def test_memory_prints_a_breakdown_that_adds_up(capsys):
+    words = ["memory", "--model", "qwen3_30b_a3b", "layers=24", "gpus=4", "ep=4", "mbs=4", "seq_len=4096"]
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert "GiB allocated on stage 0" in out
+    stage = json.loads(run(capsys, *words, "--json")[1])["stages"][0]
+    parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace")
+    assert stage["peak"] == pytest.approx(sum(stage[k] for k in parts))
+
+
+def test_traffic_counts_work_and_bytes(capsys):
+    code, out, _ = run(capsys, "traffic", "--model", "deepseek_v3", "gpus=256", "ep=32", "pp=8", "uneven=true", "tp=2", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["flops_per_token"] == pytest.approx(260e9, rel=0.001)
+    assert {row["what"] for row in found["sent"]} == {"tp", "ep", "pp", "dp"}
+    assert run(capsys, "traffic", "--model", "qwen3_30b_a3b", "gpus=8", "ep=4")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["check", "--model", "gpt5"], "expected one of"),
+        (["memory", "--model", "qwen3_30b_a3b", "gpus=3", "ep=2"], "3 ranks do not divide into ep 2"),
+        (["memory", "--model", "qwen3_next_80b_a3b"], "linear attention"),
+        (["traffic", "--model", "qwen3_30b_a3b", "nonsense"], "expected key=value"),
+    ],
+)
+def test_mistakes_are_messages_and_exit_with_two(capsys, words, says):
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert says in out + err

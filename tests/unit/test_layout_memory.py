@@ -1,0 +1,205 @@
+"""Bytes per rank: measured peaks, hand-computed states, and what must never grow with a degree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from playbook import activations, communication, memory, pipeline
+from playbook.errors import ConfigError
+from playbook.layout_rules import Options
+from playbook.plan import Plan, parse
+from playbook.shapes import MODELS
+
+# Peak allocated GiB on four H200s: Qwen3-30B-A3B, megatron-core 0.19.2, bf16 moments and gradients, distributed optimizer with bf16
+# remainders as master copy. The first two rows are those that the one fitted constant comes from.
+STATES = "gpus=4 grad_bytes=2 master_bytes=2 moment_bytes=2 ep=4"
+MEASURED = [
+    ("layers=24 mbs=4", 88),
+    ("layers=24 mbs=2", 65),
+    ("layers=24 mbs=2 graphs=attn,moe_router,moe_preprocess", 65),
+    ("layers=24 mbs=4 dispatcher=allgather", 89),
+    ("layers=24 mbs=4 dispatcher=hybridep", 88),
+    ("layers=24 mbs=6 dispatcher=hybridep recompute=moe_act,layernorm", 102),
+    ("layers=24 mbs=8 dispatcher=hybridep recompute=moe_act,layernorm", 128),
+    ("layers=24 mbs=4 fp8=blockwise", 87),
+    ("layers=24 mbs=6 recompute=moe_act,layernorm", 102),
+    ("layers=48 mbs=1 recompute=moe_act,layernorm", 97),
+    ("layers=48 mbs=3 dispatcher=hybridep recompute=moe,layernorm", 102),
+    ("layers=24 mbs=1 cp=4 seq_len=32768 dispatcher=hybridep recompute=moe_act,layernorm", 64),
+]
+
+
+def plan_of(words: str, model: str = "qwen3_30b_a3b") -> Plan:
+    return parse(model, words.split())
+
+
+@pytest.mark.parametrize(("words", "measured"), MEASURED)
+def test_measured_peaks_are_estimated_within_eight_percent(words, measured):
+    assert memory.peak(plan_of(f"{STATES} {words}")) / memory.GIB == pytest.approx(measured, rel=0.08)
+
+
+def test_full_sharding_is_estimated_too():
+    # Measured: 108 GiB with Megatron-FSDP, fp32 master copy and moments, one expert-parallel rank.
+    words = "gpus=4 layers=24 mbs=4 grad_bytes=2 sharding=fsdp"
+    assert memory.peak(plan_of(words)) / memory.GIB == pytest.approx(108, rel=0.08)
+
+
+def test_the_fitted_constant_is_the_mean_of_what_its_two_rows_leave():
+    rest = [m - (memory.peak(plan_of(f"{STATES} {w}")) - memory.WORKSPACE_BYTES) / memory.GIB for w, m in MEASURED[:2]]
+    assert pytest.approx(sum(rest) / 2, abs=0.05) == memory.WORKSPACE_BYTES / memory.GIB
+
+
+@pytest.mark.parametrize(("extra", "per_param"), [("", 6 + 12 / 8), ("sharding=none", 18), ("sharding=fsdp", 18 / 8)])
+def test_bytes_per_parameter_of_a_dense_model(extra, per_param):
+    held = memory.Weights(1000, 0, 1000, 0)
+    assert sum(memory.state_bytes(plan_of(f"gpus=8 {extra}", "llama3_8b"), held)) == pytest.approx(1000 * per_param)
+
+
+def test_experts_are_sharded_over_their_own_data_parallel_ranks():
+    params, grads, optimizer = memory.state_bytes(plan_of("gpus=16 ep=4"), memory.Weights(0, 1000, 0, 0))
+    assert (params, grads, optimizer) == (2000, 4000, 12 * 1000 / 4)
+
+
+def test_a_layer_of_deepseek_v3_keeps_what_its_tensors_add_up_to():
+    plan = plan_of("gpus=1 seq_len=4096", "deepseek_v3")
+    assert sum(activations.saved(plan, 10).values()) / 1e6 == pytest.approx(1852, rel=0.01)
+    up = sum(activations.saved(plan, i)["q, k, v"] for i in range(61)) / memory.GIB
+    assert up == pytest.approx(30.4, rel=0.01)
+    act = sum(activations.saved(plan, i).get("expert act out", 0) for i in range(61)) / memory.GIB
+    assert act / 2 == pytest.approx(3.8, rel=0.06)
+
+
+def test_recompute_frees_what_it_names_and_brings_it_back_once():
+    plain = plan_of(f"{STATES} layers=24")
+    for module, names in activations.FREED.items():
+        plan = replace(plain, options=replace(plain.options, recompute=(module,)))
+        gone = sum(size for name, size in activations.saved(plain, 0).items() if name in names)
+        assert activations.kept(plain, 0) - activations.kept(plan, 0) == pytest.approx(gone)
+        assert activations.replayed(plan, 0) == pytest.approx(gone)
+    full = replace(plain, options=replace(plain.options, recompute=("full",)))
+    assert activations.kept(full, 0) == 2 * 4096 * 2048
+
+
+def test_weights_over_all_ranks_are_the_whole_model():
+    plan = plan_of("gpus=64 ep=8 pp=8 uneven=true", "deepseek_v3")
+    sizes = pipeline.split(61, 8)
+    held = [memory.weights(plan, s, pipeline.indices(sizes, 8, s)) for s in range(8)]
+    assert sum(w.dense + w.experts * 8 for w in held) == pytest.approx((671.03 + 11.61) * 1e9, rel=1e-3)
+
+
+def test_linear_attention_has_no_estimate_and_says_so():
+    with pytest.raises(ConfigError, match="linear attention"):
+        memory.estimate(plan_of("gpus=1", "qwen3_next_80b_a3b"))
+
+
+def test_an_impossible_plan_has_no_estimate():
+    with pytest.raises(ConfigError, match="do not divide"):
+        memory.estimate(plan_of("gpus=3 ep=2"))
+
+
+degree = st.sampled_from([1, 2, 4])
+models = st.sampled_from(["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3", "mixtral_8x7b"])
+
+
+@given(model=models, tp=degree, cp=degree, pp=degree, ep=degree, axis=st.sampled_from(["tp", "cp", "pp", "ep", "gpus"]))
+@settings(max_examples=40, deadline=None)
+def test_states_and_activations_never_grow_with_a_degree(model, tp, cp, pp, ep, axis):
+    base = Plan(MODELS[model], gpus=512, tp=tp, cp=cp, pp=pp, ep=ep, gbs=1 << 12, options=Options(uneven=True))
+    more = replace(base, **{axis: 2 * getattr(base, axis)})
+    assume(not base.broken() and not more.broken())
+    before, after = memory.estimate(base), memory.estimate(more)
+    assert max(s.states for s in after) <= max(s.states for s in before) * (1 + 1e-9)
+    if axis in ("tp", "cp"):
+        assert max(s.activations for s in after) <= max(s.activations for s in before) * (1 + 1e-9)
+
+
+@given(model=models, tp=degree, cp=degree, ep=degree, mbs=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_traffic_is_linear_in_the_batch_and_absent_without_peers(model, tp, cp, ep, mbs):
+    one = Plan(MODELS[model], gpus=256, tp=tp, cp=cp, ep=ep)
+    last = one.shape.layers - 1
+    sent, scaled = communication.per_layer(one, last), communication.per_layer(replace(one, mbs=mbs), last)
+    assert set(sent) == {k for k, n in {"tp": tp, "cp": cp, "ep": ep}.items() if n > 1}
+    assert all(scaled[k].total == pytest.approx(mbs * sent[k].total) for k in sent)
+
+
+def test_traffic_by_hand():
+    plan = Plan(MODELS["qwen3_30b_a3b"], gpus=4, ep=4)
+    token = 2 * 2048
+    assert communication.experts(plan).forward == 2 * 4096 * 8 * token * 3 / 4
+    gathered = replace(plan, options=Options(dispatcher="allgather"))
+    assert communication.experts(gathered).forward == 2 * 3 * 4096 * token
+    ring = communication.context(Plan(MODELS["qwen3_30b_a3b"], gpus=4, cp=4))
+    assert ring.forward == 3 * 1024 * 2 * (4 * 128) * 2
+    held = memory.Weights(1000, 1000, 0, 0)
+    assert communication.data_parallel(plan, held) == {"gradients": 4 * 750, "parameters": 2 * 750}
+    assert communication.distinct(1, 8) == 1
+    assert communication.distinct(4, 8) == pytest.approx(4 * (1 - 0.75**8))
+
+
+def test_gathering_experts_moves_less_than_sending_eight_copies_between_four_ranks():
+    plan = Plan(MODELS["qwen3_30b_a3b"], gpus=4, ep=4)
+    gathered = replace(plan, options=Options(dispatcher="allgather"))
+    assert communication.experts(plan).forward == 2 * communication.experts(gathered).forward
+
+
+def test_tensor_parallel_traffic_by_hand():
+    # One gather or scatter of 4096 x 4096 bf16 values over two ranks sends half; four of them forward, two more inputs backward.
+    dense = communication.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), dense=True)
+    one = 4096 * 4096 * 2 / 2
+    assert (dense.forward, dense.backward) == (4 * one, 6 * one)
+    routed = communication.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), dense=False)
+    assert (routed.forward, routed.backward) == (one, 1.5 * one)
+    shared = communication.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), dense=False)
+    assert shared.forward == 4 * 4096 * 7168 * 2 / 2
+
+
+def test_expert_tensor_parallelism_grows_only_the_experts_input():
+    plain, split = plan_of("gpus=4 ep=2"), plan_of("gpus=4 ep=2 etp=2")
+    before, after = activations.saved(plain, 0), activations.saved(split, 0)
+    assert {k for k in before if before[k] != after[k]} == {"dispatched tokens"}
+    assert after["dispatched tokens"] == 2 * before["dispatched tokens"] == 2 * 4096 * 8 * 2048 * 2
+    assert communication.expert_tensor(split).forward == 2 * 4096 * 8 * 2048 * 2
+
+
+def test_multi_token_prediction_adds_a_layer_to_the_last_stage_only():
+    with_mtp = plan_of("gpus=4 pp=4 uneven=true", "deepseek_v3")
+    without = replace(with_mtp, shape=replace(with_mtp.shape, mtp=0))
+    a, b = memory.estimate(with_mtp), memory.estimate(without)
+    assert [x.peak == y.peak for x, y in zip(a, b, strict=True)] == [True, True, True, False]
+    assert a[3].activations - b[3].activations == pytest.approx(activations.kept(with_mtp, 60))
+
+
+def test_logits_and_recomputed_tensors_are_not_there_at_once():
+    plan = plan_of("gpus=2 pp=2 recompute=full")
+    first, last = memory.estimate(plan)
+    assert first.transient == activations.replayed(plan, 0)
+    assert last.transient == max(activations.replayed(plan, 0), activations.loss(plan)) == 2 * 4096 * 151936
+
+
+def test_recompute_of_an_mlp_keeps_none_of_its_inner_tensors():
+    plan = plan_of("gpus=1", "llama3_8b")
+    again = replace(plan, options=Options(recompute=("mlp",)))
+    assert activations.kept(plan, 0) - activations.kept(again, 0) == 2 * 4096 * 3 * 14336
+    tight = replace(plan, options=Options(recompute=("moe_act", "layernorm")))
+    assert activations.kept(plan, 0) - activations.kept(tight, 0) == 2 * 2 * 4096 * 4096
+
+
+def test_full_sharding_gathers_two_layers_and_mxfp8_copies_carry_scales():
+    plan = plan_of("gpus=8 sharding=fsdp", "llama3_8b")
+    layer = 218_112_000
+    assert memory.estimate(plan)[0].gathered == pytest.approx(2 * 2 * layer, rel=1e-3)
+    mx = memory.estimate(plan_of("gpus=8 fp8=mxfp8", "llama3_8b"))[0]
+    assert mx.fp8_weights == pytest.approx(32 * (layer - 8192) * 2 * 33 / 32, rel=1e-3)
+
+
+def test_traffic_of_data_parallelism_follows_the_sharding():
+    held = memory.Weights(1000, 0, 0, 0)
+    sharded = plan_of("gpus=4 gbs=8 sharding=fsdp", "llama3_8b")
+    assert communication.data_parallel(sharded, held) == {"gradients": 2 * 4 * 750, "parameters": 2 * 2 * 2 * 750}
+    whole = plan_of("gpus=4 sharding=none", "llama3_8b")
+    assert communication.data_parallel(whole, held) == {"gradients": 2 * 4 * 750, "parameters": 0}

@@ -1,0 +1,97 @@
+"""Parameters and FLOPs of the named models, against what their publishers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from playbook import flops, parameters
+from playbook.paths import data_root
+from playbook.shapes import MODELS
+
+# Billions of parameters: decoder with both embeddings, and those that one token meets.
+TOTALS = {
+    "qwen3_30b_a3b": (30.53, 3.35),
+    "qwen3_235b_a22b": (235.09, 22.19),
+    "qwen3_next_80b_a3b": (79.67, 3.88),
+    "qwen3_5_35b_a3b": (34.66, 3.46),
+    "deepseek_v3": (671.03, 37.55),
+    "kimi_k2": (1026.4, 32.86),
+    "mixtral_8x7b": (46.70, 12.88),
+    "mixtral_8x22b": (140.63, 39.16),
+    "gpt_oss_20b": (20.91, 4.19),
+    "gpt_oss_120b": (116.83, 5.71),
+    "llama3_8b": (8.03, 8.03),
+    "llama3_70b": (70.55, 70.55),
+}
+
+# Rows of Megatron Bridge's performance summary, 26.08 and earlier: TFLOP/s per GPU over tokens/s per GPU.
+PUBLISHED = [("deepseek_v3", 1635e12 / 6288, 0.001), ("qwen3_30b_a3b", 936e12 / 40706, 0.005)]
+
+
+@pytest.mark.parametrize("model", TOTALS)
+def test_totals_are_those_of_the_published_models(model):
+    total, active = TOTALS[model]
+    assert parameters.decoder(MODELS[model]) / 1e9 == pytest.approx(total, rel=5e-4)
+    assert parameters.active(MODELS[model]) / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_multi_token_prediction_and_vision_come_on_top():
+    v3 = MODELS["deepseek_v3"]
+    assert (parameters.total(v3) - parameters.decoder(v3)) / 1e9 == pytest.approx(11.61, abs=0.01)
+    vl, text = MODELS["qwen3_vl_30b_a3b"], MODELS["qwen3_30b_a3b"]
+    assert parameters.decoder(vl) == parameters.decoder(text)
+    assert parameters.total(vl) / 1e9 == pytest.approx(31.07, abs=0.03)
+
+
+@pytest.mark.parametrize(("model", "expected", "within"), PUBLISHED)
+def test_flops_per_token_reproduce_published_rates(model, expected, within):
+    assert flops.per_token(MODELS[model], 4096) == pytest.approx(expected, rel=within)
+
+
+def test_flops_count_causal_attention_once():
+    shape = replace(MODELS["qwen3_30b_a3b"], layers=24)
+    assert flops.per_token(shape, 4096) / 1e9 == pytest.approx(12.47, rel=0.005)
+    per_token_of_context = (flops.per_token(shape, 8192) - flops.per_token(shape, 4096)) / 4096
+    assert per_token_of_context == 6 * 24 * 32 * 128
+
+
+def test_a_window_bounds_what_longer_sequences_cost():
+    shape = MODELS["gpt_oss_20b"]
+    full = replace(shape, window=0)
+    growth = flops.per_token(shape, 1 << 20) - flops.per_token(shape, 1 << 19)
+    assert growth == pytest.approx((flops.per_token(full, 1 << 20) - flops.per_token(full, 1 << 19)) / 2, rel=1e-3)
+    assert flops.per_token(shape, 64) == flops.per_token(full, 64)
+
+
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=20))
+def test_packing_costs_no_more_than_one_long_document(documents):
+    assert flops.packed_length(documents) <= sum(documents)
+    assert flops.packed_length(documents) >= sum(documents) / len(documents) - 1e-6
+    assert flops.packed_length([512] * len(documents)) == 512
+
+
+@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b"])
+def test_the_trainers_models_have_the_same_counts(model):
+    config = yaml.safe_load((data_root("configs") / "models" / f"{model}.yaml").read_text(encoding="utf-8"))
+    shape = MODELS[model]
+    same = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_layers": shape.layers,
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "num_experts": shape.experts,
+        "top_k": shape.top_k,
+        "expert_ffn_size": shape.expert_ffn,
+    }
+    assert same == {k: config[k] for k in same}
+    if shape.vision:
+        v = config["vision"]
+        assert (v["depth"], v["hidden_size"], v["ffn_size"]) == (shape.vision.depth, shape.vision.hidden, shape.vision.ffn)
+        assert (v["num_position_embeddings"], len(v["deepstack_layers"])) == (shape.vision.positions, shape.vision.deepstack)

@@ -1,0 +1,72 @@
+"""Pipeline arithmetic: layers per chunk, microbatches in flight, bubble."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from playbook import pipeline
+from playbook.errors import ConfigError
+
+
+def simulated(pp: int, stage: int, m: int, v: int) -> int:
+    """Chunks alive at the peak when warm-up forwards come first and then forwards and backwards alternate."""
+    warm = min(m * v, (2 * (pp - stage - 1) + (v - 1) * pp) if v > 1 else pp - stage - 1)
+    alive = most = warm
+    for _ in range(m * v - warm):
+        alive += 1
+        most = max(most, alive)
+        alive -= 1
+    return most
+
+
+@given(pp=st.integers(2, 8), m=st.integers(1, 24), v=st.integers(1, 4), data=st.data())
+def test_in_flight_is_the_peak_of_the_schedule(pp, m, v, data):
+    stage = data.draw(st.integers(0, pp - 1))
+    alive = pipeline.in_flight(pp=pp, stage=stage, microbatches=m, vpp=v)
+    assert len(alive) == v
+    assert sum(alive) == simulated(pp, stage, m, v)
+    assert all(0 <= n <= m for n in alive)
+    if stage:
+        assert sum(alive) <= sum(pipeline.in_flight(pp=pp, stage=stage - 1, microbatches=m, vpp=v))
+
+
+def test_first_chunks_are_held_by_more_microbatches_than_last_ones():
+    assert pipeline.in_flight(pp=4, stage=0, microbatches=64, vpp=2) == [7, 4]
+    assert pipeline.in_flight(pp=4, stage=0, microbatches=64) == [4]
+    assert pipeline.in_flight(pp=1, stage=0, microbatches=64) == [1]
+    assert pipeline.in_flight(pp=4, stage=3, microbatches=64, overlap=True) == [2]
+
+
+def test_many_microbatches_are_not_listed_one_by_one():
+    assert sum(pipeline.in_flight(pp=8, stage=0, microbatches=1 << 30, vpp=4)) == 14 + 24 + 1
+
+
+@given(layers=st.integers(1, 100), pp=st.integers(1, 16), vpp=st.integers(1, 4))
+def test_chunks_hold_every_layer_once(layers, pp, vpp):
+    if layers % (pp * vpp) and pp * vpp > layers + 2:
+        with pytest.raises(ConfigError, match="do not fill"):
+            pipeline.split(layers, pp, vpp)
+        return
+    sizes = pipeline.split(layers, pp, vpp)
+    assert len(sizes) == pp * vpp
+    assert min(sizes) >= 0
+    assert sorted(i for s in range(pp) for chunk in pipeline.indices(sizes, pp, s) for i in chunk) == list(range(layers))
+    inner = sizes[1:-1]
+    assert not inner or max(inner) - min(inner) <= 1
+
+
+def test_layers_of_deepseek_v3_over_thirty_two_chunks():
+    assert pipeline.split(61, 8, 4) == [1, *[2] * 30, 0]
+
+
+@given(pp=st.integers(1, 32), m=st.integers(1, 512), v=st.integers(1, 8))
+@settings(max_examples=60)
+def test_the_bubble_shrinks_with_microbatches_and_chunks(pp, m, v):
+    share = pipeline.bubble(pp=pp, microbatches=m, vpp=v)
+    assert 0 <= share < 1
+    assert (share == 0) is (pp == 1)
+    assert pipeline.bubble(pp=pp, microbatches=m + 1, vpp=v) <= share
+    assert pipeline.bubble(pp=pp, microbatches=m, vpp=v + 1) <= share
+    assert share * (v * m + pp - 1) == pytest.approx(pp - 1)
