@@ -29,7 +29,10 @@ def findings(tmp_path, text, name=CARD.name):
 
 def alone(text):
     """A card under ids that no shipped card uses, so that only the planted fault is found."""
-    text = text.replace("id: moe-dispatcher-choice", "id: planted")
+    text = text.replace("id: moe-dispatcher-choice", "id: planted").replace(
+        "title: Choosing the MoE token dispatcher", "title: A planted fault"
+    )
+    text = re.sub(r"aliases: \[.*\]", "aliases: [planted fault]", text)
     for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
         text = re.sub(rf"\b{old}\b", new, text)
     return text
