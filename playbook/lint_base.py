@@ -145,6 +145,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _meet(a: Any, b: Any) -> bool:
+    if a == b:
+        return True
     spans = [[_span(v) for v in _as_list(side)] for side in (a, b)]
     if all(s is not None for side in spans for s in side):
         return any(x[0] <= y[1] and y[0] <= x[1] for x in spans[0] if x for y in spans[1] if y)

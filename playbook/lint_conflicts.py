@@ -42,7 +42,7 @@ def _opposed(a: Claim, b: Claim) -> bool:
     one, two = effect(a.expect), effect(b.expect)
     if one is None or two is None or one[0] != two[0]:
         return False
-    if _frozen(a.comparison.baseline) != _frozen(b.comparison.baseline):
+    if a.comparison.baseline != b.comparison.baseline:
         two = (two[0], -two[2], -two[1])
     return max(one[1], two[1]) > min(one[2], two[2])
 
@@ -73,18 +73,16 @@ def opposed_decisions(shelf: Shelf) -> Iterator[Found]:
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
             for first, _, a in rows[:n] if id(second) in asked else ():
-                if overlap(a.when, b.when) and not linked(first, None, second, None):
-                    yield from _set_twice(first, a, second, i, b)
+                differ = [k for k in a.set if k in b.set and a.set[k] != b.set[k]]
+                if differ and overlap(a.when, b.when) and not linked(first, None, second, None):
+                    yield from _set_twice(first, a, second, i, b, differ)
 
 
-def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: Decision) -> Iterator[Found]:
-    for key in sorted(a.set.keys() & b.set.keys()):
-        if a.set[key] != b.set[key]:
-            other = place(first, second, "another decision")
-            message = (
-                f"sets {key} to {show(b.set[key])}, and {other} to {show(a.set[key])} in the same situation; keep one, or narrow `when`"
-            )
-            yield second, ("decide", i, "set", key), message
+def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: Decision, keys: list[str]) -> Iterator[Found]:
+    other = place(first, second, "another decision")
+    for key in sorted(keys):
+        message = f"sets {key} to {show(b.set[key])}, and {other} to {show(a.set[key])} in the same situation; keep one, or narrow `when`"
+        yield second, ("decide", i, "set", key), message
 
 
 def avoided_settings(shelf: Shelf) -> Iterator[Found]:
@@ -96,7 +94,7 @@ def avoided_settings(shelf: Shelf) -> Iterator[Found]:
         for warns, sets in both:
             for i, decision in enumerate(sets.card.decide):
                 for other in warns.card.decide:
-                    if other.avoid and overlap(decision.when, other.when):
+                    if other.avoid.keys() & decision.set.keys() and overlap(decision.when, other.when):
                         yield from _avoided(warns, other, sets, i, decision)
 
 
@@ -148,11 +146,13 @@ def same_row(shelf: Shelf) -> Iterator[Found]:
     for rows in index.values():
         for n, (second, i, b) in enumerate(rows):
             for first, j, a in rows[:n] if id(second) in asked else ():
-                if gpus_named(a.hardware) & gpus_named(b.hardware) and _one_row(a, b) and not linked(first, None, second, None):
+                if _one_row(a, b) and gpus_named(a.hardware) & gpus_named(b.hardware) and not linked(first, None, second, None):
                     yield from _row_differs(first, j, a, second, i, b)
 
 
 def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
+    if a.layout == b.layout and not a.unspecified and not b.unspecified:
+        return False  # nothing to disagree about
     grid = [k for k in ("tp", "pp", "cp", "ep", "etp") if k in a.layout and k in b.layout]
     same = all(a.layout[k] == b.layout[k] for k in grid)
     work = all(a.settings[k] == b.settings[k] for k in ("seq_len", "precision") if k in a.settings and k in b.settings)
