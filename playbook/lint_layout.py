@@ -53,6 +53,9 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
 
 
 def _grids(name: str, degrees: Mapping[str, int], gpus: int) -> Iterator[str]:
+    if gpus < 1:
+        yield f"{name}: gpus is {gpus}; expected 1 or more"
+        return
     tp, pp, cp, ep, etp = (degrees.get(k, 1) for k in ("tp", "pp", "cp", "ep", "etp"))
     broken = layout.grid(gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
     yield from (f"{name}: {rule}" for rule in broken)

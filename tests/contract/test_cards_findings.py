@@ -24,7 +24,7 @@ def place(text, needle):
 
 def findings(tmp_path, text, name=CARD.name):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    return [str(f) for f in cli_check.check_all([tmp_path])[2]]
+    return [str(f) for f in cli_check.check_all([tmp_path])[2] if not f.warning]
 
 
 def alone(text):
@@ -85,7 +85,7 @@ def test_a_card_without_faults_has_no_findings(tmp_path, text):
 
 
 def test_a_card_that_replaces_itself_is_not_a_duplicate(tmp_path):
-    assert [str(f) for f in cli_check.check_all([CARD])[2]] == []
+    assert [str(f) for f in cli_check.check_all([CARD])[2] if not f.warning] == []
 
 
 def test_a_name_that_differs_from_the_id_is_found(tmp_path, text):
