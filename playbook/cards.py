@@ -16,7 +16,7 @@ class Quantity(Strict):
     """A number with its unit; `approx` marks a rounded one."""
 
     value: float
-    unit: Literal["percent", "points", "ratio", "count", "bytes", "gib", "tokens", "seconds", "flops", "gpus"]
+    unit: Literal["percent", "points", "ratio", "count", "bytes", "gib", "tokens", "seconds", "flops", "gpus", "tflops"]
     approx: bool = False
 
 
@@ -92,6 +92,8 @@ class Decision(Strict):
 
     when: dict[str, Any]
     set: dict[str, Any]
+    avoid: dict[str, Any] = Field(default_factory=dict)
+    """What not to set in this situation; a list names the members to leave out."""
     because: list[str] = Field(min_length=1)
     note: str | None = None
 
@@ -105,7 +107,36 @@ class ConfigFamily(Strict):
     gpus: int | None = None
     layout: dict[str, int]
     settings: dict[str, Any] = Field(default_factory=dict)
+    """Keys beside the layout; `megatron_core` names the version whose labels they use, the newest known if absent."""
+    measured: dict[str, Quantity] = Field(default_factory=dict)
+    """What was published for it, by name; see `playbook.lint_figures` for the names and their units."""
+    unspecified: list[str] = Field(default_factory=list)
+    """Degrees that the source leaves open, so that nobody fills them in."""
     note: str | None = None
+
+
+class Ranking(Strict):
+    """One configuration family of this card beats another in a measured figure."""
+
+    metric: str
+    better: str
+    than: str
+
+
+class Formula(Strict):
+    """A sizing rule as arithmetic over the degrees, such as `pp * max(tp * cp, ep * etp)` for `min_gpus`."""
+
+    quantity: Literal["min_gpus", "dp", "edp", "cp"]
+    expression: str = Field(max_length=200)
+
+
+class Figure(Strict):
+    """A number that the card states outside its claims, and what it is a number of."""
+
+    name: str
+    value: Quantity
+    when: dict[str, Any] = Field(default_factory=dict)
+    sources: list[Source] = Field(min_length=1)
 
 
 class Pitfall(Strict):
@@ -137,6 +168,9 @@ class Card(Strict):
     claims: list[Claim] = Field(min_length=1)
     decide: list[Decision] = Field(default_factory=list)
     families: list[ConfigFamily] = Field(default_factory=list)
+    rankings: list[Ranking] = Field(default_factory=list)
+    formulas: list[Formula] = Field(default_factory=list)
+    figures: list[Figure] = Field(default_factory=list)
     interactions: list[str] = Field(default_factory=list)
     pitfalls: list[Pitfall] = Field(default_factory=list)
     related: Related = Field(default_factory=Related)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook import __version__
+from playbook import __version__, cli_lint
 from playbook.cli_layout import layout_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.errors import FileError, PlaybookError
@@ -39,6 +39,8 @@ site_app = typer.Typer(no_args_is_help=True, help="The documentation site.")
 for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evidence_app), ("schemas", schemas_app), ("site", site_app)):
     app.add_typer(sub, name=name)
 app.add_typer(layout_app, name="layout")
+
+cli_lint.mount(cards_app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 
@@ -82,22 +84,17 @@ def cards_check(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings (old sources, expired evidence) count as findings.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check cards, their cases and the trainer keys that those use; findings as file:line:column."""
+    """Check cards, their cases and the trainer keys that those use; findings as file:line:column with the rule's id."""
     from playbook.cli_check import check_all
+    from playbook.cli_lint import report
 
     cards, cases, findings = check_all(paths or [])
-    if as_json:
-        rows = [{"file": f.file, "line": f.line, "column": f.column, "message": f.message} for f in findings]
-        print_json({"cards": len(cards.loaded), "cases": len(cases), "findings": rows})
-    for finding in findings:
-        complain(f"{finding}")
-    if findings:
-        raise typer.Exit(USAGE)
-    if not as_json:
-        claims = sum(1 for _ in cards.claims())
-        say(f"{count(len(cards.loaded), 'card')}, {count(claims, 'claim')}, {count(len(cases), 'case')}: no findings")
+    claims = sum(1 for _ in cards.claims())
+    read = f"{count(len(cards.loaded), 'card')}, {count(claims, 'claim')}, {count(len(cases), 'case')}"
+    report(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
 
 
 @cards_app.command("list")

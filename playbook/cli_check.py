@@ -5,11 +5,14 @@ Each package judges what it owns; here their answers are put side by side.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from playbook import lint, scope
 from playbook.cards import Claim, Comparison, Expect
 from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import ConfigError, FileError, Finding
@@ -44,8 +47,28 @@ class LoadedCase:
         return Finding(str(self.path), line, column, message)
 
 
-def check_all(paths: Sequence[Path]) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
-    """The cards of `paths` (all that ship, if empty), the cases, and everything that is wrong with them."""
+CASE_RULES = (
+    ("claim-out-of-reach", "A claim whose case has no profile inside the claim's scope"),
+    ("evidence-old", "A claim whose newest evidence has expired"),
+)
+"""The rules that need cases or evidence beside the cards: id and title."""
+
+DEGREE_KEYS = {
+    "parallel.tp": "tp",
+    "parallel.pp": "pp",
+    "parallel.cp": "cp",
+    "parallel.ep": "ep",
+    "data.seq_len": "seq_len",
+    RANKS: "ranks",
+}
+"""The keys of a profile that a scope asks about, by the scope's name."""
+
+
+def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
+    """The cards of `paths` (all that ship, if empty), the cases, and everything that is wrong with them.
+
+    `today` (YYYY-MM-DD) is the day by which age is judged.
+    """
     shelf = read_cards([data_root("cards")])
     cards = read_cards(paths) if paths else shelf
     cases, findings = read_cases(data_root("cases"))
@@ -55,6 +78,9 @@ def check_all(paths: Sequence[Path]) -> tuple[Cards, dict[str, LoadedCase], list
         found += _claim_and_case(entry, i, claim, cases)
     for loaded in cases.values():
         findings += check_case(loaded)
+    day = today or datetime.now(UTC).strftime("%Y-%m-%d")
+    found += lint.run(cards, shelf, day)
+    found += _expired(cards, data_root("results"), day)
     return cards, cases, found + findings
 
 
@@ -115,6 +141,7 @@ def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str,
     here: Path_ = ("claims", i)
     yield from _same(entry, here, claim.kind, claim.case, claim.metric, claim.comparison, cases)
     yield from _margin(entry, here, claim.metric, claim.expect)
+    yield from _out_of_reach(entry, here, claim, cases)
     check = claim.mechanism_check
     if check:
         yield from _margin(entry, (*here, "mechanism_check"), check.metric, check.expect)
@@ -147,6 +174,43 @@ def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iter
             threshold(METRICS[metric], expect.margin)
         except ConfigError as e:
             yield entry.finding((*here, "expect", "margin"), str(e))
+
+
+def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    """At least one profile of the case must lie in the claim's scope, as far as its layout says."""
+    loaded = cases.get(claim.case or "")
+    if loaded is None or not loaded.case.profiles or scope.problems(claim.scope):
+        return
+    case, reasons = loaded.case, []
+    for name, keys in case.profiles.items():
+        fixed = {k: v for k, v in keys.items() if k not in case.baseline and k not in case.candidate}
+        facts = {fact: fixed[key] for key, fact in DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
+        facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
+        unmet = scope.unmet({k: v for k, v in claim.scope.items() if k in facts}, facts)
+        if not unmet:
+            return
+        reasons.append(f"{name} has {unmet[0]}")
+    at = entry.finding(
+        (*here, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
+    )
+    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
+
+
+def _expired(cards: Cards, folder: Path, today: str) -> Iterator[Finding]:
+    """Claims whose newest record has expired: what it found may no longer hold."""
+    newest: dict[str, tuple[str, str]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            claim = (record["measured"]["claim"] or {}).get("id", "")
+            newest[claim] = max(newest.get(claim, ("", "")), (record["created"], record["expires"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # no record of a verdict: traces lie here too, and `playbook site build` reports what does not read
+    for entry, i, claim in cards.claims():
+        expires = newest.get(claim.id, ("", "9999"))[1]
+        if expires < today:
+            at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
+            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0], warning=True)
 
 
 def _delta(values: Mapping[str, Any]) -> str:

@@ -30,9 +30,14 @@ class Finding:
     line: int
     column: int
     message: str
+    rule: str = ""
+    """The lint rule behind it; empty where the file itself does not read."""
+    warning: bool = False
+    """Worth knowing, and not wrong: time has passed."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: {self.message}"
+        word = "warning: " if self.warning else ""
+        return f"{self.file}:{self.line}:{self.column}: {word}{self.message}" + (f" [{self.rule}]" if self.rule else "")
 
 
 class FileError(PlaybookError):

@@ -13,6 +13,7 @@ KINDS = {
     "baselines": "bench/baselines",
     "configs": "trainer/configs",
     "assets": "trainer/assets",
+    "tables": "playbook/_tables",
 }
 
 

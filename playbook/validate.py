@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playbook import layout, scope
-from playbook.cards import Card, Claim, ConfigFamily, Expect
+from playbook import scope
+from playbook.cards import Card, Claim, Expect
 from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root
-from playbook.shapes import MODELS
 
-DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 LOGIC_KINDS = ("arithmetic", "invariant")
 
 
@@ -96,8 +94,6 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
         findings += _links(entry, known_cards, known_claims)
         for i, claim in enumerate(entry.card.claims):
             findings += _claim(entry, i, claim, cases, metrics)
-        for i, family in enumerate(entry.card.families):
-            findings += [entry.finding(("families", i, "layout"), m) for m in _family(family)]
     return findings
 
 
@@ -219,32 +215,3 @@ def _tested(
         yield entry.finding((*here, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
     elif logic and expect.margin is not None:
         yield entry.finding((*here, "expect", "margin"), "a claim that holds or does not has no margin; remove it")
-
-
-def _family(family: ConfigFamily) -> Iterator[str]:
-    """What is impossible about a configuration family: unknown degrees, layouts that divide neither GPUs, heads nor experts."""
-    degrees = family.layout
-    unknown = [k for k in degrees if k not in DEGREES]
-    yield from (f"unknown degree '{k}'{did_you_mean(k, DEGREES)}" for k in unknown)
-    low = [k for k, v in degrees.items() if v < 1]
-    yield from (f"degree '{k}' is {degrees[k]}; expected 1 or more" for k in low)
-    if unknown or low:
-        return
-    tp, pp, cp, ep, etp = (degrees.get(k, 1) for k in ("tp", "pp", "cp", "ep", "etp"))
-    if family.gpus is not None:
-        broken = layout.grid(gpus=family.gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-        yield from (f"{family.name}: {rule}" for rule in broken)
-        if not broken:
-            left = {"dp": family.gpus // (tp * pp * cp), "edp": family.gpus // (etp * ep * pp)}
-            yield from (
-                f"{family.name}: {k} is {degrees[k]}, but {family.gpus} GPUs leave {left[k]}; expected {left[k]}"
-                for k in left
-                if degrees.get(k, left[k]) != left[k]
-            )
-    shape = MODELS.get(family.model)
-    if shape and shape.heads % tp:
-        yield f"{family.name}: {shape.heads} attention heads of {family.model} do not divide over tp {tp}"
-    if shape and shape.experts % ep:
-        yield f"{family.name}: {shape.experts} experts of {family.model} do not divide over ep {ep}"
-    if degrees.get("vpp", 1) > 1 and pp == 1:
-        yield f"{family.name}: vpp {degrees['vpp']} needs pp > 1"

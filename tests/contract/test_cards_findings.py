@@ -24,12 +24,15 @@ def place(text, needle):
 
 def findings(tmp_path, text, name=CARD.name):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    return [str(f) for f in cli_check.check_all([tmp_path])[2]]
+    return [str(f) for f in cli_check.check_all([tmp_path])[2] if not f.warning]
 
 
 def alone(text):
     """A card under ids that no shipped card uses, so that only the planted fault is found."""
-    text = text.replace("id: moe-dispatcher-choice", "id: planted")
+    text = text.replace("id: moe-dispatcher-choice", "id: planted").replace(
+        "title: Choosing the MoE token dispatcher", "title: A planted fault"
+    )
+    text = re.sub(r"aliases: \[.*\]", "aliases: [planted fault]", text)
     for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
         text = re.sub(rf"\b{old}\b", new, text)
     return text
@@ -82,7 +85,7 @@ def test_a_card_without_faults_has_no_findings(tmp_path, text):
 
 
 def test_a_card_that_replaces_itself_is_not_a_duplicate(tmp_path):
-    assert [str(f) for f in cli_check.check_all([CARD])[2]] == []
+    assert [str(f) for f in cli_check.check_all([CARD])[2] if not f.warning] == []
 
 
 def test_a_name_that_differs_from_the_id_is_found(tmp_path, text):

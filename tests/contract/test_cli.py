@@ -52,7 +52,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
         *("version", "train", "confirm", "gate", "site build", "schemas export"),
-        *("cards check", "cards list", "cards show", "evidence accept", "evidence list", "evidence show"),
+        *("cards check", "cards import", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
     }
     for command in found:

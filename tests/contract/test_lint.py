@@ -1,0 +1,303 @@
+"""Every planted contradiction is found by the rule that is meant for it; its repaired twin passes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from playbook import lint
+from playbook.cards import Expect, Quantity
+from playbook.cli import main
+from playbook.cli_check import CASE_RULES, check_all
+from playbook.cli_lint import rule_rows
+from playbook.errors import ConfigError
+from playbook.lint_base import gpus_named, overlap
+from playbook.lint_conflicts import effect
+from playbook.lint_figures import is_text_number, rounding
+from playbook.lint_labels import label_problems, table_for, tables
+from playbook.lint_layout import evaluate, layout_problems
+from playbook.paths import repo_root
+from playbook.validate import read_cards
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "lint"
+TODAY = "2026-11-21"
+EXPECTED = {
+    "01-gpu-floor-formula": {"layout-formula"},
+    "02-experts-do-not-fit-gpus": {"layout-family", "layout-decision"},
+    "03-edp-stated-wrong": {"layout-family"},
+    "04-dp-stated-wrong": {"layout-family"},
+    "05-virtual-stages-without-pipeline": {"layout-family"},
+    "06-unequal-work-ranked": {"work-ranking"},
+    "07-opposite-claims": {"conflict-claims"},
+    "08-unknown-recompute-labels": {"label-unknown"},
+    "09-invented-virtual-stages": {"conflict-row"},
+    "10-advice-against-evidence": {"conflict-avoid"},
+    "11-graph-spelling": {"label-unknown"},
+    "12-training-state-bytes": {"number-state", "number-conflict"},
+    "13-one-key-two-values": {"conflict-decisions"},
+    "14-implied-peaks-differ": {"number-peak"},
+    "15-one-run-two-descriptions": {"conflict-measurement"},
+    "16-one-subject-twice": {"duplicate-subject"},
+    "17-stale-source": {"source-old"},
+    "18-units-and-text-numbers": {"number-unit", "number-text"},
+    "19-dispatcher-on-wrong-hardware": {"dispatcher-hardware"},
+    "20-recompute-excludes-graph": {"label-incompatible"},
+    "21-no-case-reaches": {"claim-out-of-reach"},
+}
+
+
+def findings(folder, today=TODAY):
+    return check_all([folder], today)[2]
+
+
+def test_every_fixture_names_its_rules():
+    assert {p.name for p in FIXTURES.iterdir()} == set(EXPECTED)
+    assert sum(name < "17" for name in EXPECTED) == 16
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_planted_contradiction_is_found_at_its_place(name):
+    found = findings(FIXTURES / name / "planted")
+    assert {f.rule for f in found} == EXPECTED[name], [str(f) for f in found]
+    for f in found:
+        line = Path(f.file).read_text(encoding="utf-8").splitlines()[f.line - 1]
+        assert f.line > 1
+        assert 0 < f.column <= len(line)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_repaired_twin_passes(name):
+    assert [str(f) for f in findings(FIXTURES / name / "repaired")] == []
+
+
+def test_contradictions_are_found_across_separate_checks():
+    """A new card is judged against the cards that are there, not only against those named beside it."""
+    second = FIXTURES / "13-one-key-two-values" / "planted"
+    cards, shelf = read_cards([second / "domain-ranks.yaml"]), read_cards([second])
+    assert [f.rule for f in lint.run(cards, shelf, TODAY)] == ["conflict-decisions"]
+
+
+def test_a_relation_that_says_so_excuses_opposite_claims(tmp_path):
+    folder = FIXTURES / "07-opposite-claims"
+    planted = (folder / "planted" / "pipeline-ceiling.yaml").read_text(encoding="utf-8")
+    other = (folder / "planted" / "sharding-ahead.yaml").read_text(encoding="utf-8")
+    (tmp_path / "sharding-ahead.yaml").write_text(other, encoding="utf-8")
+    narrower = planted.replace('gpus: ">=4"', 'gpus: "2"')
+    assert narrower != planted
+    (tmp_path / "pipeline-ceiling.yaml").write_text(narrower, encoding="utf-8")
+    assert "conflict-claims" not in {f.rule for f in findings(tmp_path)}
+
+
+def memory_card(name, claim, op, candidate, decide=""):
+    return f"""\
+id: {name}
+title: Card {name}
+summary: What one module is worth.
+symptoms: [out of memory]
+phase: fit
+wall: memory
+claims:
+  - id: {claim}
+    statement: Recomputing this one module changes the peak of memory by the stated amount.
+    mechanism: Some modules save large activations and others save none.
+    kind: pair
+    comparison: {{baseline: {{train.recompute_modules: []}}, candidate: {{train.recompute_modules: [{candidate}]}}}}
+    metric: peak_memory_bytes
+    expect: {{op: "{op}", margin: {{value: 1, unit: percent}}}}
+    label: training-equivalent
+    sources: [{{title: Test, origin: ours, date: 2026-06}}]
+{decide}"""
+
+
+def test_a_decision_for_a_metric_that_a_claim_denies_is_found(tmp_path):
+    decide = "decide:\n  - {when: {memory: short}, set: {train.recompute_modules: [core_attn, moe_act]}, because: [Y1]}\n"
+    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", decide), encoding="utf-8")
+    (tmp_path / "two.yaml").write_text(memory_card("two", "Y2", "<=", "core_attn"), encoding="utf-8")
+    cards = read_cards([tmp_path])
+    assert not cards.findings
+    found = lint.run(cards, cards, TODAY)
+    assert [(f.rule, Path(f.file).name) for f in found] == [("conflict-evidence", "one.yaml")]
+
+
+def test_what_ships_has_no_finding_and_no_warning():
+    assert [str(f) for f in check_all([], TODAY)[2]] == []
+
+
+def test_expired_evidence_is_a_warning():
+    found = check_all([], "2031-01-01")[2]
+    assert "evidence-old" in {f.rule for f in found}
+    assert all(f.warning for f in found)
+
+
+@pytest.mark.parametrize(("change", "rule"), [("date: 2026-06", "date: 2027-06"), ("date: 2026-06", "date: 2026-19")])
+def test_a_source_with_an_impossible_date_is_found(tmp_path, change, rule):
+    text = (FIXTURES / "17-stale-source" / "repaired" / "sources-in-time.yaml").read_text(encoding="utf-8")
+    (tmp_path / "sources-in-time.yaml").write_text(text.replace(change, rule), encoding="utf-8")
+    assert [f.rule for f in findings(tmp_path)] == ["source-date"]
+
+
+def many(folder, number):
+    """Cards of the shipped size that differ in what the linter compares."""
+    shipped = (repo_root() / "cards" / "moe-dispatcher-choice.yaml").read_text(encoding="utf-8")
+    for n in range(number):
+        text = shipped.replace("id: moe-dispatcher-choice", f"id: made-{n}").replace(
+            "Choosing the MoE token dispatcher", f"Subject {n} of {n}"
+        )
+        text = re.sub(r"aliases: \[.*\]", f"aliases: [made {n}]", text)
+        for k, old in enumerate(("W9", "W10", "V5")):
+            text = re.sub(rf"\b{old}\b", f"{'ABC'[k]}{n}", text)
+        (folder / f"made-{n}.yaml").write_text(text, encoding="utf-8")
+
+
+def test_two_hundred_cards_are_checked_in_two_seconds(tmp_path):
+    many(tmp_path, 200)
+    check_all([])  # what is loaded once does not count
+    start = time.process_time()
+    cards, _, found = check_all([tmp_path], TODAY)
+    took = time.process_time() - start
+    assert [str(f) for f in found] == []
+    assert len(cards.loaded) == 200
+    assert took < 2.0
+
+
+def test_the_command_prints_the_rule_and_leaves_with_2(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["cards", "check", str(FIXTURES / "03-edp-stated-wrong" / "planted"), "--json"])
+    assert e.value.code == 2
+    row = json.loads(capsys.readouterr().out)["findings"][0]
+    assert row["rule"] == "layout-family"
+    assert "expected 1" in row["message"]
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 2)])
+def test_warnings_count_only_when_asked(options, code, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["cards", "check", str(FIXTURES / "17-stale-source" / "planted"), *options])
+    assert e.value.code == code
+    assert "warning: X1 rests on sources of 2019-03" in capsys.readouterr().err
+
+
+def test_rule_ids_are_unique_and_documented():
+    rows = rule_rows()
+    ids = [r["id"] for r in rows]
+    assert len(set(ids)) == len(ids)
+    page = (repo_root() / "docs" / "guide" / "linter.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `([a-z-]+)` \| (\w+) \| (.+) \|$", page, re.MULTILINE)
+    assert documented == [(r["id"], r["weight"], r["finds"]) for r in rows]
+
+
+def test_every_rule_has_a_fixture_or_a_test_here():
+    tested = set().union(*EXPECTED.values()) | {"conflict-evidence", "evidence-old", "source-date", "work-claim", "claim-unsettled"}
+    assert {r.id for r in lint.RULES} | {i for i, _ in CASE_RULES} == tested
+
+
+@pytest.mark.parametrize(
+    ("comparison", "rule"),
+    [
+        ("{baseline: {moe.dispatcher: a}, candidate: {moe.dispatcher: a}}", "claim-unsettled"),
+        (
+            "{baseline: {train.global_batch_size: 4, data.seq_len: 4096}, candidate: {train.global_batch_size: 4, data.seq_len: 8192}}",
+            "work-claim",
+        ),
+    ],
+)
+def test_a_claim_that_compares_nothing_or_unequal_work_is_found(tmp_path, comparison, rule):
+    text = re.sub(r"comparison: .*", f"comparison: {comparison}", memory_card("one", "Y1", ">=", "moe_act"))
+    (tmp_path / "one.yaml").write_text(text, encoding="utf-8")
+    cards = read_cards([tmp_path])
+    assert not cards.findings
+    assert rule in {f.rule for f in lint.run(cards, cards, TODAY)}
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_tables_differ_by_version():
+    assert list(tables()) == ["0.16.1", "0.19.2"]
+    old, new = table_for("0.16.1"), table_for(None)
+    assert old is not None
+    assert new is not None
+    assert list(label_problems({"recompute_modules": ["gdn_norm_out"]}, new)) == []
+    assert list(label_problems({"recompute_modules": ["gdn_norm_out"]}, old))
+    assert "write cuda_graph_scope" in next(label_problems({"cuda_graph_modules": ["attn"]}, old))[1]
+    assert list(label_problems({"recompute": "MLP side first, then norm", "cuda_graph": "narrow scope first"}, new)) == []
+    assert "write mla_up_proj" in next(label_problems({"recompute": "up_proj"}, new))[1]
+    assert "write layernorm" in next(label_problems({"train.recompute_modules": "moe_act norm"}, new))[1]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "meet"),
+    [
+        ({"gpus": ">=4"}, {"gpus": "2..3"}, False),
+        ({"gpus": ">=4"}, {"gpus": [2, 8]}, True),
+        ({"gpu": "H100|H200"}, {"gpu": ["h200"]}, True),
+        ({"gpu": "B200"}, {"gpu": "GB200"}, False),
+        ({"ep": "<8"}, {"ep": 8}, False),
+        ({"stage": "steady"}, {"model": "x"}, True),
+    ],
+)
+def test_situations_overlap(a, b, meet):
+    assert overlap(a, b) is meet
+    assert overlap(b, a) is meet
+
+
+def test_effects_are_intervals():
+    def margin(op, value, unit="percent"):
+        return effect(Expect(op=op, margin=Quantity(value=value, unit=unit)))
+
+    assert margin(">=", 0) == ("log", 0.0, float("inf"))
+    assert margin("<=", 1.0, "ratio") == ("log", float("-inf"), 0.0)
+    low, high = margin("within", 5)[1:]
+    assert low == -high
+    assert effect(Expect(op="holds")) is None
+
+
+def test_rounded_numbers_stand_for_intervals():
+    def span(value, approx=True):
+        return rounding(Quantity(value=value, unit="percent", approx=approx))
+
+    assert span(460.0) == (455.0, 465.0)
+    assert span(18.0) == (17.5, 18.5)
+    assert span(18.5, approx=False) == (18.5, 18.5)
+    assert span(18.5) == pytest.approx((18.45, 18.55))
+
+
+def test_gpu_names_are_whole_words():
+    assert gpus_named("GB200 or GB300 NVL72") == {"GB200", "GB300"}
+    assert gpus_named("H100 or B200 class") == {"H100", "B200"}
+
+
+@pytest.mark.parametrize("text", ["~300", "19 %", "~59", "~19%", "250 GB", "15-25%", "1.2 s"])
+def test_numbers_as_text_are_seen(text):
+    assert is_text_number(text)
+
+
+@pytest.mark.parametrize("text", ["p2p", "0.19.2", "h200x4", "2 nodes of 8", "up_proj", "2..8", ">=4"])
+def test_words_are_no_numbers(text):
+    assert not is_text_number(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "tp ** 9999999", "tp.real", "(lambda: 1)()", "1 / 0", "x", "(" * 500, "'a' * 9", "max(*[tp])"]
+)
+def test_a_formula_is_arithmetic_and_nothing_else(text):
+    with pytest.raises(ConfigError):
+        evaluate(text, {"tp": 2})
+
+
+degree = st.sampled_from([1, 2, 4, 8])
+
+
+@given(tp=degree, pp=degree, cp=degree, ep=degree, copies=st.integers(1, 4))
+def test_a_layout_on_a_multiple_of_both_grids_has_no_problem(tp, pp, cp, ep, copies):
+    gpus = tp * pp * cp * ep * copies
+    right = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": gpus // (tp * pp * cp), "edp": gpus // (ep * pp)}
+    assert list(layout_problems("it", right, gpus)) == []
+    for wrong in ("dp", "edp"):
+        assert list(layout_problems("it", {**right, wrong: right[wrong] + 1}, gpus))
