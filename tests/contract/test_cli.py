@@ -53,7 +53,8 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     assert names == {
         *("version", "train", "confirm", "gate", "site build", "schemas export"),
         *("cards check", "cards list", "cards show", "evidence accept", "evidence list", "evidence show"),
-        *("bench run", "bench list", "bench replay", "bench aa", "bench trace"),
+        *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
+        *("skills check", "skills export", "skills index", "skills list"),
     }
     for command in found:
         assert command.summary.endswith("."), command.name
