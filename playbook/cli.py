@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from playbook import __version__
+from playbook.cli_mcp import mcp
 from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.errors import FileError, PlaybookError
@@ -39,6 +40,7 @@ site_app = typer.Typer(no_args_is_help=True, help="The documentation site.")
 for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evidence_app), ("schemas", schemas_app), ("site", site_app)):
     app.add_typer(sub, name=name)
 app.add_typer(skills_app, name="skills")
+app.command()(mcp)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 

@@ -59,6 +59,25 @@ def files(skill: Skill, stock: Stock) -> dict[str, str]:
     Raises:
         PlaybookError: it names a card or links to a file that does not exist, or to two files of one name.
     """
+    content, moved = attachments(skill)
+    return {**content, CARD_FILE: card_file(skill.cards, stock), FILE: _skill_text(skill, moved, stock.today)}
+
+
+def skill_text(skill: Skill, today: date) -> str:
+    """SKILL.md as exported: links lead to files beside it.
+
+    Raises:
+        PlaybookError: as `attachments`.
+    """
+    return _skill_text(skill, attachments(skill)[1], today)
+
+
+def attachments(skill: Skill) -> tuple[dict[str, str], dict[str, str]]:
+    """The other files of the skill's folder and copies of what it links to, by path; and where each outside link leads now.
+
+    Raises:
+        PlaybookError: a link leads to no file, or two linked files share a name.
+    """
     content: dict[str, str] = {}
     own = skill.path.parent
     for path in sorted(p for p in own.rglob("*") if p.is_file() and p.name != FILE and p.resolve().is_relative_to(own.resolve())):
@@ -76,9 +95,7 @@ def files(skill: Skill, stock: Stock) -> dict[str, str]:
         if content.setdefault(name, text) != text:
             raise PlaybookError(f"{skill.path}:{line}: two linked files are called {source.name}; a skill can carry one of them")
         moved[plain] = name
-    content[CARD_FILE] = card_file(skill.cards, stock)
-    content[FILE] = _skill_text(skill, moved, stock)
-    return content
+    return content, moved
 
 
 def card_file(ids: Sequence[str], stock: Stock) -> str:
@@ -116,7 +133,7 @@ def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
     ]
 
 
-def _skill_text(skill: Skill, moved: Mapping[str, str], stock: Stock) -> str:
+def _skill_text(skill: Skill, moved: Mapping[str, str], today: date) -> str:
     def here(match: re.Match[str]) -> str:
         plain, mark, anchor = match["target"].partition("#")
         return f"[{match['label']}]({moved.get(plain, plain)}{mark}{anchor})"
@@ -125,7 +142,7 @@ def _skill_text(skill: Skill, moved: Mapping[str, str], stock: Stock) -> str:
     head = "\n".join(skill.lines[: skill.body_start])
     note = (
         f"## What lies beside this file\n\n[{CARD_FILE}]({CARD_FILE}) holds the cards {', '.join(f'`{c}`' for c in skill.cards)} and the"
-        f" newest verdicts on their claims, as of {stock.today.isoformat()}. Where the `playbook` command is installed, ask it instead:"
+        f" newest verdicts on their claims, as of {today.isoformat()}. Where the `playbook` command is installed, ask it instead:"
         " it knows what was measured since."
     )
     return f"{head}\n{body.rstrip()}\n\n{note}\n"

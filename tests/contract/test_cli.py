@@ -54,7 +54,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
         *("version", "train", "confirm", "gate", "site build", "schemas export"),
         *("cards check", "cards list", "cards show", "evidence accept", "evidence list", "evidence show"),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
-        *("skills check", "skills export", "skills index", "skills list"),
+        *("skills check", "skills export", "skills index", "skills list", "mcp"),
     }
     for command in found:
         assert command.summary.endswith("."), command.name
