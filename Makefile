@@ -2,7 +2,7 @@
 #
 #   make demo     every claim of every card gets a verdict on this machine's CPU
 #   make test     the tests, then every card, case and trainer key
-#   make check    lint, types, import rules, schemas, cards
+#   make check    lint, types, import rules, schemas, cards, skills
 #   make docs     the site, strictly, into site/
 
 SHELL := /bin/sh
@@ -35,6 +35,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/playbook schemas export --check
 	$(BIN)/playbook cards check
+	$(BIN)/playbook skills check
 
 docs: $(VENV)/.dev
 	$(BIN)/playbook site build

@@ -16,6 +16,8 @@ import typer
 
 from playbook import __version__, cli_lint
 from playbook.cli_layout import layout_app
+from playbook.cli_mcp import mcp
+from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.errors import FileError, PlaybookError
 
@@ -39,6 +41,8 @@ site_app = typer.Typer(no_args_is_help=True, help="The documentation site.")
 for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evidence_app), ("schemas", schemas_app), ("site", site_app)):
     app.add_typer(sub, name=name)
 app.add_typer(layout_app, name="layout")
+app.add_typer(skills_app, name="skills")
+app.command()(mcp)
 
 cli_lint.mount(cards_app)
 

@@ -8,6 +8,7 @@ KINDS = {
     "cards": "cards",
     "schemas": "schemas",
     "skills": "skills",
+    "guide": "docs/guide",
     "cases": "bench/cases",
     "results": "bench/results",
     "baselines": "bench/baselines",

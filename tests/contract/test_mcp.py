@@ -1,0 +1,319 @@
+"""The MCP server, as the official client meets it: in process, over stdio, and with hostile arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tomllib
+from datetime import date
+from functools import partial
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.shared.exceptions import MCPError
+
+from playbook import cli, layout
+from playbook.cli_mcp import library_here
+from playbook.mcp import MAX_CHARS, server
+from playbook.paths import data_root, repo_root
+from playbook.shapes import MODELS
+from playbook.validate import load_all
+
+TOOLS = {"list_cards", "get_card", "get_claim", "list_evidence", "check_layout", "plan_confirmation"}
+LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}
+
+
+@pytest.fixture(scope="module")
+def library():
+    full = library_here()
+    records = full.records()
+    return dataclasses.replace(full, records=lambda: records)
+
+
+def ask(library, tool, **arguments):
+    """One call by the official client."""
+
+    async def call():
+        async with Client(server(library)) as client:
+            return await client.call_tool(tool, arguments)
+
+    return anyio.run(call)
+
+
+def answer(library, tool, **arguments):
+    result = ask(library, tool, **arguments)
+    assert not result.is_error, result.content[0].text
+    assert json.loads(result.content[0].text) == result.structured_content
+    return result.structured_content
+
+
+def refusal(library, tool, **arguments):
+    result = ask(library, tool, **arguments)
+    assert result.is_error
+    return result.content[0].text
+
+
+def test_every_tool_is_read_only_and_has_an_output_schema(library):
+    async def look():
+        async with Client(server(library)) as client:
+            return (await client.list_tools()).tools
+
+    tools = anyio.run(look)
+    assert {t.name for t in tools} == TOOLS
+    for tool in tools:
+        hints = tool.annotations
+        assert (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint) == (True, False, True, False)
+        assert tool.output_schema["properties"], tool.name
+        assert tool.description.endswith("."), tool.name
+        for name, schema in tool.input_schema["properties"].items():
+            text = json.dumps(schema)
+            bounded = (
+                all(word in text for word in ("minimum", "maximum")) if "integer" in text else "maxLength" in text or "pattern" in text
+            )
+            assert bounded, (tool.name, name)
+
+
+def test_cards_and_claims_come_with_their_verdicts(library):
+    rows = {r["id"]: r for r in answer(library, "list_cards")["cards"]}
+    assert set(rows) == set(load_all())
+    assert any("on h200x4" in v for v in rows["moe-dispatcher-choice"]["claims"]["W9"])
+    card = answer(library, "get_card", card_id="moe-dispatcher-choice")
+    assert card["card"]["decide"][0]["because"] == ["W9"]
+    assert {v["machine"] for v in card["verdicts"]["W9"]} >= {"h200x4"}
+    claim = answer(library, "get_claim", card_id="moe-dispatcher-choice", claim_id="W9.m")
+    assert claim["claim"]["id"] == "W9"
+    assert set(claim["verdicts"]) == {"W9", "W9.m"}
+
+
+def test_evidence_is_listed_newest_first_and_grows_stale(library):
+    listed = answer(library, "list_evidence", claim_id="W9")
+    stamps = [r["created"] for r in listed["records"]]
+    assert stamps == sorted(stamps, reverse=True)
+    assert all(r["repeat"].startswith("playbook ") and r["evidence"] for r in listed["records"])
+    short = answer(library, "list_evidence", claim_id="W9", limit=1)
+    assert short["left_out"] == len(stamps) - 1
+    later = dataclasses.replace(library, today=lambda: date(2099, 1, 1))
+    assert all("expired" in r["stale"] for r in answer(later, "list_evidence", claim_id="W9")["records"])
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "says"),
+    [
+        ("get_card", {"card_id": "moe-dispatcher-choise"}, "did you mean 'moe-dispatcher-choice'"),
+        ("get_card", {"card_id": "../../etc/passwd"}, "should match pattern"),
+        ("get_card", {}, "Field required"),
+        ("get_claim", {"card_id": "vlm-real-data", "claim_id": "W9"}, "has no claim 'W9'"),
+        ("list_evidence", {"claim_id": "Z999"}, "claim 'Z999' does not exist"),
+        ("list_evidence", {"claim_id": "W9", "limit": 10**9}, "less than or equal"),
+        ("plan_confirmation", {"card_id": "no-such-card"}, "does not exist"),
+        ("check_layout", {**LAYOUT, "gpus": 0}, "greater than or equal to 1"),
+        ("check_layout", {**LAYOUT, "tp": 10**30}, "less than or equal"),
+        ("check_layout", {**LAYOUT, "model": "qwen3_30b"}, "did you mean"),
+        ("check_layout", {**LAYOUT, "model": None, "layers": 4}, "heads, kv_heads, experts missing"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_to_do(library, tool, arguments, says):
+    assert says in refusal(library, tool, **arguments)
+
+
+def test_layouts_are_judged_by_the_trainers_rules(library):
+    good = answer(library, "check_layout", **LAYOUT, ep=8)
+    assert good == {"legal": True, "broken": [], "dp": 8, "edp": 1, "min_gpus": 8}
+    bad = answer(library, "check_layout", **{**LAYOUT, "gpus": 6}, tp=4, ep=5)
+    assert not bad["legal"]
+    assert bad["dp"] is None
+    assert any("experts do not divide over ep 5" in rule for rule in bad["broken"])
+
+
+degree = st.integers(1, 40)
+
+
+@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(gpus=st.integers(1, 4096), degrees=st.fixed_dictionaries(dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp"), degree)))
+def test_a_layout_answer_is_the_layout_modules(library, gpus, degrees):
+    asked = {**LAYOUT, "gpus": gpus, **degrees}
+    found = answer(library, "check_layout", **asked)
+    shape = MODELS[asked.pop("model")]
+    counts = {k: getattr(shape, k) for k in ("heads", "kv_heads", "layers", "experts")}
+    assert found["broken"] == layout.check(**asked, **counts)
+    if found["dp"]:
+        assert found["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == gpus
+
+
+def test_a_plan_counts_launches_and_knows_the_cost_where_noise_is_stored(library):
+    plan = answer(library, "plan_confirmation", card_id="moe-dispatcher-choice")
+    cases = {c["case"]: c for c in plan["cases"]}
+    profiles = {p["profile"]: p for p in cases["moe-dispatcher-allgather-vs-alltoall"]["profiles"]}
+    # Two burn-ins, an A/A of one pair where the noise is stored and four where it is not, then pairs up to the first look and the last.
+    assert (profiles["h200x4"]["launches_least"], profiles["h200x4"]["launches_most"]) == (2 + 2 + 8, 2 + 2 + 24)
+    assert (profiles["cpu"]["launches_least"], profiles["cpu"]["launches_most"]) == (2 + 8 + 8, 2 + 8 + 24)
+    stored = profiles["h200x4"]
+    assert stored["seconds_per_launch"] > 0
+    assert stored["seconds_least"] <= stored["seconds_most"] <= stored["limit_s"]
+    assert cases["moe-dispatch-bytes"]["profiles"][0]["launches_most"] == 2
+    logic = answer(library, "plan_confirmation", card_id="long-context-cp-sizing")
+    assert [c["profiles"] for c in logic["cases"] if c["kind"] == "arithmetic"] == [[], [], []]
+
+
+def test_a_plan_agrees_with_what_a_series_recorded(library):
+    """The records of this repository ran as many launches as the plan allows for."""
+    plan = answer(library, "plan_confirmation", card_id="moe-dispatcher-choice")
+    profile = next(p for c in plan["cases"] if "W9" in c["claims"] for p in c["profiles"] if p["profile"] == "h200x4")
+    record = next(r for r in library.records() if r.claim == "W9" and r.machine == "h200x4")
+    assert 2 <= len(record.get("measured", "runs")) <= profile["launches_most"]
+
+
+def test_an_answer_that_is_too_long_is_refused(library):
+    card = load_all()["vlm-real-data"]
+    long = card.model_copy(update={"interactions": ["x" * MAX_CHARS]})
+    assert "ask get_claim" in refusal(dataclasses.replace(library, cards={**library.cards, card.id: long}), "get_card", card_id=card.id)
+    many = {f"card-{i}": card.model_copy(update={"id": f"card-{i}", "summary": "s" * 5000}) for i in range(300)}
+    listed = answer(dataclasses.replace(library, cards=many, skills={}), "list_cards")
+    assert listed["left_out"] == 300 - len(listed["cards"])
+    assert len(json.dumps(listed)) < 1.2 * MAX_CHARS
+
+
+def test_resources_are_cards_and_whole_skills(library):
+    async def look():
+        async with Client(server(library)) as client:
+            listed = [str(r.uri) for r in (await client.list_resources()).resources]
+            texts = {uri: (await client.read_resource(uri)).contents[0].text for uri in listed}
+            for wrong in ("card://../../etc/passwd", "skill://confirm-claim/../../pyproject.toml", "file:///etc/passwd"):
+                with pytest.raises(MCPError, match=r"[Uu]nknown resource"):
+                    await client.read_resource(wrong)
+            return texts
+
+    texts = anyio.run(look)
+    assert {f"card://{c}" for c in load_all()} <= set(texts)
+    for uri, text in texts.items():
+        if uri.endswith("/SKILL.md"):
+            folder = uri.removesuffix("SKILL.md")
+            links = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
+            assert links
+            assert all(folder + link in texts for link in links), uri
+
+
+hostile = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(10**40), 10**40),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=200),
+    st.sampled_from(
+        ["../../etc/passwd", "/etc/passwd", "; rm -rf .", "$(id)", "`id`", "\x00", "a" * 100_000, "card://x", "W9\n", "-1", "1e9"]
+    ),
+    st.sampled_from([*load_all(), "W9", "W9.m", "qwen3_30b_a3b"]),
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
+)
+VALID = {
+    "list_cards": {},
+    "get_card": {"card_id": "vlm-real-data"},
+    "get_claim": {"card_id": "moe-dispatcher-choice", "claim_id": "W9"},
+    "list_evidence": {"claim_id": "W9", "limit": 5},
+    "plan_confirmation": {"card_id": "long-context-cp-sizing"},
+    "check_layout": {
+        **LAYOUT,
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "vpp"), 1),
+        "heads": 8,
+        "kv_heads": 4,
+        "layers": 4,
+        "experts": 8,
+    },
+}
+ARGUMENTS = [(tool, name) for tool, arguments in VALID.items() for name in [*arguments, "unknown"]]
+
+_watched: list[tuple[str, str]] | None = None
+
+
+def _watch(event, arguments):
+    if _watched is not None and event in (
+        "open",
+        "subprocess.Popen",
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.remove",
+        "os.rename",
+        "os.mkdir",
+    ):
+        _watched.append((event, str(arguments[0])))
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.mark.parametrize(("tool", "name"), ARGUMENTS)
+@settings(max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=hostile)
+def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value):
+    global _watched
+    serving = server(library)
+
+    async def call():
+        global _watched
+        async with Client(serving) as client:
+            _watched = []
+            return await client.call_tool(tool, {**VALID[tool], name: value})
+
+    try:
+        result = anyio.run(call)
+        seen = _watched or []
+    finally:
+        _watched = None
+    text = result.content[0].text
+    assert len(text) < 2 * MAX_CHARS
+    if result.is_error:
+        # A refusal says what is wrong; a crash would say only that the tool failed.
+        assert (
+            "validation error" in text or "does not exist" in text or "is not known" in text or "has no claim" in text or "missing" in text
+        ), text
+    else:
+        assert result.structured_content
+    allowed = (str(repo_root()), sys.prefix, sys.base_prefix)
+    assert [e for e in seen if e[0] != "open" or not e[1].startswith((*allowed, ".playbook"))] == []
+
+
+def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, library):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env=env, cwd=str(tmp_path))
+
+    async def talk(errors):
+        async with Client(stdio_client(command, errlog=errors)) as client:
+            with anyio.fail_after(60):
+                names = {t.name for t in (await client.list_tools()).tools}
+                result = await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})
+                broken = await client.call_tool("get_card", {"card_id": "/etc/passwd"})
+                skill = await client.read_resource("skill://confirm-claim/SKILL.md")
+                return names, result, broken, skill.contents[0].text
+
+    with (tmp_path / "stderr").open("w+", encoding="utf-8") as errors:
+        names, result, broken, skill = anyio.run(partial(talk, errors))
+        errors.seek(0)
+        assert errors.read() == ""
+    assert names == TOOLS
+    assert result.structured_content == answer(library, "get_card", card_id="moe-dispatcher-choice")
+    assert broken.is_error
+    assert skill.startswith("---\nname: confirm-claim\n")
+
+
+def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "playbook.mcp", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp.server", None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["mcp"])
+    assert stop.value.code == 2
+    assert "pip install 'perf-playbook[mcp]'" in capsys.readouterr().err
+
+
+def test_the_extra_that_the_message_names_exists():
+    project = tomllib.loads((repo_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(p.startswith("mcp") for p in project["optional-dependencies"]["mcp"])
+    assert data_root("skills").is_dir()
