@@ -141,9 +141,11 @@ def test_hostile_questions_are_answered_or_refused_within_a_second(index: search
     try:
         hits = search.search(index, query)
     except PlaybookError as e:
-        assert len(str(e)) < 300
+        refusal = str(e)
     else:
+        refusal = ""
         assert all(h.id in index.cards for h in hits)
+    assert len(refusal) < 300
     assert time.perf_counter() - began < 1
 
 
