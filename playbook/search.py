@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import log
+from math import log, sqrt
 from typing import Any
 
 from playbook.cards import Card, Claim
@@ -28,8 +28,9 @@ FIELDS = {"title": 1.0, "signs": 2.0, "body": 1.0}
 PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-LEAST_COVER = 0.42
-"""The share of a question's information (inverse document frequency) that a card has to hold; below it the answer is nothing."""
+LEAST_EVIDENCE = 0.45
+"""Evidence below which a card is no answer, and how much a word that no card knows counts against one: chosen like the weights."""
+UNKNOWN = 0.4
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,20 @@ def _ranked(found: Index, words: list[str]) -> list[tuple[str, list[tuple[float,
     for card_id in ids:
         matched[card_id].sort(key=lambda m: -m[0])
         scores[card_id] += PASSAGE * (matched[card_id][0][0] if matched[card_id] else 0.0)
-    fit = [i for i in ids if matched[i] and _cover(found, i, words) >= LEAST_COVER]
+    fit = [i for i in ids if matched[i] and _evidence(found, i, words, matched[i][0][0]) >= LEAST_EVIDENCE]
     return [(i, matched[i]) for i in sorted(fit, key=lambda i: -scores[i])]
 
 
-def _cover(found: Index, card_id: str, words: list[str]) -> float:
-    """The share of the question's information that the card holds; a word that no card knows weighs as much as the rarest."""
+def _evidence(found: Index, card_id: str, words: list[str], best: float) -> float:
+    """How well a card covers a question, from 0 up.
+
+    It is the share of the question's information (inverse document frequency) that the card holds, times the root of its best passage's
+    score in units of the rarest word. Whole identifiers do not count in the share, since their words are there too.
+    """
     most = max(found.weights.values())
-    weights = {w: found.weights.get(w, most) for w in words}
-    return sum(v for w, v in weights.items() if w in found.vocabulary[card_id]) / sum(weights.values())
+    weights = {w: found.weights.get(w, UNKNOWN * most) for w in words if w.startswith("=") or "_" not in w}
+    share = sum(v for w, v in weights.items() if w in found.vocabulary[card_id]) / (sum(weights.values()) or 1.0)
+    return float(share * sqrt(best / most))
 
 
 def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run: Facts, only: frozenset[str] | None) -> Hit | None:
