@@ -118,9 +118,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
         limit: Annotated[int, Field(ge=1, le=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, each with its claims, why it was found, and whether any of them speaks for the
-        stated machine. No hits means that the cards do not cover the question, or that none applies there.
-        """
+        """Cards that answer a question, best first, with why and whether they apply to the stated machine; no hits where none does."""
         with _told():
             only = None if status is None else with_status(library.cards, library.records(), library.today(), status)
             hits = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
