@@ -8,7 +8,7 @@ from playbook.errors import ConfigError
 from playbook_bench import preflight, schedule
 from playbook_bench.case import Case
 from playbook_bench.records import Machine
-from playbook_bench.variants import resolve_pair
+from playbook_bench.variants import resolve_all
 
 TOPOLOGY = """
 \tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
@@ -129,19 +129,19 @@ def pair(**fields):
 
 
 def test_variants_differ_in_what_is_declared_and_nothing_else():
-    both = resolve_pair(pair(), "cpu")
+    both = resolve_all(pair(), "cpu")
     assert (both["baseline"].config.moe.dispatcher, both["candidate"].config.moe.dispatcher) == ("alltoall", "allgather")
     assert both["baseline"].config.train.device == "cpu"
     assert both["baseline"].sha != both["candidate"].sha
     sneaky = pair(variant_profiles={"cpu": {"candidate": {"train.micro_batch_size": 2}}})
     with pytest.raises(ConfigError, match=r"differ in train\.micro_batch_size"):
-        resolve_pair(sneaky, "cpu")
+        resolve_all(sneaky, "cpu")
     with pytest.raises(ConfigError, match="same run"):
-        resolve_pair(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
+        resolve_all(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
     with pytest.raises(ConfigError, match=r"declare delta\.ranks"):
-        resolve_pair(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
+        resolve_all(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
     with pytest.raises(ConfigError, match="has no profile 'gpu'"):
-        resolve_pair(pair(), "gpu")
+        resolve_all(pair(), "gpu")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_variants_differ_in_what_is_declared_and_nothing_else():
 )
 def test_a_case_reads_no_file_outside_the_configurations(trainer):
     with pytest.raises(ConfigError):
-        resolve_pair(pair(trainer=trainer), "cpu")
+        resolve_all(pair(trainer=trainer), "cpu")
 
 
 def test_a_machine_record_names_no_folder_outside_the_results():
