@@ -36,9 +36,9 @@ def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:
     return [RunSpec(variant, "burn_in") for variant in variants]
 
 
-def aa(pairs: int, variant: Variant = "baseline") -> list[RunSpec]:
-    """One variant against itself."""
-    return [RunSpec(variant, "aa", pair) for pair in range(pairs) for _ in range(2)]
+def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpec]:
+    """One variant against itself; pairs are numbered from `first`."""
+    return [RunSpec(variant, "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
 
 
 def blocks(seed: int) -> Iterator[str]:
