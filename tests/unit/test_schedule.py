@@ -45,6 +45,16 @@ def test_a_linear_drift_cancels_over_each_block():
     assert all(drift[i] + drift[i + 1] == 0 for i in range(0, 8, 2))
 
 
+def test_blocks_of_a_sweep_hold_each_variant_once_and_cancel_drift():
+    names = ["1", "2", "4", "8"]
+    found = [specs for _, specs in itertools.islice(schedule.rounds(5, names), 8)]
+    assert [{s.variant for s in specs} for specs in found] == [set(names)] * 8
+    assert [s.pair for specs in found for s in specs] == [b for b in range(8) for _ in names]
+    places = [{s.variant: i for i, s in enumerate(specs)} for specs in found]
+    assert all(a[n] + b[n] == 3 for a, b in zip(places[::2], places[1::2], strict=True) for n in names)
+    assert len({tuple(p.items()) for p in places}) > 2, "orders are drawn anew"
+
+
 @pytest.mark.parametrize(("limit", "last"), [(None, 12), (12, 12), (100, 12), (9, 8), (4, 4), (3, 3), (1, 1)])
 def test_a_limit_ends_at_the_last_look_that_it_allows(limit, last):
     assert schedule.last_pair([4, 8, 12], limit) == last
