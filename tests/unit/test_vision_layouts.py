@@ -37,7 +37,16 @@ def test_each_visual_token_goes_to_the_rank_that_holds_its_place(comm: str) -> N
 
 def config(pp: int, deepstack: list[int]) -> TrainerConfig:
     vision = VisionConfig(depth=4, hidden_size=64, num_heads=4, ffn_size=128, num_position_embeddings=2304, deepstack_layers=deepstack)
-    sizes = {"vocab_size": 320, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_size": 128}
+    sizes = {
+        "name": "small",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_size": 128,
+    }
     model = ModelConfig.model_validate({**sizes, "mrope_section": [4, 2, 2], "image_token_id": 258, "vision": vision.model_dump()})
     return TrainerConfig.model_validate({"model": model.model_dump(), "parallel": {"pp": pp}})
 
