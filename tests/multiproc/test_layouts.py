@@ -109,5 +109,5 @@ def test_interleaved_stages_evaluate_as_one_rank(tmp_path: Path) -> None:
     for name, ranks, layout in (("one", 1, []), ("two", 2, ["parallel.pp=2", "parallel.vpp=2"])):
         results = run([TEXT, *COMMON, *words, *layout, f"output={tmp_path / name}"], ranks)
         assert [r[0] for r in results] == [0] * ranks, results[-1][2]
-        losses.append(steps(tmp_path / name)[-1]["eval_loss"])
+        losses.append(summary(tmp_path / name)["eval"][-1]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
