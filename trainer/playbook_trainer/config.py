@@ -50,6 +50,8 @@ class ModelConfig(Strict):
     top_k: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
     rope_theta: float = 1_000_000.0
     mrope_section: list[int] | None = None
     """Frequencies given to time, height and width; set for vision-language models."""
