@@ -125,6 +125,13 @@ class MoeConfig(Strict):
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
 
 
+class InitConfig(Strict):
+    """Where the first weights come from."""
+
+    weights: str | None = None
+    """A folder as Hugging Face transformers saves it (config.json and safetensors), to finetune from; None draws them from the seed."""
+
+
 class OptimizerConfig(Strict):
     """AdamW with linear warm-up, then cosine decay or a constant rate."""
 
@@ -203,6 +210,7 @@ class TrainerConfig(Strict):
     backend: Literal["torch", "megatron"] = "torch"
     seed: int = Field(default=1234, ge=0)
     model: ModelConfig
+    init: InitConfig = Field(default_factory=InitConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
