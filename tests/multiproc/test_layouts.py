@@ -25,6 +25,10 @@ LAYOUTS = {
     "ep2-of-4": (TEXT, 4, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
     "ep4-allgather": (TEXT, 4, ["parallel.ep=4", "moe.dispatcher=allgather"]),
     "cp2": (TEXT, 2, ["parallel.cp=2"]),
+    "cp4-ring": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ring"]),
+    "cp2-ring-tp2": (TEXT, 4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_comm=ring"]),
+    "cp2-ulysses": (TEXT, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses"]),
+    "cp4-ulysses": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ulysses"]),
     "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
     "tp2": (TEXT, 2, ["parallel.tp=2"]),
     "pp2": (TEXT, 2, ["parallel.pp=2"]),
@@ -38,6 +42,10 @@ LAYOUTS = {
     "tied-tp2-pp2": (DENSE, 4, ["parallel.tp=2", "parallel.pp=2"]),
     "tied-pp2-dp2": (DENSE, 4, ["parallel.pp=2"]),
     "tied-vision-fsdp2": (DENSE_VISION, 2, ["data.num_workers=1"]),
+    "vision-pp2-dp2": (VISION, 4, ["parallel.pp=2", "data.num_workers=0"]),
+    "vision-cp2": (VISION, 2, ["parallel.cp=2", "data.num_workers=0"]),
+    "vision-pp2-cp2-ring": (VISION, 4, ["parallel.pp=2", "parallel.cp=2", "parallel.cp_comm=ring", "data.num_workers=0"]),
+    "vision-cp2-ulysses": (VISION, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses", "data.num_workers=0"]),
 }
 
 
@@ -88,3 +96,12 @@ def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     for a, b in zip(two, one, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
+    words = ["data.pad=false", "data.seq_len=252", "data.pack_buffer=1", "parallel.cp_comm=ring"]
+    one, two = curve(tmp_path / "one", TEXT, 1, words), curve(tmp_path / "two", TEXT, 2, [*words, "parallel.cp=2"])
+    for a, b in zip(two, one, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["raw_tokens"] == b["raw_tokens"]

@@ -5,7 +5,7 @@ Suffixes of tensor names: N tokens (rows laid end to end), P patches, V visual t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,8 @@ class VisionBatch:
     """float32 [4, P], their bilinear weights."""
     visual_index_V: Tensor
     """int64 [V], where each merged visual token goes among the N tokens."""
+    visual_take_V: Tensor | None = None
+    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them; `visual_index_V` is then [v] too."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,32 @@ class Slice:
     cu_k: Tensor
     max_q: int
     max_k: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Under ring context parallelism: the queries q0:q1 of this rank that see the keys k0:k1 of another, all of them; one document."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    cu_q: Tensor
+    """int32 [2], the one segment of queries."""
+    cu_k: Tensor
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Under ring context parallelism, what a rank computes and sends in each step; None where no document needs anything."""
+
+    cu_seqlens: Tensor
+    """int32, borders of the documents among the rank's own tokens."""
+    max_seqlen: int
+    receive: list[Block | None]
+    """Step i (from 1): from the rank i places before."""
+    send: list[tuple[int, int] | None]
+    """Step i (from 1): the stretch of keys for the rank i places after."""
 
 
 @dataclass
@@ -68,17 +96,30 @@ class Batch:
     num_images: int
     vision: VisionBatch | None = None
     slices: list[Slice] | None = None
-    """Set by the context-parallel split."""
+    """Set by the context-parallel split where keys are gathered."""
+    ring: Ring | None = None
+    """Set by the context-parallel split where keys travel around a ring."""
 
     def to(self, device: Any) -> Batch:
         """The same batch with its tensors on `device`."""
         return Batch(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
 
 
+def share_of(vision: VisionBatch, place_N: Tensor) -> VisionBatch:
+    """The same images for a rank that holds a share of the tokens: all are encoded, the visual tokens of others are left out.
+
+    Shapes: place int64 [N], where each token is among the rank's, or -1.
+    """
+    index = place_N[vision.visual_index_V]
+    keep = (index >= 0).nonzero().squeeze(1)
+    taken = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
+    return replace(vision, visual_index_V=index[keep], visual_take_V=taken)
+
+
 def _move(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, VisionBatch | Slice):
+    if isinstance(value, VisionBatch | Slice | Block | Ring):
         return type(value)(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
     if isinstance(value, list):
         return [_move(v, device) for v in value]

@@ -96,18 +96,16 @@ def _collect(
     here = {box: place for place, box in own}
     whole = torch.empty(rule.shape, dtype=dtype) if rank == 0 else None
     for sender, box in boxes:
-        if whole is None and sender != rank:
-            continue
         if sender == rank:
             assert local is not None
-            part = local[slices(here[box])].to(dtype)
+            part = local[slices(here[box])].to(dtype).contiguous()
             if whole is None:
-                dist.send(part.contiguous(), dst=0)
-                continue
-        else:
+                dist.send(part, dst=0)
+        elif whole is not None:
             part = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
             dist.recv(part, src=sender)
-        whole[slices(box)] = part.cpu()
+        if whole is not None:
+            whole[slices(box)] = part.cpu()
     return whole
 
 
