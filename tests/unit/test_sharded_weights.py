@@ -14,7 +14,7 @@ from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.hf_rules import slices
 from playbook_trainer.parallel import weights
 from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.setup import stage_layers
+from playbook_trainer.parallel.setup import stage_chunks
 from playbook_trainer.parallel.sharding import local_boxes, part
 
 MAKE = {
@@ -37,7 +37,7 @@ def members(layout):
 
 def shard(config, axes):
     with torch.device("meta"):
-        model = Decoder(config, Options(axes=axes, layers=stage_layers(config.num_layers, axes.pp)))
+        model = Decoder(config, Options(axes=axes, chunks=stage_chunks(config.num_layers, axes.pp, 1)))
     return model.to_empty(device="cpu")
 
 
