@@ -50,6 +50,8 @@ class ModelConfig(Strict):
     top_k: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
     rope_theta: float = 1_000_000.0
     mrope_section: list[int] | None = None
     """Frequencies given to time, height and width; set for vision-language models."""
@@ -126,6 +128,13 @@ class MoeConfig(Strict):
     dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"] = "alltoall"
     experts: Literal["auto", "loop", "grouped"] = "auto"
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
+
+
+class InitConfig(Strict):
+    """Where the first weights come from."""
+
+    weights: str | None = None
+    """A folder as Hugging Face transformers saves it (config.json and safetensors), to finetune from; None draws them from the seed."""
 
 
 class OptimizerConfig(Strict):
@@ -206,6 +215,7 @@ class TrainerConfig(Strict):
     backend: Literal["torch", "megatron"] = "torch"
     seed: int = Field(default=1234, ge=0)
     model: ModelConfig
+    init: InitConfig = Field(default_factory=InitConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)

@@ -23,7 +23,7 @@ from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, setup
+from playbook_trainer.parallel import context, setup, tied
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
@@ -126,6 +126,7 @@ def train_step(trainer: Trainer) -> StepStats:
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
         loss = forward_backward(trainer.model, batches, labels, axes)
+        tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()

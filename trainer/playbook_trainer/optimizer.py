@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import is_replicated_over_tp
+from playbook_trainer.parallel.sharding import is_replicated_over_tp, is_second_copy
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Shard:
     param: nn.Parameter
     local: nn.Parameter
     counts: bool
-    """Whether this rank counts it in the norm: what tensor-parallel ranks hold in common is counted once."""
+    """Whether this rank counts it in the norm: what tensor-parallel ranks or two pipeline stages hold in common is counted once."""
 
     def grad(self) -> Tensor | None:
         """This rank's part of the gradient."""
@@ -36,7 +36,8 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
     for name, param in model.named_parameters():
         if param.requires_grad:
             local = param.to_local() if isinstance(param, DTensor) else param
-            out.append(Shard(name, param, nn.Parameter(local.detach()), axes.tp.rank == 0 or not is_replicated_over_tp(name)))
+            counts = (axes.tp.rank == 0 or not is_replicated_over_tp(name)) and not is_second_copy(model, name)
+            out.append(Shard(name, param, nn.Parameter(local.detach()), counts))
     return out
 
 

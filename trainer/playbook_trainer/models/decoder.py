@@ -220,14 +220,21 @@ class Decoder(nn.Module):
         self.activation_dtype = torch.float32
         axes = self.options.axes
         self.chunks = self.options.chunks or (range(config.num_layers),)
-        if axes.is_first_stage:
+        # Tied, the matrix has one name on every stage that holds it; on one stage it is one parameter.
+        if axes.is_first_stage or (config.tie_word_embeddings and axes.is_last_stage):
             self.embed = VocabWeight(config, self.options)
-            if config.vision is not None:
-                self.vision = VisionTower(config.vision, config.hidden_size)
+        if axes.is_first_stage and config.vision is not None:
+            self.vision = VisionTower(config.vision, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for stretch in self.chunks for i in stretch})
         if axes.is_last_stage:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = VocabWeight(config, self.options)
+            if not config.tie_word_embeddings:
+                self.head = VocabWeight(config, self.options)
+
+    @property
+    def output(self) -> VocabWeight:
+        """The output layer's matrix: the embedding's, where the two are tied."""
+        return self.embed if self.config.tie_word_embeddings else self.head
 
     def forward(self, batch: Batch, x_ND: Tensor | None = None, *, chunk: int = 0, logits: bool = False) -> Tensor:
         """The summed loss (last chunk of the last stage), or the hidden states for the next stage.
@@ -259,9 +266,9 @@ class Decoder(nn.Module):
             return x_ND
         x_ND = self.norm(x_ND)
         if logits:
-            return self.head(lambda w, x: x @ w.t(), x_ND)
+            return self.output(lambda w, x: x @ w.t(), x_ND)
         with range_("loss") as r:
-            loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
+            loss = self.output(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
             return r.exit(loss)
 
     def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:

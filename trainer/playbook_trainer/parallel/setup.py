@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from playbook_trainer.config import CompileConfig, TrainerConfig
 from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.parallel import weights
 from playbook_trainer.parallel.axes import Axes, Axis
 from playbook_trainer.parallel.sharding import fill, initial_value
 
@@ -38,7 +40,10 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=device)
-    fill(model, axes, initial_value(config.model, config.seed))
+    if config.init.weights is None:
+        fill(model, axes, initial_value(config.model, config.seed))
+    else:
+        weights.load(model, axes, Path(config.init.weights))
     return model
 
 
