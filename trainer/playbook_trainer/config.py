@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
@@ -102,6 +102,39 @@ class DataConfig(Strict):
     max_images_per_sample: int = Field(default=3, gt=0)
 
 
+RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
+"""Names as megatron-core has them, and `vision` for the blocks of the vision tower."""
+
+_MEANT = {
+    "up_proj": "mla_up_proj",
+    "mla": "mla_up_proj",
+    "norm": "layernorm",
+    "norms": "layernorm",
+    "layer_norm": "layernorm",
+    "rmsnorm": "layernorm",
+    "attn": "core_attn",
+    "attention": "core_attn",
+    "activation": "moe_act",
+    "act": "moe_act",
+    "swiglu": "moe_act",
+    "ffn": "mlp",
+    "experts": "moe",
+    "shared_expert": "shared_experts",
+}
+
+
+def _known(values: list[str], names: tuple[str, ...]) -> list[str]:
+    """The values, each a name of `names` and none twice."""
+    for value in values:
+        if value not in names:
+            meant = _MEANT.get(value)
+            hint = f"; did you mean '{meant}'?" if meant in names else did_you_mean(value, list(names))
+            raise ValueError(f"'{value}' is not known{hint}; there are {', '.join(names)}")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} names something twice")
+    return values
+
+
 class ParallelConfig(Strict):
     """The layout. Data parallelism takes the ranks that are left: world = dp x tp x pp x cp; ep divides dp x cp."""
 
@@ -121,6 +154,10 @@ class MoeConfig(Strict):
     dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"] = "alltoall"
     experts: Literal["auto", "loop", "grouped"] = "auto"
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
+    router_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the router's matrix product and softmax."""
+    fused_permutation: bool = False
+    """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
 
 
 class OptimizerConfig(Strict):
@@ -134,6 +171,8 @@ class OptimizerConfig(Strict):
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(default=2, ge=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
 class CompileConfig(Strict):
@@ -141,6 +180,9 @@ class CompileConfig(Strict):
 
     vision: bool = False
     decoder: bool = False
+    """Norms, rotary embedding, router and expert activation of each layer; not the matrix products and collectives between them."""
+    loss: bool = False
+    """The softmax of the loss, from logits to their gradient."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     dynamic: Literal["auto", "static", "marked"] = "auto"
     """auto: torch's default, dynamic from the second shape on. static: every new shape compiles anew. marked: dynamic from the start."""
@@ -158,7 +200,17 @@ class TrainConfig(Strict):
     """Rows per optimizer step over all data-parallel ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """selective: what `recompute_modules` names. full: each layer, from its input."""
+    recompute_modules: list[str] = Field(default_factory=list)
+    """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
+    values; mlp, moe and vision (its blocks) are run again whole."""
+    attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
+    """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
+    loss_chunk: int = Field(default=4096, gt=0)
+    """Tokens whose logits exist at once."""
+    fused_loss: bool = False
+    """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)
@@ -166,6 +218,11 @@ class TrainConfig(Strict):
     on_nan: Literal["stop", "continue"] = "stop"
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("recompute_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return _known(value, RECOMPUTE_MODULES)
 
 
 class EvalConfig(Strict):
