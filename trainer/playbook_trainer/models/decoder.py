@@ -17,7 +17,7 @@ from torch.nn.functional import grouped_mm, linear
 from torch.utils.checkpoint import checkpoint
 
 from playbook_trainer.config import ModelConfig, VisionConfig
-from playbook_trainer.data.batch import Batch, Slice, VisionBatch
+from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.models import ops
 from playbook_trainer.models.attention import attend
 from playbook_trainer.models.memory import recomputed
@@ -57,10 +57,8 @@ class Sequence:
 
     cos_Nd: Tensor
     sin_Nd: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    slices: list[Slice] | None
-    """Set under context parallelism."""
+    batch: Batch
+    """Borders of documents, and under context parallelism the plan of attention."""
 
 
 class RMSNorm(nn.Module):
@@ -120,9 +118,9 @@ class Attention(nn.Module):
 
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
-        if seq.slices is not None:
-            return context.attend_sliced(q_NHd, k_NGd, v_NGd, seq.slices, self.axes.cp)
-        cu, top = seq.cu_seqlens, seq.max_seqlen
+        if self.axes.cp.size > 1:
+            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
+        cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
         return attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True, backend=self.backend)
 
 
@@ -306,7 +304,7 @@ class Decoder(nn.Module):
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""
         cos, sin = rotary(batch.positions, self.config)
-        return Sequence(cos.to(dtype), sin.to(dtype), batch.cu_seqlens, batch.max_seqlen, batch.slices)
+        return Sequence(cos.to(dtype), sin.to(dtype), batch)
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:
