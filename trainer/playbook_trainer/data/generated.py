@@ -47,7 +47,7 @@ ANSWER_WORDS = (0.8932, 0.0691, 0.0274, 0.0103)
 # Words of a question: most have four to ten (the same paper, section 4); 3 + Poisson(3.2) is our fit, with a mean of 6.2.
 LEAST_QUESTION, MORE_QUESTION = 3, 3.2
 # Quality and contrast that bring a picture of COCO's size to COCO's 163 KB: train2017.zip has 19,336,861,798 bytes for 118,287 images.
-QUALITY, CONTRAST = 90, 55.0
+QUALITY, CONTRAST = 85, 55.0
 NUM_WORDS = 5_000
 
 
@@ -174,7 +174,7 @@ def zipf(count: int) -> NDArray[np.float64]:
 
 @cache
 def words() -> tuple[str, ...]:
-    """Made-up words, the frequent ones short; 4.7 letters in the mean, as in English text."""
+    """Made-up words, the frequent ones short; about five letters in the mean."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
     shares = np.diff(zipf(len(letters)), prepend=0.0)
