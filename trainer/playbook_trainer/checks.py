@@ -85,6 +85,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append("ep and tp together are not supported: choose one of them")
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
+    problems += data_problems(config)
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
@@ -134,4 +135,21 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
     problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
     if {"moe", "moe_act"} <= set(names):
         problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
+    return problems
+
+
+def data_problems(config: TrainerConfig) -> list[str]:
+    """Data options that contradict each other."""
+    data, problems = config.data, []
+    if data.pad_to_multiple is not None and data.pad:
+        problems.append("data.pad already fills every row to seq_len: set data.pad: false for data.pad_to_multiple to have an effect")
+    if data.pad_to_multiple is not None and data.seq_len % data.pad_to_multiple:
+        problems.append(
+            f"data.seq_len {data.seq_len} is no multiple of data.pad_to_multiple {data.pad_to_multiple}, so full rows would not fit"
+        )
+    if data.kind == "mock" and data.source == "generated":
+        problems.append("data.kind mock has no source of its own: leave data.source out, or set data.kind to text or vqa")
+    weights = data.generated.images_per_sample
+    if not weights or min(weights) < 0 or sum(weights) <= 0:
+        problems.append(f"data.generated.images_per_sample is {weights}; expected weights of one, two, ... images, such as [0.8, 0.2]")
     return problems

@@ -77,21 +77,47 @@ class ModelConfig(Strict):
         return self
 
 
+class GeneratedConfig(Strict):
+    """Made-up data with natural statistics (`data.source: generated`); sample i is a function of `seed` and i alone."""
+
+    seed: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=1_000_000, gt=0)
+    """Documents, or image-question-answer samples, of one epoch."""
+    mean_tokens: float = Field(default=427, gt=0)
+    """Mean length of a text document; lengths are log-normal."""
+    sigma: float = Field(default=1.1, ge=0)
+    """Standard deviation of the logarithm of a document's length."""
+    pool_images: int = Field(default=256, gt=0)
+    """Distinct JPEG files; each is made once, on first use, and kept in `data.path` (or a cache folder of the user)."""
+    images_per_sample: list[float] = Field(default_factory=lambda: [1.0])
+    """Weights of one, two, three ... images per sample; VQAv2 has one."""
+
+
 class DataConfig(Strict):
     """What the model reads."""
 
     kind: Literal["text", "vqa", "mock"] = "text"
     """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
     path: str | None = None
-    """A text file, or a folder of samples; None takes the bundled data."""
+    """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
+    source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"
+    """The layout of `path`; auto looks at what is there. files: .txt and .jsonl, or a folder with samples.jsonl."""
+    subset: str | None = None
+    """Which part: the COCO subset of VQAv2 (train2014), or the configuration of a Hugging Face data set."""
+    text_key: str = "text"
+    """The column or key that holds a document's text."""
+    generated: GeneratedConfig = Field(default_factory=GeneratedConfig)
     tokenizer: str = "byte"
     """`byte`, or the path of a tokenizer.json."""
     seq_len: int = Field(default=256, gt=0)
     pack: bool = True
     """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
     pack_buffer: int = Field(default=32, gt=0)
+    """Samples among which first-fit packing chooses."""
     pad: bool = True
     """Pad every row to seq_len, so that shapes stay static."""
+    pad_to_multiple: int | None = Field(default=None, gt=0)
+    """With `pad: false`, pad every row to a multiple of this many tokens."""
     num_workers: int = Field(default=0, ge=0)
     images: Literal["variable", "fixed"] = "variable"
     """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
@@ -99,7 +125,15 @@ class DataConfig(Strict):
     """Height and width in pixels, used with `images: fixed`."""
     max_image_pixels: int = Field(default=65_536, gt=0)
     """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    max_source_pixels: int = Field(default=64_000_000, gt=0)
+    """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
     max_images_per_sample: int = Field(default=3, gt=0)
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """fail: stop with the file's name. skip: the image becomes grey, its sample bears no loss and keeps its place, and both are counted."""
+    cache: Literal["none", "memory"] = "none"
+    """memory: each worker keeps decoded and resized images, so that each is decoded once."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """What the cache of one worker may hold; images beyond it are decoded anew."""
 
 
 RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
