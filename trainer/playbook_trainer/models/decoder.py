@@ -298,8 +298,8 @@ class Decoder(nn.Module):
         if logits:
             return self.head(lambda w, x: x @ w.t(), x_ND)
         with range_("loss") as r:
-            chunk, rows = self.options.loss_chunk, self.options.loss_rows
-            use = lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp, chunk, rows)  # noqa: E731
+            size, rows = self.options.loss_chunk, self.options.loss_rows
+            use = lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp, size, rows)  # noqa: E731
             return r.exit(self.head(use, r.enter(x_ND)))
 
     def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:

@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _stats(logits: Any, target: Any, top: Any, total: Any, aimed: Any, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stats(logits, target, top, total, aimed, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * width
     best = -float("inf")
@@ -39,7 +39,7 @@ def _stats(logits: Any, target: Any, top: Any, total: Any, aimed: Any, width, BL
 
 
 @triton.jit
-def _gradient(logits: Any, target: Any, lse: Any, valid: Any, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gradient(logits, target, lse, valid, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * width
     place = tl.load(target + row)

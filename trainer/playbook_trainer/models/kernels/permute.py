@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _spread(x: Any, place: Any, rows: Any, weight: Any, width, K: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(x, place, rows, weight, width, K: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def _spread(x: Any, place: Any, rows: Any, weight: Any, width, K: tl.constexpr, 
 
 
 @triton.jit
-def _collect(rows: Any, place: Any, weight: Any, out: Any, width, K: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _collect(rows, place, weight, out, width, K: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def _collect(rows: Any, place: Any, weight: Any, out: Any, width, K: tl.constexp
 
 
 @triton.jit
-def _weight_gradient(rows: Any, place: Any, grad: Any, out: Any, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weight_gradient(rows, place, grad, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     for k in tl.static_range(K):
         row = tl.load(place + token * K + k).to(tl.int64)
