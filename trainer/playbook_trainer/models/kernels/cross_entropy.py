@@ -5,7 +5,6 @@ One program per token. With tensor parallelism a token's maximum and sum are joi
 
 from __future__ import annotations
 
-from typing import Any
 
 import torch
 import torch.distributed as dist
