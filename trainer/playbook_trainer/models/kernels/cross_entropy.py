@@ -5,7 +5,6 @@ One program per token. With tensor parallelism a token's maximum and sum are joi
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 import triton
