@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.sharding import is_replicated_over_tp, is_second_copy
@@ -46,8 +48,11 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     decayed = [p.local for p in parts if p.param.ndim > 1]
     plain = [p.local for p in parts if p.param.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    groups = [g for g in groups if g["params"]]
+    how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if config.moments_dtype == "bf16":
+        return AdamW(groups, moments=torch.bfloat16, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
