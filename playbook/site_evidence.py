@@ -33,9 +33,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
     claim = record.claim or str(record.get("measured", "case", "id", default="a case"))
     head = [
-        front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude").replace(
-            'search: "exclude"', "search:\n  exclude: true"
-        ),
+        front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude: true"),
         f"# {text(claim)} on {text(record.machine)}",
     ]
     raw = link("the record as JSON", f"{record.id}.json")
@@ -256,7 +254,7 @@ def _environment(record: Record) -> str:
 def trace_page(record: Record) -> str:
     """The table of time per range of both variants."""
     title = f"Trace of {record.get('case')} on {record.get('profile')}"
-    head = [front_matter(title, description="Time per range"), f"# {text(title)}"]
+    head = [front_matter(title, description="Time per range", search="exclude: true"), f"# {text(title)}"]
     if record.altered:
         return (
             "\n\n".join(
@@ -337,7 +335,7 @@ def list_page(shelf: Shelf) -> str:
         for r in shelf.records
         if r.schema == TRACE
     ]
-    parts = [front_matter("Evidence", description="Every verdict on record"), "# Evidence"]
+    parts = [front_matter("Evidence", description="Every verdict on record", hide="toc", search="boost: 0.4"), "# Evidence"]
     parts.append("Each verdict is one file, written once. Its page shows the launches behind it; the file is there to replay.")
     parts.append(
         table(["Date", "Claim", "Machine", "Verdict", "Effect", "Reason"], verdict_rows) if verdict_rows else "No verdict is on record yet."

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +166,10 @@ def make_tree(root: Path) -> Path:
     return root
 
 
-def build(root: Path) -> Path:
-    """The site, built strictly; a build that fails shows its output."""
+def build(root: Path, more: Sequence[Path] = ()) -> Path:
+    """The site, built strictly, with records of `more` folders; a build that fails shows its output."""
     path = os.pathsep.join(p for p in sys.path if p)
-    env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": ""}
+    env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": os.pathsep.join(map(str, more))}
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(root / "mkdocs.yml"), "-d", str(root / "built")]
     done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
