@@ -43,7 +43,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
         ops=compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops(),
-        vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
+        vision_always=config.data.kind == "vqa",
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
     with torch.device("meta"):
