@@ -22,7 +22,16 @@ def test_every_row_is_within_what_was_asked_for():
 
 
 def test_the_page_holds_every_row(tmp_path):
-    row = {"model": "m|1", "batch": "one", "logits": 1e-6, "loss": 0.0, "gradients": 2e-5, "worst": "a.b", "torch": "2.13.0", "transformers": "5.0"}
+    row = {
+        "model": "m|1",
+        "batch": "one",
+        "logits": 1e-6,
+        "loss": 0.0,
+        "gradients": 2e-5,
+        "worst": "a.b",
+        "torch": "2.13.0",
+        "transformers": "5.0",
+    }
     (tmp_path / "models.jsonl").write_text(json.dumps(row) + "\n")
     page = parity_page(tmp_path)
     assert "| m&#124;1 | one | 1.0e-06 | 0.0e+00 | 2.0e-05 |" in page
