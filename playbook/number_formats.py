@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from playbook.errors import ConfigError
 from playbook.layout import Statement
@@ -83,7 +84,7 @@ def coarser(*, formats: Sequence[str], factor: float, count: int = 8192, seed: i
     values = [draw.gauss(0.0, 1.0) for _ in range(count)]
     errors = {f: rounding_error(f, values) for f in formats}
     found = list(errors.values())
-    holds = all(b >= factor * a for a, b in zip(found, found[1:], strict=False))
+    holds = all(b >= factor * a for a, b in pairwise(found))
     sentence = "rounding error, relative to the numbers: " + ", ".join(f"{f} {e:.1%}" for f, e in errors.items())
     return holds, sentence, {"errors": errors, "count": count}
 

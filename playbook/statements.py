@@ -29,7 +29,8 @@ def interleaving(*, pp: int, vpp: Sequence[int], microbatches: Sequence[int]) ->
     by_count = [[r for r in rows if r["microbatches"] == m] for m in microbatches]
     holds = len(vpp) > 1 and all(b["bubble"] < a["bubble"] for group in by_count for a, b in pairwise(group))
     parts = [
-        f"{group[0]['microbatches']} micro-batches: " + ", ".join(f"{r['bubble']:.1%} at vpp {r['vpp']}" for r in group) for group in by_count
+        f"{group[0]['microbatches']} micro-batches: " + ", ".join(f"{r['bubble']:.1%} at vpp {r['vpp']}" for r in group)
+        for group in by_count
     ]
     sentence = f"pp {pp}, share of the step spent idle, {'; '.join(parts)}; boundaries between chunks {rows[0]['boundaries']} -> {rows[-1]['boundaries']}"
     return holds, sentence, {"rows": rows}
@@ -53,31 +54,46 @@ def platform_walls(
     sent = sum(communication.per_layer(plan, i).get("ep", communication.Sent(0, 0)).total for i in layers)
     work = flops.per_token(plan.shape, seq_len) * tokens(plan)
     launches = kernels_per_layer * plan.shape.layers * launch_s
-    rows = []
+    weights: dict[str, tuple[float, float]] = {}
     for name, p in platforms.items():
         leaves = placement.outside(degree=ep, stride=1, domain=int(p["domain"]))
         compute = work / p["peak_flops_per_s"]
         moved = sent * (leaves / p["slow_bytes_per_s"] + (1 - leaves) / p["fast_bytes_per_s"])
-        rows.append({"platform": name, "compute_s": compute, "communication": moved / compute, "host": launches / compute})
-    first, second = rows
-    parts = [f"{r['platform']} {r['communication']:.2f} and {r['host']:.2f}" for r in rows]
+        weights[name] = (moved / compute, launches / compute)
+    first, second = weights.values()
+    parts = [f"{name} {moved:.2f} and {launched:.2f}" for name, (moved, launched) in weights.items()]
     sentence = (
         f"{model}, ep {ep}: seconds of expert communication and of kernel launches per second of computation at peak: {'; '.join(parts)}"
     )
-    return first["communication"] > second["communication"] and first["host"] < second["host"], sentence, {"platforms": rows}
+    figures = {name: {"communication": moved, "host": launched} for name, (moved, launched) in weights.items()}
+    return first[0] > second[0] and first[1] < second[1], sentence, {"platforms": figures}
 
 
-def offload_makes_it_fit(*, model: str, gpu_gib: float, gpus: int, seq_len: int, degrees: Mapping[str, int], **settings: Any) -> Statement:
-    """Whether a layout exceeds the GPU as it is and fits once the optimizer's state lies in host memory.
-
-    `settings` are fields of a plan's options (recompute, fp8, dispatcher) and its global batch (gbs).
+def offload_makes_it_fit(
+    *,
+    model: str,
+    gpu_gib: float,
+    gpus: int,
+    seq_len: int,
+    cp: int,
+    pp: int,
+    ep: int,
+    tp: int = 1,
+    vpp: int = 1,
+    global_batch_size: int = 0,
+    recompute: Sequence[str] = (),
+    fp8: str = "",
+    dispatcher: str = "",
+) -> Statement:
+    """Whether a layout exceeds the GPU as it is and fits once the optimizer's state lies in host memory; layers may divide unevenly.
 
     Raises:
         ConfigError: the layout breaks a rule.
     """
-    batch = int(settings.pop("gbs", 0))
-    options = Options(uneven=True, **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
-    plan = Plan(shape(model), model, gpus=gpus, seq_len=seq_len, gbs=batch, options=options, **degrees)
+    options = Options(uneven=True, recompute=tuple(recompute), fp8=fp8, dispatcher=dispatcher)
+    plan = Plan(
+        shape(model), model, gpus=gpus, tp=tp, cp=cp, pp=pp, ep=ep, vpp=vpp, gbs=global_batch_size, seq_len=seq_len, options=options
+    )  # fmt: skip
     stages = memory.estimate(plan)
     whole, without = max(s.peak for s in stages), max(s.peak - s.optimizer for s in stages)
     sentence = (

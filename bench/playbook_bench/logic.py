@@ -29,6 +29,7 @@ ARITHMETIC: Mapping[str, Function] = {
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
+    "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,
 }
 
 

@@ -16,8 +16,8 @@ H100 = {"peak_flops_per_s": 989.5e12, "domain": 8, "fast_bytes_per_s": 450e9, "s
 GB200 = {"peak_flops_per_s": 2500e12, "domain": 64, "fast_bytes_per_s": 900e9, "slow_bytes_per_s": 50e9}
 WALLS = {"model": "deepseek_v3", "ep": 64, "seq_len": 4096, "kernels_per_layer": 60, "launch_s": 5e-6}
 LONG = {
-    "model": "deepseek_v3", "gpu_gib": 79, "gpus": 256, "seq_len": 131072, "degrees": {"tp": 1, "cp": 32, "pp": 8, "ep": 32, "vpp": 4},
-    "recompute": ["mla_up_proj", "layernorm", "moe", "mlp"], "fp8": "blockwise", "gbs": 64,
+    "model": "deepseek_v3", "gpu_gib": 79, "gpus": 256, "seq_len": 131072, "tp": 1, "cp": 32, "pp": 8, "ep": 32, "vpp": 4,
+    "recompute": ["mla_up_proj", "layernorm", "moe", "mlp"], "fp8": "blockwise", "global_batch_size": 64,
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_offload_makes_a_layout_fit_only_where_the_state_is_what_is_too_much():
     assert figures["peak_bytes"] - figures["peak_bytes_with_offload"] == pytest.approx(32.2 * 2**30, rel=0.05)
     assert not statements.offload_makes_it_fit(**{**LONG, "gpu_gib": 141})[0]  # fits as it is
     assert not statements.offload_makes_it_fit(**{**LONG, "gpu_gib": 40})[0]  # does not fit either way
-    with pytest.raises(ConfigError, match="did you mean|expected one of"):
+    with pytest.raises(ConfigError, match="expected one of"):
         statements.offload_makes_it_fit(**{**LONG, "model": "deepseek"})
 
 
@@ -65,7 +65,17 @@ def test_mfu_falls_only_where_throughput_rises_less_than_the_peak():
 
 def test_elements_are_those_of_the_formats():
     e2m1 = number_formats.FORMATS["nvfp4"]
-    assert [number_formats.element(x, e2m1) for x in (0.2, 0.3, 0.7, 1.2, 2.6, 3.4, 4.6, 9.0, -9.0)] == [0.0, 0.5, 0.5, 1.0, 3.0, 3.0, 4.0, 6.0, -6.0]
+    assert [number_formats.element(x, e2m1) for x in (0.2, 0.3, 0.7, 1.2, 2.6, 3.4, 4.6, 9.0, -9.0)] == [
+        0.0,
+        0.5,
+        0.5,
+        1.0,
+        3.0,
+        3.0,
+        4.0,
+        6.0,
+        -6.0,
+    ]
     torch = pytest.importorskip("torch")
     draw = random.Random(1)
     values = [draw.gauss(0, 100) for _ in range(500)] + [draw.gauss(0, 0.01) for _ in range(500)]
