@@ -114,10 +114,10 @@ def tables() -> dict[str, Any]:
     }
 
 
-def address(settings: Mapping[str, Any], up: str = "") -> str:
-    """The calculator's address for these settings, such as `calculator.html?model=qwen3_8b&tp=2`."""
+def address(settings: Mapping[str, Any]) -> str:
+    """The link to the calculator with these settings, such as `calculator.md?model=qwen3_8b&tp=2`."""
     words = "&".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items())
-    return f"{up}calculator.html?{words}"
+    return f"calculator.md?{words}"
 
 
 def calculator_page() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
+from playbook import site_curves
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
 from playbook.site_figures import effect_axis
 from playbook.site_records import UNTESTED, Record, earlier, trace_for, verdicts
@@ -182,9 +183,10 @@ def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
         figure = _axis(record, claim.expect)
         if figure:
             parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
+        parts.append(site_curves.figures(record))
     commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
     parts.append("Repeat it:\n\n" + block("\n".join(" ".join(c.split()) for c in commands if c), "text"))
-    return "\n\n".join(parts)
+    return "\n\n".join(p for p in parts if p)
 
 
 def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from playbook import site_curves
 from playbook.site_cards import Shelf, anchor, coverage, effect
 from playbook.site_figures import samples
 from playbook.site_records import EVIDENCE, TRACE, Record
@@ -123,33 +124,8 @@ def _comparison(record: Record) -> str:
 
 
 def _curve(record: Record) -> str:
-    """The values of a sweep or the cells of an interaction, and the contrasts that the claim's rule looks at."""
-    found = record.get("derived", "curve")
-    if not isinstance(found, Mapping):
-        return ""
-    unit, relative = str(found.get("unit")), found.get("scale") == "log_ratio"
-
-    def change(value: object) -> str:
-        return "" if not isinstance(value, int | float) else percent(value) if relative else number(value)
-
-    points = [
-        [
-            code(p.get("variant")),
-            quantity(p.get("value"), unit) if p.get("outcome") == "ok" else text(p.get("outcome")),
-            change(p.get("effect")),
-        ]
-        for p in found.get("points", [])
-        if isinstance(p, Mapping)
-    ]
-    contrasts = [
-        [text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))]
-        for c in found.get("contrasts", [])
-        if isinstance(c, Mapping)
-    ]
-    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks."
-    tables = [table(["Variant", "Value>", "Against the first>"], points)]
-    tables += [table(["Contrast", "Gain>", "from>", "to>"], contrasts)] if contrasts else []
-    return "\n\n".join(["## Curve", note, *tables])
+    shown = site_curves.tables(record)
+    return f"## Curve\n\n{site_curves.figures(record)}\n\n{shown}" if shown else ""
 
 
 def _checks(record: Record) -> str:

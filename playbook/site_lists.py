@@ -185,7 +185,7 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
         [
             f"### {text(described)} {{ #on-{attribute(machine)} }}",
             f"{counts}; {len(claims) - len(found)} of {len(claims)} have no verdict here. {more}.",
-            table(["Claim", "Statement", "Verdict", "Effect"], rows),
+            f'<div class="pb-matrix" markdown="1">\n\n{table(["Claim", "Statement", "Verdict", "Effect"], rows)}\n\n</div>',
         ]
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from site_browser import served, started, watched
-from site_tree import build, make_tree
+from site_tree import add_sweep, build, make_tree
 
 from playbook.paths import data_root
 
@@ -25,8 +25,10 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def built_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as a reader meets it: the real pages, cards and evidence, and a card and a verdict of the tests' own."""
-    return build(make_tree(tmp_path_factory.mktemp("browser")), more=[data_root("results")])
+    """The site as a reader meets it: the real pages, cards and evidence, and a card, a verdict and a sweep of the tests' own."""
+    made = make_tree(tmp_path_factory.mktemp("browser"))
+    add_sweep(made)
+    return build(made, more=[data_root("results")])
 
 
 @pytest.fixture(scope="session")
