@@ -36,6 +36,10 @@ LAYOUTS = {
     "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
     "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
     "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
+    "vision-pp2-dp2": (VISION, 4, ["parallel.pp=2", "data.num_workers=0"]),
+    "vision-cp2": (VISION, 2, ["parallel.cp=2", "data.num_workers=0"]),
+    "vision-pp2-cp2-ring": (VISION, 4, ["parallel.pp=2", "parallel.cp=2", "parallel.cp_comm=ring", "data.num_workers=0"]),
+    "vision-cp2-ulysses": (VISION, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses", "data.num_workers=0"]),
 }
 
 

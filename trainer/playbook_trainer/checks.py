@@ -73,8 +73,14 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather and alltoall"
         )
-    if config.model.vision is not None and par.tp * par.pp * par.cp * par.ep > 1:
-        problems.append("a vision-language model runs under FSDP only: set parallel.tp, pp, cp and ep to 1")
+    if config.model.vision is not None and par.tp * par.ep > 1:
+        problems.append("a vision-language model runs without tensor and expert parallelism: set parallel.tp and ep to 1")
+    held, deepstack = config.model.num_layers // par.pp, len(config.model.vision.deepstack_layers) if config.model.vision else 0
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie on the first pipeline stage: "
+            f"pp {par.pp} leaves {held} layers on a stage; lower parallel.pp"
+        )
     if par.ep > 1 and par.tp > 1:
         problems.append("ep and tp together are not supported: choose one of them")
     if par.pp > 1 and not config.data.pad:

@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         if x_ND is None:
             x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes.tp), batch.tokens_N).to(dtype)
             if self.config.vision is not None and batch.vision is not None and index is not None:
-                image_VD, visual = self.vision(batch.vision, dtype)
+                image_VD, *visual = self.share(batch.vision, self.vision(batch.vision, dtype))
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
             elif self.config.vision is not None and self.options.vision_always:
                 image_VD, unused = self.vision(blank_image(self.config.vision, x_ND.device), dtype)
@@ -262,6 +262,11 @@ class Decoder(nn.Module):
         with range_("loss") as r:
             loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
             return r.exit(loss)
+
+    def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
+        """The visual tokens among this rank's tokens, for the input and for the first layers."""
+        visual = [encoded[0], *encoded[1]]
+        return visual if vision.visual_take_V is None else [v_VD.index_select(0, vision.visual_take_V) for v_VD in visual]
 
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""
