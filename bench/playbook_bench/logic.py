@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, placement
+from playbook import layout, lint_labels, placement
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
 from playbook_bench import invariants
@@ -20,6 +20,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
+    "refused_together": lint_labels.refused_together,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
