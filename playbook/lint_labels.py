@@ -239,7 +239,9 @@ def refused_together(*, megatron_core: str, rows: Sequence[Mapping[str, Any]]) -
         if bool(found) != row["refused"]:
             wrong.append(f"{words} is {'refused' if found else 'accepted'}")
     refused = sum(bool(r) for r in reasons.values())
-    sentence = f"megatron-core {megatron_core} refuses {refused} of {len(rows)} settings" + (f"; against the claim: {'; '.join(wrong)}" if wrong else "")
+    sentence = f"megatron-core {megatron_core} refuses {refused} of {len(rows)} settings" + (
+        f"; against the claim: {'; '.join(wrong)}" if wrong else ""
+    )
     return not wrong, sentence, {"settings": [{"settings": k, "refused_because": v} for k, v in reasons.items()]}
 
 

@@ -172,7 +172,9 @@ def _disputes(entry: LoadedCard) -> Iterator[Finding]:
         for i, claim in enumerate(dispute.claims):
             others = set(dispute.claims) - {claim}
             if not (named.get(claim, set()) & others or any(claim in named.get(o, set()) for o in others)):
-                message = f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                message = (
+                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                )
                 yield entry.finding(("disputes", d, "claims", i), message)
 
 
