@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, number_formats, placement, statements
+from playbook import layout, lint_labels, number_formats, placement, statements
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
 from playbook_bench import invariants
@@ -26,6 +26,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "mfu_falls_as_throughput_rises": statements.mfu_falls_as_throughput_rises,
     "coarser": number_formats.coarser,
     "routing_flips": number_formats.routing_flips,
+    "refused_together": lint_labels.refused_together,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
