@@ -223,6 +223,16 @@ class OptimizerConfig(Strict):
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
+class OffloadConfig(Strict):
+    """What waits in host memory while the GPU does not need it."""
+
+    activations: bool = False
+    """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
+    optimizer: bool = False
+    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU, each
+    reduction copies the gradient back, and AdamW runs on the host's cores."""
+
+
 class CompileConfig(Strict):
     """torch.compile, per region."""
 
@@ -311,6 +321,7 @@ class TrainerConfig(Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

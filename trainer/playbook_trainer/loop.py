@@ -86,7 +86,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         dynamo.accumulated_recompile_limit = 1_000_000
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    elif config.train.dtype == "bf16":
+    elif config.train.dtype == "bf16" or config.offload.optimizer:
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -230,7 +230,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": counters},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.counters}},
     }
 
 

@@ -21,6 +21,7 @@ from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.models import ops
 from playbook_trainer.models.attention import attend
 from playbook_trainer.models.memory import recomputed
+from playbook_trainer.models.offload import Trip
 from playbook_trainer.models.ops import Ops
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
@@ -38,6 +39,8 @@ class Options:
     grouped: bool = False
     recompute: frozenset[str] = frozenset()
     """Names of `train.recompute_modules`, or `full` for whole layers."""
+    offload: bool = False
+    """What a layer saves for its backward pass waits in host memory."""
     attention: str = "auto"
     router_wide: bool = True
     """Route in float32, whatever the precision around it."""
@@ -293,11 +296,17 @@ class Decoder(nn.Module):
         with range_("decoder") as r:
             x_ND = r.enter(x_ND)
             seq, whole = self.sequence(batch, dtype), "full" in self.options.recompute
+            trip = Trip(x_ND.device, keep=(seq.cos_Nd, seq.sin_Nd)) if self.options.offload else None
             for number in self.chunks[chunk]:
                 layer = self.layers[str(number)]
-                x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if whole else layer(x_ND, seq)
+                run = partial(checkpoint, layer, use_reentrant=False) if whole else layer
+                # What the last layer saves is wanted at once.
+                stays = number == self.config.num_layers - 1
+                x_ND = run(x_ND, seq) if trip is None else trip.through(layer, run, x_ND, seq, stays=stays)
                 if number < len(visual) and index is not None:
                     x_ND = x_ND.index_add(0, index, visual[number].to(dtype))
+            if trip is not None:
+                trip.end(x_ND)
             x_ND = r.exit(x_ND)
         if not (axes.is_last_stage and chunk == len(self.chunks) - 1):
             return x_ND

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import CompileConfig, TrainConfig, TrainerConfig
@@ -37,6 +37,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         dispatcher=config.moe.dispatcher,
         grouped=grouped,
         recompute=frozenset(train.recompute_modules if train.recompute == "selective" else [train.recompute]),
+        offload=config.offload.activations,
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
@@ -52,9 +53,9 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     compile_regions(model, train.compile)
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
-    model.to_empty(device=device)
+    model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
     if config.init.weights is None:
-        fill(model, axes, initial_value(config.model, config.seed))
+        fill(model, axes, initial_value(config.model, config.seed), device)
     else:
         weights.load(model, axes, Path(config.init.weights))
     return model
@@ -108,14 +109,16 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
-    """FSDP2 also serves one rank in bf16: it keeps the float32 master weights and hands out bf16 copies."""
-    return axes.dp_cp.size > 1 or config.train.dtype == "bf16"
+    """FSDP2 also serves one rank: it keeps the float32 master weights, if need be on the host, and hands out copies in the precision of training."""
+    return axes.dp_cp.size > 1 or config.train.dtype == "bf16" or config.offload.optimizer
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
     """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp."""
     dtype = DTYPES[config.train.dtype]
     policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    if config.offload.optimizer:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     dense, sparse = mesh(axes.dp_cp, device), mesh(axes.edp, device)
     again = config.parallel.reshard_after_forward
 
