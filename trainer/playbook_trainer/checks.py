@@ -109,7 +109,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches of memory and speed that do not go together, or that have nothing to act on."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
-    problems += _recompute_problems(config)
+    problems += _recompute_problems(config) + _fp8_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
         problems.append(
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
@@ -152,6 +152,48 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
     problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
     if {"moe", "moe_act"} <= set(names):
         problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
+    return problems
+
+
+_FP8_ELSEWHERE = {
+    "tensorwise": "belongs to the megatron backend; here there are rowwise and blockwise, which round less",
+    "delayed": "belongs to the megatron backend; here scales come from the values themselves, never from earlier steps",
+    "mxfp8": "needs units for blocks of 32, which GPUs have from Blackwell on, and belongs to the megatron backend",
+    "nvfp4": "needs 4-bit units, which GPUs have from Blackwell on, and belongs to the megatron backend",
+}
+
+
+def _fp8_problems(config: TrainerConfig) -> list[str]:
+    precision, model, par, problems = config.precision, config.model, config.parallel, []
+    if precision.fp8 == "none" or config.backend != "torch":
+        return []
+    if precision.fp8 in _FP8_ELSEWHERE:
+        return [f"precision.fp8 '{precision.fp8}' {_FP8_ELSEWHERE[precision.fp8]}; set rowwise, blockwise or none"]
+    names, moe = precision.fp8_modules, model.num_experts > 0
+    if not names or (names == ["experts"] and not moe):
+        problems.append(f"precision.fp8_modules {names} leaves nothing to do in 8 bits: name linear" + (" or experts" if moe else ""))
+    if precision.fp8 == "blockwise" and "experts" in names and moe:
+        problems.append(
+            "precision.fp8 blockwise does not serve experts: torch has no grouped product with scales per block; "
+            "set precision.fp8_modules: [linear], or precision.fp8: rowwise"
+        )
+    if "experts" in names and moe and config.moe.experts == "loop":
+        problems.append("precision.fp8 multiplies all experts in one grouped product: set moe.experts: auto")
+    widths: dict[str, int] = {"model.hidden_size": model.hidden_size}
+    if "linear" in names:
+        widths["query columns"] = model.num_heads * model.head_dim // par.tp
+        widths["key-value columns"] = model.num_kv_heads * model.head_dim // par.tp
+        if not moe:
+            widths["model.ffn_size"] = model.ffn_size // par.tp
+    if "experts" in names and moe:
+        widths["model.expert_ffn_size"] = model.expert_ffn_size // par.tp
+    unit = 16 if precision.fp8 == "rowwise" else 128
+    odd = {k: v for k, v in widths.items() if v % unit}
+    if odd:
+        found = ", ".join(f"{k} {v}" for k, v in odd.items())
+        problems.append(
+            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {found}; leave it at none"
+        )
     return problems
 
 

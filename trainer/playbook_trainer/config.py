@@ -223,6 +223,24 @@ class OptimizerConfig(Strict):
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
+FP8_MODULES = ("linear", "experts")
+
+
+class PrecisionConfig(Strict):
+    """Matrix products in 8 bits. Router, norms, embedding, head, vision tower and all weight gradients keep their precision."""
+
+    fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
+    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
+    values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
+    fp8_modules: list[str] = Field(default_factory=lambda: list(FP8_MODULES))
+    """linear: projections of attention and dense MLPs. experts: their two products."""
+
+    @field_validator("fp8_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return _known(value, FP8_MODULES)
+
+
 class OffloadConfig(Strict):
     """What waits in host memory while the GPU does not need it."""
 
@@ -321,6 +339,7 @@ class TrainerConfig(Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)

@@ -6,6 +6,7 @@ F expert width, K experts per token, R rows routed to this rank's experts, V vis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,10 @@ class Options:
     grouped: bool = False
     recompute: frozenset[str] = frozenset()
     """Names of `train.recompute_modules`, or `full` for whole layers."""
+    linear: Callable[[Tensor, Tensor], Tensor] = linear
+    """The product of linear layers; norms, router, embedding and head have their own."""
+    expert_product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(rows, matrices, last row + 1 of each expert) to each row times its expert's matrix; None takes `grouped` or the loop."""
     offload: bool = False
     """What a layer saves for its backward pass waits in host memory."""
     attention: str = "auto"
@@ -89,6 +94,19 @@ class RMSNorm(nn.Module):
         return recomputed(self.again, partial(self.norm, eps=self.eps), x, self.scale(x.dtype))
 
 
+class Linear(nn.Module):
+    """A matrix, multiplied as the options say."""
+
+    def __init__(self, size_in: int, size_out: int, options: Options) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.product = options.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ weight.T`."""
+        return self.product(x, self.weight)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with per-head norms of queries and keys."""
 
@@ -99,10 +117,10 @@ class Attention(nn.Module):
         tp, hd = options.axes.tp.size, config.head_dim
         heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
         self.head_dim = hd
-        self.q_proj = nn.Linear(config.hidden_size, heads * hd, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
-        self.o_proj = nn.Linear(heads * hd, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, heads * hd, options)
+        self.k_proj = Linear(config.hidden_size, kv_heads * hd, options)
+        self.v_proj = Linear(config.hidden_size, kv_heads * hd, options)
+        self.o_proj = Linear(heads * hd, config.hidden_size, options)
         self.q_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
         self.k_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
 
@@ -134,8 +152,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.tp, self.swiglu = options.axes.tp, options.ops.swiglu
         width = config.ffn_size // self.tp.size
-        self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
-        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.w13 = Linear(config.hidden_size, 2 * width, options)
+        self.w2 = Linear(width, config.hidden_size, options)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
@@ -159,6 +177,11 @@ class Router(nn.Module):
             return expert_NK, r.exit(prob_NK)
 
 
+def grouped_product(rows_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix, in one call: (R, F)."""
+    return grouped_mm(rows_RD, weight_EFD.transpose(1, 2), offs=ends_E)
+
+
 class Experts(nn.Module):
     """This rank's experts, stacked; w13 holds gate rows, then up rows."""
 
@@ -168,20 +191,20 @@ class Experts(nn.Module):
         width = config.expert_ffn_size // options.axes.tp.size
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
-        self.grouped = options.grouped
+        self.product = options.expert_product or (grouped_product if options.grouped else None)
         self.swiglu, self.again = options.ops.swiglu, "moe_act" in options.recompute
 
     def forward(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         """Each expert's SwiGLU on its own rows; `counts` gives the rows per expert, in order."""
         with range_("experts") as r:
             rows_RD = r.enter(rows_RD)
-            return r.exit(self._grouped(rows_RD, counts) if self.grouped else self._loop(rows_RD, counts))
+            return r.exit(self._loop(rows_RD, counts) if self.product is None else self._grouped(rows_RD, counts, self.product))
 
-    def _grouped(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+    def _grouped(self, rows_RD: Tensor, counts: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
-        h_RF = grouped_mm(rows_RD, self.w13.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+        h_RF = product(rows_RD, self.w13.to(rows_RD.dtype), ends)
         with recomputed(self.again, self.swiglu, h_RF) as act_RF:
-            return grouped_mm(act_RF, self.w2.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+            return product(act_RF, self.w2.to(rows_RD.dtype), ends)
 
     def _loop(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         outs = []

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import linear
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import CompileConfig, TrainConfig, TrainerConfig
+from playbook_trainer.models import fp8
 from playbook_trainer.models.attention import has_packed_cudnn
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.ops import Ops, compiled
@@ -32,8 +34,11 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     check_device(config, device)
     meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
+    product, expert_product = fp8.products(config.precision.fp8, config.precision.fp8_modules, device)
     options = Options(
         axes=axes,
+        linear=product or linear,
+        expert_product=expert_product,
         dispatcher=config.moe.dispatcher,
         grouped=grouped,
         recompute=frozenset(train.recompute_modules if train.recompute == "selective" else [train.recompute]),
@@ -78,6 +83,11 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
             "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
             "install perf-playbook with the extra 'gpu', or set train.attention: auto"
         )
+    if config.precision.fp8 != "none" and device.type == "cuda":
+        if train.dtype != "bf16":
+            problems.append("precision.fp8 multiplies into 16-bit results on a GPU: set train.dtype: bf16")
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            problems.append("precision.fp8 needs a Hopper GPU or a later one: set it to none")
     if problems:
         raise ConfigError("\n".join(problems))
 
