@@ -112,11 +112,15 @@ class _Linear(torch.autograd.Function):
         return how.product(how.left(x_MK.contiguous()), how.right(w_NK), x_MK.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         (x_MK, w_NK), how, grad_MN = ctx.saved_tensors, ctx.how, grads[0].contiguous()
-        tally("fp8_linear_products")
-        grad_x = how.product(how.left(grad_MN), how.right_transposed(w_NK), x_MK.dtype)
-        return grad_x, grad_MN.t() @ x_MK, None
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            tally("fp8_linear_products")
+            grad_x = how.product(how.left(grad_MN), how.right_transposed(w_NK), x_MK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = grad_MN.t() @ x_MK
+        return grad_x, grad_w, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -128,11 +132,15 @@ class _Grouped(torch.autograd.Function):
         return _grouped(how.left(x_MK.contiguous()), how.right(w_ENK), ends_E, x_MK.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x_MK, w_ENK, ends_E), how, grad_MN = ctx.saved_tensors, ctx.how, grads[0].contiguous()
-        tally("fp8_expert_products")
-        grad_x = _grouped(how.left(grad_MN), how.right_transposed(w_ENK), ends_E, x_MK.dtype)
-        return grad_x, _per_group(grad_MN, x_MK, ends_E), None, None
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            tally("fp8_expert_products")
+            grad_x = _grouped(how.left(grad_MN), how.right_transposed(w_ENK), ends_E, x_MK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = _per_group(grad_MN, x_MK, ends_E)
+        return grad_x, grad_w, None, None
 
 
 def _scaled_rows(x: Quantised, w: Quantised, dtype: torch.dtype) -> Tensor:
