@@ -80,7 +80,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         torch.use_deterministic_algorithms(True)
     # 32-bit runs are references: no reduced-precision shortcuts inside them.
     torch.backends.cuda.matmul.allow_tf32 = False
-    if config.train.compile.vision or config.train.compile.decoder or config.train.compile.loss:
+    regions = config.train.compile
+    if regions.vision or regions.decoder or regions.loss or config.precision.fp8 != "none":
         from torch._dynamo import config as dynamo
 
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.

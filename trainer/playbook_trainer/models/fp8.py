@@ -109,7 +109,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_MK, w_NK)
         ctx.how = how
         tally("fp8_linear_products")
-        return how.product(how.left(x_MK.contiguous()), how.right(w_NK), x_MK.dtype)
+        # Detached, parameters and activations are one kind of tensor for the compiled casts.
+        return how.product(how.left(x_MK.detach().contiguous()), how.right(w_NK.detach()), x_MK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
@@ -117,7 +118,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
             tally("fp8_linear_products")
-            grad_x = how.product(how.left(grad_MN), how.right_transposed(w_NK), x_MK.dtype)
+            grad_x = how.product(how.left(grad_MN), how.right_transposed(w_NK.detach()), x_MK.dtype)
         if ctx.needs_input_grad[1]:
             grad_w = grad_MN.t() @ x_MK
         return grad_x, grad_w, None
@@ -129,7 +130,7 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(x_MK, w_ENK, ends_E)
         ctx.how = how
         tally("fp8_expert_products")
-        return _grouped(how.left(x_MK.contiguous()), how.right(w_ENK), ends_E, x_MK.dtype)
+        return _grouped(how.left(x_MK.detach().contiguous()), how.right(w_ENK.detach()), ends_E, x_MK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -137,7 +138,7 @@ class _Grouped(torch.autograd.Function):
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
             tally("fp8_expert_products")
-            grad_x = _grouped(how.left(grad_MN), how.right_transposed(w_ENK), ends_E, x_MK.dtype)
+            grad_x = _grouped(how.left(grad_MN), how.right_transposed(w_ENK.detach()), ends_E, x_MK.dtype)
         if ctx.needs_input_grad[1]:
             grad_w = _per_group(grad_MN, x_MK, ends_E)
         return grad_x, grad_w, None, None
