@@ -8,10 +8,14 @@ from dataclasses import replace
 import parity
 import pytest
 import torch
-from test_switches import MODELS, build, document_batch
+from test_switches import MODELS, TEXT, build, document_batch
 
-from playbook_trainer.models import offload
+from playbook.errors import ConfigError
+from playbook_trainer import checks
+from playbook_trainer.config import load
+from playbook_trainer.models import graphs, offload
 from playbook_trainer.models.decoder import Options
+from playbook_trainer.parallel.setup import check_device
 from playbook_trainer.receipt import Observer, observing
 
 
@@ -98,3 +102,91 @@ def test_without_gradients_nothing_travels():
     with torch.no_grad(), observing(observer):
         model(document_batch(config))
     assert not observer.counters
+
+
+GRAPHED = Options(graphs=frozenset({"attn", "moe_router"}))
+
+
+def stand_in(monkeypatch, functions):
+    """Capture without a GPU: the functions themselves, called with the samples once as a capture would."""
+
+    def capture(callables, samples):
+        for f, sample in zip(callables, samples, strict=True):
+            functions.append(f)
+            f(*sample)
+        return callables
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+
+
+def test_graphed_parts_are_the_whole_model_cut_otherwise(monkeypatch):
+    functions = []
+    stand_in(monkeypatch, functions)
+    config = parity.tiny("qwen3_moe_tiny")
+    batch = document_batch(config)
+    loss, gradients, plain = observed(config, batch, Options())
+    model = build(config, GRAPHED)
+    assert graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu")) == len(functions) == 2 * config.num_layers
+    assert [f.__name__ for f in functions] == ["project", "choose"] * config.num_layers
+    observer = Observer(model, {})
+    with observing(observer):
+        again = model(batch)
+        again.backward()
+    assert torch.equal(again.detach(), loss)
+    assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters())
+    assert observer.counters["graph_replays"] == 2 * config.num_layers
+    assert plain.counters["graph_replays"] == 0
+
+
+def test_another_shape_or_an_evaluation_replays_nothing(monkeypatch):
+    stand_in(monkeypatch, [])
+    config = parity.tiny("qwen3_moe_tiny")
+    batch = document_batch(config)
+    model = build(config, GRAPHED)
+    graphs.capture(model, batch.tokens_N.numel() + 1, torch.device("cpu"))
+    observer = Observer(model, {})
+    with observing(observer):
+        model(batch).backward()
+    graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu"))
+    with observing(observer), torch.no_grad():
+        model(batch)
+    assert observer.counters["graph_replays"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"train.device": "cpu"}, "a GPU is needed"),
+        ({"data.pad": False}, "data.pad: true"),
+        ({"train.recompute": "full"}, "selective or none"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["moe"]}, "run the router again"),
+        ({"train.dtype": "fp32"}, "dtype: bf16"),
+        ({"parallel.tp": 2}, "parallel.tp, pp and cp to 1"),
+        ({"offload.activations": True}, "offload.activations: false"),
+        ({"train.compile.decoder": True}, "choose one of them"),
+        ({"precision.fp8": "rowwise"}, "8-bit casts"),
+        ({"train.cuda_graphs": ["moe_preprocess"]}, "waits for the device"),
+        ({"train.cuda_graphs": ["moe"]}, "another number of rows"),
+        ({"train.cuda_graphs": ["mlp"]}, "three kernels"),
+        ({"model.num_experts": 0, "model.top_k": 0, "model.ffn_size": 96}, "no router"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused_by_rule(words, expected):
+    config = load(TEXT, {"train.dtype": "bf16", "train.cuda_graphs": ["attn", "moe_router"], **words})
+    with pytest.raises(ConfigError, match=expected):
+        checks.check(config, 2)
+
+
+def test_graphs_are_refused_without_a_gpu_and_unknown_parts_always():
+    config = load(TEXT, {"train.dtype": "bf16", "train.cuda_graphs": ["attn"]})
+    checks.check(config, 1)
+    with pytest.raises(ConfigError, match="needs a GPU, and there is none"):
+        check_device(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="did you mean 'moe_router'"):
+        load(TEXT, {"train.cuda_graphs": ["moe_routr"]})
+
+
+def test_an_offloaded_optimizer_and_a_tied_embedding_over_stages_do_not_go_together():
+    config = load(TEXT, {"offload.optimizer": True, "parallel.pp": 2, "model.tie_word_embeddings": True})
+    with pytest.raises(ConfigError, match="tied embedding"):
+        checks.check(config, 2)

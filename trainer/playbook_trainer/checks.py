@@ -109,7 +109,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches of memory and speed that do not go together, or that have nothing to act on."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
-    problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config)
+    problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
         problems.append(
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
@@ -166,6 +166,32 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
     if "language_model" in frozen and config.parallel.pp > 1:
         return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
     return []
+
+
+def _graph_problems(config: TrainerConfig) -> list[str]:
+    train, par, names = config.train, config.parallel, config.train.cuda_graphs
+    if not names or config.backend != "torch":
+        return []
+    again = set(train.recompute_modules)
+    rules = {
+        "a GPU is needed, and train.device is cpu": train.device == "cpu",
+        "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
+        "recompute of whole layers would replay a graph whose memory is still wanted: set train.recompute: selective or none": train.recompute
+        == "full",
+        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in again and "moe_router" in names,
+        "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
+        "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
+        "what a graph keeps lives in its own memory, so nothing could leave: set offload.activations: false": config.offload.activations,
+        "train.compile.decoder fuses the same operators: choose one of them": train.compile.decoder,
+        "8-bit casts are compiled: leave out attn, or take linear out of precision.fp8_modules": config.precision.fp8 != "none"
+        and "linear" in config.precision.fp8_modules
+        and "attn" in names,
+        "the model has no router: leave out moe_router": "moe_router" in names and not config.model.num_experts,
+        "moe_preprocess counts the rows of each expert, which waits for the device: leave it out": "moe_preprocess" in names,
+        "experts get another number of rows in every batch: leave out moe": "moe" in names,
+        "mlp is three kernels, too few to be worth a graph's memory: leave it out": "mlp" in names,
+    }
+    return [f"train.cuda_graphs {names}: {rule}" for rule, broken in rules.items() if broken]
 
 
 _FP8_ELSEWHERE = {

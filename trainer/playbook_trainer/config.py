@@ -144,6 +144,9 @@ RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_
 FREEZABLE = ("vision", "projector", "language_model")
 """The parts of a vision-language model that can be frozen."""
 
+GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
+"""Names as megatron-core has them; the torch backend captures the first two."""
+
 _MEANT = {
     "vision_tower": "vision",
     "vision_model": "vision",
@@ -288,6 +291,9 @@ class TrainConfig(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     freeze: list[str] = Field(default_factory=list)
     """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
+    cuda_graphs: list[str] = Field(default_factory=list)
+    """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
+    moe_router: from the router's product to the chosen experts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
     recompute_modules: list[str] = Field(default_factory=list)
@@ -306,6 +312,11 @@ class TrainConfig(Strict):
     on_nan: Literal["stop", "continue"] = "stop"
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("cuda_graphs")
+    @classmethod
+    def _known_graph_parts(cls, value: list[str]) -> list[str]:
+        return _known(value, GRAPH_PARTS)
 
     @field_validator("recompute_modules")
     @classmethod

@@ -21,6 +21,7 @@ from playbook_trainer.config import ModelConfig, VisionConfig
 from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.models import ops
 from playbook_trainer.models.attention import attend
+from playbook_trainer.models.graphs import Part
 from playbook_trainer.models.memory import recomputed
 from playbook_trainer.models.offload import Trip
 from playbook_trainer.models.ops import Ops
@@ -46,6 +47,8 @@ class Options:
     """(rows, matrices, last row + 1 of each expert) to each row times its expert's matrix; None takes `grouped` or the loop."""
     offload: bool = False
     """What a layer saves for its backward pass waits in host memory."""
+    graphs: frozenset[str] = frozenset()
+    """Names of `train.cuda_graphs`."""
     attention: str = "auto"
     router_wide: bool = True
     """Route in float32, whatever the precision around it."""
@@ -86,9 +89,9 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         return self.norm(x, self.scale(x.dtype), self.eps)
 
-    def scale(self, dtype: torch.dtype) -> Tensor:
+    def scale(self, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
         """The weight, ready for use."""
-        return copy_to(self.weight, self.heads_axis).to(dtype)
+        return copy_to(self.weight if weight is None else weight, self.heads_axis).to(dtype)
 
     def kept_until_read(self, x: Tensor) -> AbstractContextManager[Tensor]:
         """As `forward`; where layernorm is recomputed, what reads the result inside the block does not keep it."""
@@ -124,19 +127,30 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * hd, config.hidden_size, options)
         self.q_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
         self.k_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
+        self.part = Part(self.project) if "attn" in options.graphs else self.project
 
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """Causal attention within each document."""
         with range_("attention") as r:
             x_ND = copy_to(r.enter(x_ND), self.axes.tp)
-            q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-            q_NHd, k_NGd = (
-                self.norm_rotate(x, n.scale(x.dtype), seq.cos_Nd, seq.sin_Nd, n.eps)
-                for x, n in ((q_NHd, self.q_norm), (k_NGd, self.k_norm))
-            )
+            q_NHd, k_NGd, v_NGd = self.part(x_ND, seq.cos_Nd, seq.sin_Nd, *self.part_weights())
             with recomputed(self.again, partial(self.core, seq=seq), q_NHd, k_NGd, v_NGd) as out_NHd:
                 out_ND = self.o_proj(out_NHd.flatten(1))
             return r.exit(reduce_from(out_ND, self.axes.tp))
+
+    def part_weights(self) -> list[Tensor]:
+        """What `project` needs besides the input and the rotary tables."""
+        return [m.weight for m in (self.q_proj, self.k_proj, self.v_proj, self.q_norm, self.k_norm)]
+
+    def project(self, x_ND: Tensor, cos_Nd: Tensor, sin_Nd: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (N, H, d), keys and values (N, G, d): normalised by head and rotated."""
+        *matrices, q_scale, k_scale = weights
+        q_NHd, k_NGd, v_NGd = (self.q_proj.product(x_ND, w).unflatten(1, (-1, self.head_dim)) for w in matrices)
+        q_NHd, k_NGd = (
+            self.norm_rotate(x, n.scale(x.dtype, w), cos_Nd, sin_Nd, n.eps)
+            for x, n, w in ((q_NHd, self.q_norm, q_scale), (k_NGd, self.k_norm, k_scale))
+        )
+        return q_NHd, k_NGd, v_NGd
 
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
@@ -170,12 +184,21 @@ class Router(nn.Module):
         self.top_k, self.normalize = config.top_k, config.norm_topk_prob
         self.product = ops.wide_linear if options.router_wide else linear
         self.route = options.ops.route
+        self.part = Part(self.choose) if "moe_router" in options.graphs else self.choose
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, K) and their probabilities (N, K), float32 unless the router is narrow."""
         with range_("router") as r:
-            expert_NK, prob_NK = self.route(self.product(r.enter(x_ND), self.weight), self.top_k, self.normalize)
+            expert_NK, prob_NK = self.part(r.enter(x_ND), *self.part_weights())
             return expert_NK, r.exit(prob_NK)
+
+    def part_weights(self) -> list[Tensor]:
+        """What `choose` needs besides the input."""
+        return [self.weight]
+
+    def choose(self, x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and of these the best."""
+        return self.route(self.product(x_ND, weight), self.top_k, self.normalize)
 
 
 def grouped_product(rows_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import CompileConfig, TrainConfig, TrainerConfig
-from playbook_trainer.models import fp8
+from playbook_trainer.models import fp8, graphs
 from playbook_trainer.models.attention import has_packed_cudnn
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.ops import Ops, compiled
@@ -43,6 +43,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         grouped=grouped,
         recompute=frozenset(train.recompute_modules if train.recompute == "selective" else [train.recompute]),
         offload=config.offload.activations,
+        graphs=frozenset(train.cuda_graphs),
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
@@ -64,6 +65,8 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         fill(model, axes, initial_value(config.model, config.seed), device)
     else:
         weights.load(model, axes, Path(config.init.weights))
+    if train.cuda_graphs:
+        graphs.capture(model, train.micro_batch_size * config.data.seq_len, device)
     return model
 
 
@@ -89,6 +92,8 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     train, problems = config.train, []
     fused = {"train.fused_loss": train.fused_loss, "moe.fused_permutation": config.moe.fused_permutation}
     if device.type != "cuda":
+        if train.cuda_graphs:
+            problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
         problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on]
         if train.attention in ("flash", "cudnn"):
             problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
