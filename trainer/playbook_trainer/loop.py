@@ -23,7 +23,7 @@ from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, setup
+from playbook_trainer.parallel import context, sequence, setup
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
@@ -83,6 +83,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
         dynamo.recompile_limit = 1_000_000
         dynamo.accumulated_recompile_limit = 1_000_000
+    if dist.is_initialized():
+        return device
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     elif config.train.dtype == "bf16":
@@ -120,13 +122,14 @@ def train_step(trainer: Trainer) -> StepStats:
         began = time.perf_counter()
         with range_("data"):
             on_cpu = next(trainer.batches)
-            batches = [context.split(b, axes.cp).to(device) for b in on_cpu]
+            batches = [sequence.cut(context.split(b, axes.cp), axes).to(device) for b in on_cpu]
         data_seconds = time.perf_counter() - began
         labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=device)
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
         loss = forward_backward(trainer.model, batches, labels, axes)
         with range_("optimizer"):
+            optimizer.sum_over_tp(trainer.parts, axes)
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
@@ -159,9 +162,8 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
     if config.eval.every and step % config.eval.every == 0:
         held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
         batches = [b for _, step_batches in zip(range(config.eval.batches), held_out, strict=False) for b in step_batches]
-        recorder.note_eval(
-            step, evaluate(trainer.model, [context.split(b, trainer.axes.cp).to(trainer.device) for b in batches], trainer.axes)
-        )
+        local = [sequence.cut(context.split(b, trainer.axes.cp), trainer.axes).to(trainer.device) for b in batches]
+        recorder.note_eval(step, evaluate(trainer.model, local, trainer.axes))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
         rows = step * config.train.global_batch_size
@@ -201,7 +203,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         "ranks": axes.world.size,
         "steps": 1,
         "images": int(stats.totals[4].item()),
-        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size),
+        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size * (axes.tp.size if axes.expert_tokens_cut else 1)),
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},

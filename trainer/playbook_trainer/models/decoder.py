@@ -20,8 +20,9 @@ from playbook_trainer.models.attention import attend
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel import context, dispatch, tensor
-from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.comm import copy_to, reduce_from
+from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.comm import copy_to
+from playbook_trainer.parallel.folding import Fold
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,14 @@ class Sequence:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale, computed in float32."""
 
-    def __init__(self, size: int, eps: float, heads_axis: Axis | None = None) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
-        # A norm over heads that ranks share out sees only this rank's heads: its gradient is summed over them.
-        self.heads_axis = heads_axis or Axis("tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, (x.shape[-1],), copy_to(self.weight, self.heads_axis).to(x.dtype), self.eps)
+        return rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -78,13 +77,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
         self.o_proj = nn.Linear(heads * hd, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
-        self.k_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
+        self.q_norm = RMSNorm(hd, config.rms_norm_eps)
+        self.k_norm = RMSNorm(hd, config.rms_norm_eps)
 
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """Causal attention within each document."""
         with range_("attention") as r:
-            x_ND = copy_to(r.enter(x_ND), self.axes.tp)
+            x_ND = tensor.enter(r.enter(x_ND), self.axes)
             q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
             q_NHd = rotate(self.q_norm(q_NHd), seq.cos_Nd, seq.sin_Nd)
             k_NGd = rotate(self.k_norm(k_NGd), seq.cos_Nd, seq.sin_Nd)
@@ -93,7 +92,7 @@ class Attention(nn.Module):
             else:
                 cu, top = seq.cu_seqlens, seq.max_seqlen
                 out_NHd = attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True)
-            return r.exit(reduce_from(self.o_proj(out_NHd.flatten(1)), self.axes.tp))
+            return r.exit(tensor.leave(self.o_proj(out_NHd.flatten(1)), self.axes))
 
 
 class Mlp(nn.Module):
@@ -101,15 +100,15 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.tp = options.axes.tp
-        width = config.ffn_size // self.tp.size
+        self.axes = options.axes
+        width = config.ffn_size // self.axes.tp.size
         self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
         self.w2 = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
-        gate, up = self.w13(copy_to(x_ND, self.tp)).chunk(2, dim=1)
-        return reduce_from(self.w2(silu(gate) * up), self.tp)
+        gate, up = self.w13(tensor.enter(x_ND, self.axes)).chunk(2, dim=1)
+        return tensor.leave(self.w2(silu(gate) * up), self.axes)
 
 
 class Router(nn.Module):
@@ -136,7 +135,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
         held = config.num_experts // options.axes.ep.size
-        width = config.expert_ffn_size // options.axes.tp.size
+        width = config.expert_ffn_size // options.axes.etp.size
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
         self.grouped = options.grouped
@@ -168,14 +167,19 @@ class Moe(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config, options)
-        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep, options.axes.tp)
-        self.tp = options.axes.tp
+        self.fold = Fold(options.axes)
+        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
+        x_ND = self.fold.own(x_ND)
         expert_NK, prob_NK = self.router(x_ND)
-        rows_RD, counts, route = self.dispatcher.dispatch(x_ND, expert_NK, prob_NK)
-        return reduce_from(self.dispatcher.combine(self.experts(rows_RD, counts), route), self.tp)
+        with range_("dispatch") as r:
+            rows_RD, counts, route = self.dispatcher.dispatch(*self.fold.gather(r.enter(x_ND), expert_NK, prob_NK))
+            rows_RD = r.exit(rows_RD)
+        out_RD = self.experts(rows_RD, counts)
+        with range_("combine") as r:
+            return r.exit(self.fold.reduce(self.dispatcher.combine(r.enter(out_RD), route)))
 
 
 class Layer(nn.Module):
@@ -241,9 +245,9 @@ class Decoder(nn.Module):
         visual: list[Tensor] = []
         index = batch.vision.visual_index_V if batch.vision is not None else None
         if x_ND is None:
-            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes.tp), batch.tokens_N).to(dtype)
+            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes), batch.tokens_N).to(dtype)
             if self.config.vision is not None and batch.vision is not None and index is not None:
-                image_VD, visual = self.vision(batch.vision, dtype)
+                image_VD, *visual = self.share(batch.vision, self.vision(batch.vision, dtype))
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
             elif self.config.vision is not None and self.options.vision_always:
                 image_VD, unused = self.vision(blank_image(self.config.vision, x_ND.device), dtype)
@@ -260,10 +264,19 @@ class Decoder(nn.Module):
             return x_ND
         x_ND = self.norm(x_ND)
         if logits:
-            return self.head(lambda w, x: x @ w.t(), x_ND)
+            return self.head(lambda w, x: x @ w.t(), tensor.enter(x_ND, axes))
         with range_("loss") as r:
-            loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
+            x_ND = tensor.enter(r.enter(x_ND), axes)
+            loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), x_ND)
             return r.exit(loss)
+
+    def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
+        """The visual tokens among this rank's tokens, for the input and for the first layers."""
+        visual = [encoded[0], *encoded[1]]
+        if self.options.axes.sequence_parallel:
+            # Each tp rank has encoded all images and uses some of the tokens: with the sum of the gradients all go on alike.
+            visual = list(copy_to(torch.stack(visual), self.options.axes.tp).unbind())
+        return visual if vision.visual_take_V is None else [v_VD.index_select(0, vision.visual_take_V) for v_VD in visual]
 
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from playbook_trainer.config import ModelConfig
-from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.axes import Axes, Axis
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself)."""
+    """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself).
+
+    Experts (`ep`) are cut over etp where the rest is cut over tp.
+    """
 
     ep: bool = False
     tp_dim: int | None = None
@@ -49,9 +52,31 @@ def shard_of(name: str) -> Shard:
     return next((shard for pattern, shard in RULES if re.search(pattern, name)), Shard())
 
 
-def is_replicated_over_tp(name: str) -> bool:
-    """Whether all tensor-parallel ranks hold the same values."""
-    return shard_of(name).tp_dim is None
+def width_axis(shard: Shard, axes: Axes) -> Axis:
+    """The axis that `tp_dim` is cut over."""
+    return axes.etp if shard.ep else axes.tp
+
+
+def counts_in_norm(name: str, axes: Axes) -> bool:
+    """Whether this rank counts its part of a gradient in the norm: what several ranks hold in common is counted once."""
+    shard = shard_of(name)
+    if shard.ep:
+        return axes.edp_replicate.rank == 0
+    return axes.replicate.rank == 0 and (axes.tp.rank == 0 or shard.tp_dim is not None)
+
+
+def is_partial_over_tp(name: str, axes: Axes) -> bool:
+    """Whether each tensor-parallel rank has computed a part of the gradient only, though all hold the same values.
+
+    So it is where a rank has seen its own heads (norms of queries and keys) or its own tokens (norms and routers behind a cut).
+    """
+    if axes.tp.size == 1 or name.startswith("vision."):
+        return False
+    if re.search(r"attn\.[qk]_norm\.weight$", name):
+        return True
+    if name.endswith("router.weight"):
+        return axes.expert_tokens_cut
+    return axes.sequence_parallel and name.endswith("norm.weight")
 
 
 def part(full: Tensor, name: str, axes: Axes) -> Tensor:
@@ -59,9 +84,10 @@ def part(full: Tensor, name: str, axes: Axes) -> Tensor:
     shard = shard_of(name)
     if shard.ep:
         full = full.chunk(axes.ep.size, dim=0)[axes.ep.rank]
-    if shard.tp_dim is not None and axes.tp.size > 1:
+    axis = width_axis(shard, axes)
+    if shard.tp_dim is not None and axis.size > 1:
         blocks = full.chunk(shard.blocks, dim=shard.tp_dim)
-        full = torch.cat([b.chunk(axes.tp.size, dim=shard.tp_dim)[axes.tp.rank] for b in blocks], dim=shard.tp_dim)
+        full = torch.cat([b.chunk(axis.size, dim=shard.tp_dim)[axis.rank] for b in blocks], dim=shard.tp_dim)
     return full
 
 
@@ -71,7 +97,7 @@ def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
     if shard.ep:
         shape[0] *= axes.ep.size
     if shard.tp_dim is not None:
-        shape[shard.tp_dim] *= axes.tp.size
+        shape[shard.tp_dim] *= width_axis(shard, axes).size
     return shape
 
 
