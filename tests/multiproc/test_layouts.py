@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from layout_table import COMMON, LAYOUTS, MODELS, Layout, every_legal, pairs_of
 from ranks import ROOT, run, steps, summary
 
-TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
-VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
-COMMON = ["train.steps=10", "train.warmup_steps=1"]
-
-LAYOUTS = {
-    "fsdp2": (TEXT, 2, []),
-    "fsdp4": (TEXT, 4, []),
-    "ep2-alltoall": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
-    "ep2-allgather": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=allgather"]),
-    "ep2-of-4": (TEXT, 4, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
-    "ep4-allgather": (TEXT, 4, ["parallel.ep=4", "moe.dispatcher=allgather"]),
-    "cp2": (TEXT, 2, ["parallel.cp=2"]),
-    "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
-    "tp2": (TEXT, 2, ["parallel.tp=2"]),
-    "pp2": (TEXT, 2, ["parallel.pp=2"]),
-    "tp2-pp2": (TEXT, 4, ["parallel.tp=2", "parallel.pp=2"]),
-    "tp2-dp2": (TEXT, 4, ["parallel.tp=2"]),
-    "pp2-dp2": (TEXT, 4, ["parallel.pp=2"]),
-    "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
-    "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
-    "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
-}
+TEXT, VISION = MODELS["text"], MODELS["vision"]
+MANY = Path(__file__).with_name("many.py")
+TOGETHER = 6
+"""Layouts that share their processes: enough to save most of the time that starting takes, few enough to lose little when one breaks."""
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[str, float]]:
@@ -47,22 +33,66 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
 
     @cache
     def reference(config: str) -> list[dict[str, float]]:
-        return curve(root / Path(config).stem, config, 1, [])
+        return curve(root / Path(config).stem, config, 1, ["data.num_workers=0"])
 
     return reference
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
-    config, ranks, words = LAYOUTS[name]
-    rows = curve(tmp_path, config, ranks, words)
-    reference = one_rank(config)
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+    """The output of a layout; selected layouts of one number of ranks share their processes."""
+    root = tmp_path_factory.mktemp("layouts")
+    selected = {
+        item.callspec.params["name"] for item in request.session.items if "name" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+
+    @cache
+    def together(layouts: tuple[Layout, ...]) -> str:
+        jobs = [[layout.config, *layout.words(), f"output={root / layout.name}"] for layout in layouts]
+        listed = root / f"{layouts[0].name}.json"
+        listed.write_text(json.dumps(jobs))
+        try:
+            results = run([str(listed)], layouts[0].ranks, timeout=400, command=[sys.executable, str(MANY)])
+        except subprocess.TimeoutExpired as e:
+            return str(e)
+        return "\n".join(err for code, _, err in results if code)
+
+    def output(layout: Layout) -> Path:
+        like = [x for x in LAYOUTS if x.ranks == layout.ranks and x.name in selected]
+        first = like.index(layout) // TOGETHER * TOGETHER
+        errors = together(tuple(like[first : first + TOGETHER]))
+        folder = root / layout.name
+        assert (folder / "summary.json").is_file(), f"{layout.name}, or a layout before it in the same processes, broke:\n{errors[-6000:]}"
+        return folder
+
+    return output
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[str, float]]], trained: Callable[[Layout], Path]) -> None:
+    layout = BY_NAME[name]
+    folder, reference = trained(layout), one_rank(layout.config)
+    rows = steps(folder)
     assert len(rows) == len(reference) == 10
     for a, b in zip(rows, reference, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), f"loss at step {a['step']}"
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), f"gradient norm at step {a['step']}"
         assert (a["useful_tokens"], a["raw_tokens"], a["images"]) == (b["useful_tokens"], b["raw_tokens"], b["images"])
-    assert summary(tmp_path)["outcome"] == "ok"
+    assert summary(folder)["outcome"] == "ok"
+
+
+def test_the_table_covers_every_legal_pair_of_choices() -> None:
+    legal = set().union(*(pairs_of(layout) for layout in every_legal()))
+    covered = set().union(*(pairs_of(layout) for layout in LAYOUTS))
+    assert len(legal) > 200
+    assert sorted(map(str, legal - covered)) == []
+    assert len(LAYOUTS) == len(BY_NAME) <= 40
+
+
+def test_decode_workers_change_nothing(one_rank: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
+    rows = curve(tmp_path, VISION, 2, ["data.num_workers=1"])
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in one_rank(VISION)], rel=1e-5)
 
 
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
