@@ -36,6 +36,7 @@ class Layout:
     ep: int = 1
     etp: str = "tp"
     """tp (the default), 1, 2"""
+    cp_comm: str = "allgather"
     dispatcher: str = "alltoall"
     recompute: str = "none"
 
@@ -60,7 +61,10 @@ class Layout:
     def name(self) -> str:
         """The choices that are no defaults."""
         chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "-".join(str(v) if k in ("model", "dp", "dispatcher") else k if v == "full" else f"{k}{v}" for k, v in chosen) or "one"
+        return (
+            "-".join(str(v) if k in ("model", "dp", "dispatcher", "cp_comm") else k if v == "full" else f"{k}{v}" for k, v in chosen)
+            or "one"
+        )
 
     @property
     def config(self) -> str:
@@ -78,6 +82,7 @@ class Layout:
             *COMMON,
             *(["data.num_workers=0"] if self.model == "vision" else []),
             *(f"parallel.{k}={v}" for k, v in par.items()),
+            f"parallel.cp_comm={self.cp_comm}",
             f"moe.dispatcher={self.dispatcher}",
             f"train.recompute={self.recompute}",
         ]
@@ -91,6 +96,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2),
     "ep": (1, 2, 4),
     "etp": ("tp", "1", "2"),
+    "cp_comm": ("allgather", "ring", "ulysses"),
     "dispatcher": ("alltoall", "allgather", "dedup"),
     "recompute": ("none", "full"),
 }
@@ -99,11 +105,11 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs_of(layout: Layout) -> set[Pair]:
-    """The pairs of choices that a row covers; a dispatcher counts only where there is something to dispatch, etp where it says what tp does not."""
+    """The pairs of choices that a row covers; a choice counts only where it is one: a dispatcher with ep, etp where it says what tp does not."""
     chosen = []
     for name in FACTORS:
         value = getattr(layout, name)
-        if name == "dispatcher" and layout.ep == 1:
+        if (name == "dispatcher" and layout.ep == 1) or (name == "cp_comm" and layout.cp == 1):
             continue
         if name == "etp" and value == str(layout.tp_size):
             continue
@@ -122,11 +128,12 @@ def every_legal() -> Iterator[Layout]:
 def is_legal(layout: Layout) -> bool:
     """Whether the trainer accepts it."""
     par = dict(word.removeprefix("parallel.").split("=") for word in layout.words() if word.startswith("parallel."))
+    cp_comm = par.pop("cp_comm")
     values = {k: None if v == "null" else v == "true" if v in ("true", "false") else int(v) for k, v in par.items()}
     base = _base(layout.config)
     config = base.model_copy(
         update={
-            "parallel": base.parallel.model_copy(update=values),
+            "parallel": base.parallel.model_copy(update={**values, "cp_comm": cp_comm}),
             "moe": base.moe.model_copy(update={"dispatcher": layout.dispatcher}),
         }
     )
@@ -150,25 +157,25 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(pp=2),
     Layout(dp="fsdp", ep=2, dispatcher="allgather"),
     Layout(dp="hsdp"),
-    # The rest covers what is left of the pairs.
-    Layout(tp="2", ep=2, etp="1", dispatcher="dedup"),
-    Layout(model="vision", dp="copies", ep=2, recompute="full"),
-    Layout(model="vision", tp="2+sp"),
-    Layout(model="vision", dp="copies", etp="2"),
-    Layout(dp="hsdp", cp=2, ep=4, dispatcher="allgather"),
-    Layout(model="vision", dp="fsdp", tp="2+sp", ep=4, etp="1", dispatcher="allgather", recompute="full"),
-    Layout(cp=2, pp=2, etp="2", recompute="full"),
-    Layout(dp="fsdp", cp=2, ep=2, etp="2"),
-    Layout(model="vision", dp="hsdp", tp="2", ep=2, dispatcher="dedup", recompute="full"),
-    Layout(dp="fsdp", pp=2, ep=2, dispatcher="dedup"),
     Layout(tp="2+sp", cp=2, ep=4, etp="1", dispatcher="dedup"),
-    Layout(tp="2", pp=2, ep=2, etp="1", dispatcher="allgather", recompute="full"),
-    Layout(dp="hsdp", tp="2+sp", ep=2, etp="1"),
-    Layout(dp="fsdp", tp="2", etp="1"),
-    Layout(tp="2", cp=2, ep=4, etp="1", recompute="full"),
-    Layout(dp="copies", cp=2, ep=2, etp="2", dispatcher="dedup", recompute="full"),
-    Layout(dp="hsdp", pp=2, etp="2"),
-    Layout(dp="copies", tp="2", ep=2, dispatcher="allgather", recompute="full"),
-    Layout(dp="hsdp", cp=2, ep=2, etp="2", dispatcher="allgather"),
-    Layout(dp="copies", tp="2+sp", pp=2, ep=4, etp="1"),
+    # The rest covers what is left of the pairs.
+    Layout(cp=2, cp_comm="ring", recompute="full"),
+    Layout(model="vision", dp="copies", cp=2, ep=2, etp="2", cp_comm="ring", recompute="full"),
+    Layout(model="vision", tp="2", cp=2, ep=4, etp="1", cp_comm="ulysses", dispatcher="allgather", recompute="full"),
+    Layout(model="vision", dp="hsdp", tp="2+sp", ep=2, dispatcher="dedup", recompute="full"),
+    Layout(dp="copies", cp=2, ep=4, cp_comm="ulysses"),
+    Layout(tp="2", pp=2, ep=2, etp="1", recompute="full"),
+    Layout(dp="hsdp", cp=2, ep=2, etp="2", cp_comm="ring", dispatcher="allgather"),
+    Layout(model="vision", dp="copies", tp="2+sp", etp="1", recompute="full"),
+    Layout(model="vision", dp="fsdp", tp="2+sp", ep=4, etp="1"),
+    Layout(cp=2, pp=2, etp="2", cp_comm="ulysses", recompute="full"),
+    Layout(model="vision", dp="fsdp", cp=2, ep=2, etp="2", cp_comm="ulysses", dispatcher="dedup", recompute="full"),
+    Layout(model="vision", dp="copies", cp=2, ep=4, dispatcher="allgather"),
+    Layout(model="vision", dp="hsdp", pp=2, etp="2", recompute="full"),
+    Layout(model="vision", dp="fsdp", cp=2, pp=2, ep=2, etp="2", dispatcher="dedup", recompute="full"),
+    Layout(model="vision", tp="2+sp", cp=2, pp=2, ep=4, etp="1", cp_comm="ring", dispatcher="allgather"),
+    Layout(model="vision", dp="hsdp", tp="2", cp=2, ep=4, etp="1", recompute="full"),
+    Layout(dp="fsdp", tp="2", cp=2, ep=2, cp_comm="ring", dispatcher="dedup"),
+    Layout(model="vision", dp="copies", tp="2", pp=2, ep=2, dispatcher="dedup", recompute="full"),
+    Layout(dp="hsdp", tp="2+sp", cp=2, ep=2, etp="1", cp_comm="ulysses", dispatcher="dedup", recompute="full"),
 )

@@ -47,7 +47,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
     if not model.num_experts and model.ffn_size % par.tp:
         problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
-    return problems + replica_problems(config, world) + token_problems(config)
+    return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
 
 
 def replica_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -89,6 +89,23 @@ def token_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def context_problems(config: TrainerConfig) -> list[str]:
+    """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
+    par, problems = config.parallel, []
+    if par.cp == 1 or par.cp_comm != "ulysses":
+        return []
+    heads, kv_heads = config.model.num_heads // par.tp, config.model.num_kv_heads // par.tp
+    if heads % par.cp:
+        problems.append(
+            f"cp_comm ulysses shares out {heads} attention heads, which do not divide over cp {par.cp}; set parallel.cp_comm: ring"
+        )
+    if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
+        problems.append(
+            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: ring"
+        )
+    return problems
+
+
 def feature_problems(config: TrainerConfig) -> list[str]:
     """What the torch backend does not do."""
     par, problems = config.parallel, []
@@ -98,10 +115,14 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
         )
-    if config.model.vision is not None and par.pp * par.cp > 1:
-        problems.append("a vision-language model runs without pipeline and context parallelism: set parallel.pp and cp to 1")
-    if (par.pp > 1 or par.cp > 1) and not config.data.pad:
-        problems.append("pp and cp need rows of one length: set data.pad: true")
+    held, deepstack = config.model.num_layers // par.pp, len(config.model.vision.deepstack_layers) if config.model.vision else 0
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie on the first pipeline stage: "
+            f"pp {par.pp} leaves {held} layers on a stage; lower parallel.pp"
+        )
+    if par.pp > 1 and not config.data.pad:
+        problems.append("pp needs rows of one length: set data.pad: true")
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"

@@ -116,6 +116,9 @@ class ParallelConfig(Strict):
     """Ranks that share the width of each expert; None takes tp."""
     sequence_parallel: bool = False
     """Cut the activations outside tensor-parallel regions over tp, along the tokens; no effect at tp 1."""
+    cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
+    the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
     fsdp: bool = True
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2); without it, every rank of dp x cp holds a copy."""
     dp_replicate: int = Field(default=1, gt=0)

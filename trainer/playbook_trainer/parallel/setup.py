@@ -21,6 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     """This rank's stage of the model, sharded and initialised."""
     train = config.train
+    meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
     options = Options(
         axes=axes,
@@ -39,6 +40,17 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     model.to_empty(device=device)
     fill(model, axes, initial_value(config.model, config.seed))
     return model
+
+
+def meet(axes: Axes, device: torch.device) -> None:
+    """One small reduction in every group that carries sends and receives.
+
+    NCCL wants all ranks of a group in its first operation, and a step of point-to-point exchanges may leave some out.
+    Source: PyTorch, `torch.distributed.batch_isend_irecv`, note.
+    """
+    for axis in (axes.cp, axes.pp):
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
 
 
 def stage_layers(num_layers: int, pp: Axis) -> range:
