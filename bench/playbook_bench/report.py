@@ -127,7 +127,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
     evidence = outcome.evidence
     spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks + A/A, {_clock(evidence.seconds.total)}"
     subject = case.knob if case.kind == "sweep" else " x ".join(f.name for f in case.factors)
-    out.print(Text(f"{outcome.name:<{_NAME}}{curve.metric} over {subject}  {spent}"))
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
     most = max((p.value for p in curve.points if p.value is not None), default=0.0)
     width = max(len(p.variant) for p in curve.points)
     for p in curve.points:

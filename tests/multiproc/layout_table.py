@@ -32,7 +32,8 @@ class Layout:
     tp: str = "1"
     """1, 2, 2+sp"""
     cp: int = 1
-    pp: int = 1
+    pp: str = "1"
+    """1, 2, 2+vpp: two chunks of the model on each stage"""
     ep: int = 1
     etp: str = "tp"
     """tp (the default), 1, 2"""
@@ -46,16 +47,21 @@ class Layout:
         return int(self.tp[0])
 
     @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return int(self.pp[0])
+
+    @property
     def dp_size(self) -> int:
         """Data-parallel ranks."""
         if self.dp == "none":
             return 1
-        return 4 if self.dp == "hsdp" and self.cp * self.pp * self.tp_size == 1 else 2
+        return 4 if self.dp == "hsdp" and self.cp * self.pp_size * self.tp_size == 1 else 2
 
     @property
     def ranks(self) -> int:
         """Processes that the layout takes."""
-        return self.dp_size * self.tp_size * self.cp * self.pp
+        return self.dp_size * self.tp_size * self.cp * self.pp_size
 
     @property
     def name(self) -> str:
@@ -73,7 +79,8 @@ class Layout:
 
     def words(self) -> list[str]:
         """The overrides."""
-        par: dict[str, Any] = {"tp": self.tp_size, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+        par: dict[str, Any] = {"tp": self.tp_size, "cp": self.cp, "pp": self.pp_size, "ep": self.ep}
+        par["vpp"] = 2 if self.pp.endswith("vpp") else 1
         par["etp"] = "null" if self.etp == "tp" else self.etp
         par["sequence_parallel"] = str(self.tp.endswith("sp")).lower()
         par["fsdp"] = str(self.dp != "copies").lower()
@@ -93,7 +100,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp": ("none", "fsdp", "hsdp", "copies"),
     "tp": ("1", "2", "2+sp"),
     "cp": (1, 2),
-    "pp": (1, 2),
+    "pp": ("1", "2", "2+vpp"),
     "ep": (1, 2, 4),
     "etp": ("tp", "1", "2"),
     "cp_comm": ("allgather", "ring", "ulysses"),
@@ -154,7 +161,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(dp="fsdp"),
     Layout(tp="2"),
     Layout(cp=2),
-    Layout(pp=2),
+    Layout(pp="2"),
     Layout(dp="fsdp", ep=2, dispatcher="allgather"),
     Layout(dp="hsdp"),
     Layout(tp="2+sp", cp=2, ep=4, etp="1", dispatcher="dedup"),
@@ -164,18 +171,24 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(model="vision", tp="2", cp=2, ep=4, etp="1", cp_comm="ulysses", dispatcher="allgather", recompute="full"),
     Layout(model="vision", dp="hsdp", tp="2+sp", ep=2, dispatcher="dedup", recompute="full"),
     Layout(dp="copies", cp=2, ep=4, cp_comm="ulysses"),
-    Layout(tp="2", pp=2, ep=2, etp="1", recompute="full"),
+    Layout(tp="2", pp="2", ep=2, etp="1", recompute="full"),
     Layout(dp="hsdp", cp=2, ep=2, etp="2", cp_comm="ring", dispatcher="allgather"),
     Layout(model="vision", dp="copies", tp="2+sp", etp="1", recompute="full"),
     Layout(model="vision", dp="fsdp", tp="2+sp", ep=4, etp="1"),
-    Layout(cp=2, pp=2, etp="2", cp_comm="ulysses", recompute="full"),
+    Layout(cp=2, pp="2", etp="2", cp_comm="ulysses", recompute="full"),
     Layout(model="vision", dp="fsdp", cp=2, ep=2, etp="2", cp_comm="ulysses", dispatcher="dedup", recompute="full"),
     Layout(model="vision", dp="copies", cp=2, ep=4, dispatcher="allgather"),
-    Layout(model="vision", dp="hsdp", pp=2, etp="2", recompute="full"),
-    Layout(model="vision", dp="fsdp", cp=2, pp=2, ep=2, etp="2", dispatcher="dedup", recompute="full"),
-    Layout(model="vision", tp="2+sp", cp=2, pp=2, ep=4, etp="1", cp_comm="ring", dispatcher="allgather"),
+    Layout(model="vision", dp="hsdp", pp="2", etp="2", recompute="full"),
+    Layout(model="vision", dp="fsdp", cp=2, pp="2", ep=2, etp="2", dispatcher="dedup", recompute="full"),
+    Layout(model="vision", tp="2+sp", cp=2, pp="2", ep=4, etp="1", cp_comm="ring", dispatcher="allgather"),
     Layout(model="vision", dp="hsdp", tp="2", cp=2, ep=4, etp="1", recompute="full"),
     Layout(dp="fsdp", tp="2", cp=2, ep=2, cp_comm="ring", dispatcher="dedup"),
-    Layout(model="vision", dp="copies", tp="2", pp=2, ep=2, dispatcher="dedup", recompute="full"),
+    Layout(model="vision", dp="copies", tp="2", pp="2", ep=2, dispatcher="dedup", recompute="full"),
     Layout(dp="hsdp", tp="2+sp", cp=2, ep=2, etp="1", cp_comm="ulysses", dispatcher="dedup", recompute="full"),
+    Layout(cp=2, pp="2+vpp", ep=2, cp_comm="ulysses", dispatcher="dedup"),
+    Layout(dp="copies", tp="2", pp="2+vpp", ep=4, etp="1", recompute="full"),
+    Layout(cp=2, pp="2+vpp", etp="2", cp_comm="ring", recompute="full"),
+    Layout(tp="2+sp", cp=2, pp="2+vpp", ep=2, etp="1", dispatcher="allgather", recompute="full"),
+    Layout(dp="fsdp", pp="2+vpp", recompute="full"),
+    Layout(dp="hsdp", pp="2+vpp", etp="2"),
 )

@@ -121,3 +121,13 @@ def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["raw_tokens"] == b["raw_tokens"]
+
+
+def test_interleaved_stages_evaluate_as_one_rank(tmp_path: Path) -> None:
+    words = ["train.steps=2", "eval.every=2", "eval.batches=1", "train.receipt=false"]
+    losses = []
+    for name, ranks, layout in (("one", 1, []), ("two", 2, ["parallel.pp=2", "parallel.vpp=2"])):
+        results = run([TEXT, *COMMON, *words, *layout, f"output={tmp_path / name}"], ranks)
+        assert [r[0] for r in results] == [0] * ranks, results[-1][2]
+        losses.append(summary(tmp_path / name)["eval"][-1]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

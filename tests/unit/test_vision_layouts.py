@@ -54,5 +54,5 @@ def config(pp: int, deepstack: list[int]) -> TrainerConfig:
 def test_deepstack_layers_lie_on_the_first_stage() -> None:
     check(config(2, [1, 2]), 2)
     check(config(4, [1]), 4)
-    with pytest.raises(ConfigError, match=r"first 2 decoder layers.*pp 4 leaves 1 layers"):
+    with pytest.raises(ConfigError, match=r"first 2 decoder layers.*pp 4 x vpp 1 leaves 1 layers"):
         check(config(4, [1, 2]), 4)

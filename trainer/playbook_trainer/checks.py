@@ -34,6 +34,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         global_batch_size=train.global_batch_size,
         tp=par.tp,
         pp=par.pp,
+        vpp=par.vpp,
         cp=par.cp,
         ep=par.ep,
         etp=par.etp or par.tp,
@@ -47,7 +48,13 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
     if not model.num_experts and model.ffn_size % par.tp:
         problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
-    return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
+    return (
+        problems
+        + replica_problems(config, world)
+        + token_problems(config)
+        + interleaving_problems(config, world)
+        + context_problems(config)
+    )
 
 
 def replica_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -89,6 +96,18 @@ def token_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def interleaving_problems(config: TrainerConfig, world: int) -> list[str]:
+    """The interleaved schedule takes micro-batches in groups of pp. Source: Megatron-LM, arXiv 2104.04473, section 2.2."""
+    par, train = config.parallel, config.train
+    microbatches = train.global_batch_size * par.tp * par.pp * par.cp // (train.micro_batch_size * world)
+    if par.vpp == 1 or not microbatches % par.pp:
+        return []
+    return [
+        f"vpp {par.vpp} needs micro-batches in a multiple of pp {par.pp}, and a step has {microbatches}; "
+        "change train.global_batch_size or set parallel.vpp: 1"
+    ]
+
+
 def context_problems(config: TrainerConfig) -> list[str]:
     """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
     par, problems = config.parallel, []
@@ -115,11 +134,11 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
         )
-    held, deepstack = config.model.num_layers // par.pp, len(config.model.vision.deepstack_layers) if config.model.vision else 0
+    held, deepstack = config.model.num_layers // (par.pp * par.vpp), len(config.model.vision.deepstack_layers) if config.model.vision else 0
     if held < deepstack:
         problems.append(
-            f"DeepStack features enter the first {deepstack} decoder layers, which must lie on the first pipeline stage: "
-            f"pp {par.pp} leaves {held} layers on a stage; lower parallel.pp"
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
+            f"pp {par.pp} x vpp {par.vpp} leaves {held} layers in a chunk; lower parallel.pp or vpp"
         )
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")

@@ -29,7 +29,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         grouped=grouped,
         recompute=train.recompute == "full",
         vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
-        layers=stage_layers(config.model.num_layers, axes.pp),
+        chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
     with torch.device("meta"):
         model = Decoder(config.model, options)
@@ -53,10 +53,10 @@ def meet(axes: Axes, device: torch.device) -> None:
             dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
 
 
-def stage_layers(num_layers: int, pp: Axis) -> range:
-    """An equal stretch of layers for each pipeline stage."""
-    per_stage = num_layers // pp.size
-    return range(pp.rank * per_stage, (pp.rank + 1) * per_stage)
+def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
+    """The equal stretches of layers that a pipeline stage holds: chunk c of stage r is the (c x pp + r)-th of pp x vpp."""
+    size = num_layers // (pp.size * vpp)
+    return tuple(range(i * size, (i + 1) * size) for i in range(pp.rank, pp.size * vpp, pp.size))
 
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
