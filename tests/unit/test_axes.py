@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from grids import rank_axes
 
 from playbook_trainer.config import ParallelConfig
-from playbook_trainer.parallel.axes import Axes, Axis, groups
+from playbook_trainer.parallel.axes import groups
 from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp
 
 
@@ -49,14 +50,6 @@ def test_copies_are_made_of_neighbours_and_experts_may_span_them():
     assert sorted(g["edp_replicate"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     spanning = groups(8, ParallelConfig(dp_replicate=2, ep=8))
     assert spanning["edp_replicate"] == spanning["edp_shard"] == [(r,) for r in range(8)]
-
-
-def rank_axes(world: int, rank: int, sizes: ParallelConfig) -> Axes:
-    axes = {}
-    for name, members in groups(world, sizes).items():
-        ranks = next(m for m in members if rank in m)
-        axes[name] = Axis(name, len(ranks), ranks.index(rank), None, ranks)
-    return Axes(**axes, sequence_parallel=sizes.sequence_parallel and sizes.tp > 1)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp
+from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp, is_second_copy
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Shard:
     param: nn.Parameter
     local: nn.Parameter
     counts: bool
-    """Whether this rank counts it in the norm: what several ranks hold in common is counted once."""
+    """Whether this rank counts it in the norm: what several ranks, or two pipeline stages, hold in common is counted once."""
     partial: bool
     """Whether its gradient still has to be summed over the tensor-parallel ranks."""
 
@@ -40,7 +42,8 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
         if param.requires_grad:
             local = param.to_local() if isinstance(param, DTensor) else param
             local = nn.Parameter(local.detach())
-            out.append(Shard(name, param, local, counts_in_norm(name, axes), is_partial_over_tp(name, axes)))
+            counts = counts_in_norm(name, axes) and not is_second_copy(model, name)
+            out.append(Shard(name, param, local, counts, is_partial_over_tp(name, axes)))
     return out
 
 
@@ -60,8 +63,11 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     decayed = [p.local for p in parts if p.param.ndim > 1]
     plain = [p.local for p in parts if p.param.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    groups = [g for g in groups if g["params"]]
+    how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if config.moments_dtype == "bf16":
+        return AdamW(groups, moments=torch.bfloat16, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
