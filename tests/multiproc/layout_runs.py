@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def difference(folder: Path, reference: Path) -> dict[str, float]:
     return {**far, "steps": len(rows)}
 
 
-def note(rows: list[dict[str, Any]], name: str) -> None:
-    """Write the rows into the folder that PLAYBOOK_PARITY names, if it does: the parity table of the documentation is made of them."""
+def note(rows: Iterable[dict[str, Any]], backend: str) -> None:
+    """Add rows to the parity tables, where PLAYBOOK_PARITY names their folder (`make parity`)."""
     if folder := os.environ.get("PLAYBOOK_PARITY"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / name).write_text(json.dumps(rows, indent=1) + "\n")
+        with (Path(folder) / "layouts.jsonl").open("a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row | {"torch": version("torch").split("+")[0], "backend": backend}) + "\n" for row in rows)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
-from layout_table import COMMON, LAYOUTS, MODELS, Layout, every_legal, pairs_of
+from layout_runs import Job, difference, note, train_all
+from layout_table import LAYOUTS, every_pair, pairs_of
 from ranks import ROOT, run, steps, summary
 
-TEXT, VISION = MODELS["text"], MODELS["vision"]
-MANY = Path(__file__).with_name("many.py")
-TOGETHER = 6
-"""Layouts that share their processes: enough to save most of the time that starting takes, few enough to lose little when one breaks."""
+TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
+COMMON = ["train.steps=10", "train.warmup_steps=1"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
@@ -28,71 +23,52 @@ def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
-    root = tmp_path_factory.mktemp("one")
-
-    @cache
-    def reference(config: str) -> list[dict[str, float]]:
-        return curve(root / Path(config).stem, config, 1, ["data.num_workers=0"])
-
-    return reference
-
-
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
-    """The output of a layout; selected layouts of one number of ranks share their processes."""
+def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
+    """For each selected layout how far it is from one rank, or what went wrong."""
     root = tmp_path_factory.mktemp("layouts")
-    selected = {
-        item.callspec.params["name"] for item in request.session.items if "name" in getattr(getattr(item, "callspec", None), "params", {})
-    }
-
-    @cache
-    def together(layouts: tuple[Layout, ...]) -> str:
-        jobs = [[layout.config, *layout.words(), f"output={root / layout.name}"] for layout in layouts]
-        listed = root / f"{layouts[0].name}.json"
-        listed.write_text(json.dumps(jobs))
-        try:
-            results = run([str(listed)], layouts[0].ranks, timeout=400, command=[sys.executable, str(MANY)])
-        except subprocess.TimeoutExpired as e:
-            return str(e)
-        return "\n".join(err for code, _, err in results if code)
-
-    def output(layout: Layout) -> Path:
-        like = [x for x in LAYOUTS if x.ranks == layout.ranks and x.name in selected]
-        first = like.index(layout) // TOGETHER * TOGETHER
-        errors = together(tuple(like[first : first + TOGETHER]))
-        folder = root / layout.name
-        assert (folder / "summary.json").is_file(), f"{layout.name}, or a layout before it in the same processes, broke:\n{errors[-6000:]}"
-        return folder
-
-    return output
+    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    layouts = [layout for layout in LAYOUTS if layout.name in wanted]
+    alone = sorted({layout.alone for layout in layouts}, key=str)
+    jobs = [Job(x.name, x.ranks, (x.config, *x.words())) for x in (*alone, *layouts)]
+    errors = train_all(jobs, root, timeout=1500)
+    found: dict[str, dict[str, float] | str] = {}
+    for layout in layouts:
+        error = errors[layout.alone.name] or errors[layout.name]
+        found[layout.name] = error if error else difference(root / layout.name, root / layout.alone.name)
+    note([{"layout": x.name, "ranks": x.ranks, **far} for x in layouts if isinstance(far := found[x.name], dict)], "gloo")
+    return found
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", BY_NAME)
-def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[str, float]]], trained: Callable[[Layout], Path]) -> None:
-    layout = BY_NAME[name]
-    folder, reference = trained(layout), one_rank(layout.config)
-    rows = steps(folder)
-    assert len(rows) == len(reference) == 10
-    for a, b in zip(rows, reference, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), f"loss at step {a['step']}"
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), f"gradient norm at step {a['step']}"
-        assert (a["useful_tokens"], a["raw_tokens"], a["images"]) == (b["useful_tokens"], b["raw_tokens"], b["images"])
-    assert summary(folder)["outcome"] == "ok"
+def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
+    found = differences[name]
+    assert isinstance(found, dict), found
+    assert found["steps"] == 10
+    assert found["loss"] < 1e-5
+    assert found["grad_norm"] < 1e-4
 
 
 def test_the_table_covers_every_legal_pair_of_choices() -> None:
-    legal = set().union(*(pairs_of(layout) for layout in every_legal()))
-    covered = set().union(*(pairs_of(layout) for layout in LAYOUTS))
-    assert len(legal) > 200
+    legal, covered = every_pair(), set().union(*map(pairs_of, LAYOUTS))
+    assert len(legal) > 500
     assert sorted(map(str, legal - covered)) == []
     assert len(LAYOUTS) == len(BY_NAME) <= 40
 
 
-def test_decode_workers_change_nothing(one_rank: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
-    rows = curve(tmp_path, VISION, 2, ["data.num_workers=1"])
-    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in one_rank(VISION)], rel=1e-5)
+def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
+    words = (TEXT, "train.steps=2", "train.warmup_steps=1", "train.receipt=false")
+    jobs = [Job("before", 2, words), Job("broken", 2, (*words, "data.path=/nowhere/at/all")), Job("after", 2, words)]
+    errors = train_all(jobs, tmp_path, timeout=250)
+    assert errors["before"] is None
+    assert "/nowhere/at/all" in str(errors["broken"])
+    assert errors["after"] is None
+    assert difference(tmp_path / "after", tmp_path / "before") == {"loss": 0, "grad_norm": 0, "steps": 2}
+
+
+def test_decode_workers_change_nothing(tmp_path: Path) -> None:
+    one, two = (curve(tmp_path / str(n), VISION, n, [f"data.num_workers={n - 1}"]) for n in (1, 2))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
