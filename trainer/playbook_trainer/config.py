@@ -177,13 +177,17 @@ class EvalConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """Saving and resuming."""
+    """Saving and resuming. A checkpoint may be resumed in another layout and by another number of ranks."""
 
     dir: str | None = None
     every: int = Field(default=0, ge=0)
+    """Optimizer steps between checkpoints; 0 means none but the one that a signal asks for."""
     keep: int = Field(default=2, gt=0)
+    """Complete checkpoints that stay; older ones are removed."""
+    async_save: bool = True
+    """Write in the background, from a copy in host memory; training waits for the copy only."""
     resume: bool = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
 
 
 class ProfileConfig(Strict):

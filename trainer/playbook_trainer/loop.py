@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook_trainer import checkpoint, optimizer
+from playbook_trainer import optimizer
+from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha
@@ -42,7 +43,10 @@ class Trainer:
     optim: torch.optim.AdamW
     loader: Loader
     batches: Iterator[list[Batch]]
+    saver: Checkpointer
     step: int = 0
+    held_out: Loader | None = None
+    """The loader of evaluations, made for the first one."""
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
@@ -52,11 +56,13 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     model = setup.build(config, axes, device)
     parts = optimizer.shards(model, axes)
     optim = optimizer.make(parts, config.optimizer)
-    resumed = checkpoint.restore(config.checkpoint, parts, optim, axes) if config.checkpoint.dir and config.checkpoint.resume else None
-    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, start_row=resumed["data"]["row"] if resumed else 0)
-    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), resumed["step"] if resumed else 0)
+    saver = Checkpointer(config, axes, [model], parts, optim)
+    resumed = saver.restore()
+    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, start_row=resumed.data["row"] if resumed else 0)
+    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), saver, resumed.step if resumed else 0)
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     outcome = run_steps(trainer, recorder)
+    saver.wait()
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)
@@ -157,15 +163,17 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
 def _periodically(trainer: Trainer, recorder: Recorder) -> None:
     config, step = trainer.config, trainer.step
     if config.eval.every and step % config.eval.every == 0:
-        held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
-        batches = [b for _, step_batches in zip(range(config.eval.batches), held_out, strict=False) for b in step_batches]
+        if trainer.held_out is None:
+            trainer.held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
+        # Each evaluation iterates anew, so it sees the same batches.
+        batches = [b for _, step_batches in zip(range(config.eval.batches), trainer.held_out, strict=False) for b in step_batches]
         recorder.note_eval(
             step, evaluate(trainer.model, [context.split(b, trainer.axes.cp).to(trainer.device) for b in batches], trainer.axes)
         )
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
-        rows = step * config.train.global_batch_size
-        checkpoint.save(config.checkpoint, step, trainer.parts, trainer.optim, {"row": rows}, trainer.axes)
+        trainer.saver.save(step, trainer.loader.state())
+        recorder.pause()
 
 
 def observe_step(trainer: Trainer) -> dict[str, Any]:

@@ -91,6 +91,11 @@ class Recorder:
             self._say(f"step {step}  eval loss {loss:.4f}")
         self._mark = self._now()
 
+    def pause(self) -> None:
+        """What came since the last step belongs to no step."""
+        self.flush()
+        self._mark = self._now()
+
     def flush(self) -> None:
         """Wait for the device and write what is pending."""
         if not self.pending:

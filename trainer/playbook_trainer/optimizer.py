@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,17 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     beta1, beta2 = config.betas
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+
+
+def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
+    """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
+    for part in parts:
+        state = optimizer.state[part.local]
+        if not state:
+            # As torch.optim.AdamW makes it with fused=True.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=part.local.device)
+            state["exp_avg"] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
 
 
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
