@@ -88,29 +88,48 @@ def run(
 
 
 def ensure(running: Series, folder: Path) -> bool:
-    """Give the series its A/A: a stored one with a fresh pair against it, else four pairs measured now.
+    """Give the series its A/A: a stored one that a fresh pair agrees with, else one measured now.
 
+    A fresh pair that differs more than the stored A/A allows shows that the machine is not as quiet as it was: the A/A is then measured
+    anew, and the pair that showed it stays in it, so that the floor rises with what was seen.
     False where a run fails, or where the budget does not hold them: either ends the series.
 
     The baseline's burn-in must have run: it tells the environment that a stored A/A must share.
     """
     first = next(r for r in running.runs if r.variant == "baseline")
     key = series.noise_key(first, running.strict)
+    before = len(running.runs)
     running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
+    fresh: list[Run] = []
     if running.aa is not None:
         fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS)
-        return len(fresh) == 2 * schedule.FRESH_AA_PAIRS and fresh[-1].outcome == "ok"
-    before = len(running.runs)
-    runs = series.measure_aa(running, schedule.AA_PAIRS)
+        if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or fresh[-1].outcome != "ok":
+            return False
+        if not _contradicts(fresh, running):
+            return True
+        running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
+        running.expected += 2 * schedule.AA_PAIRS
+    runs = series.measure_aa(running, schedule.AA_PAIRS, first=len(fresh) // 2)
     if len(runs) < 2 * schedule.AA_PAIRS or runs[-1].outcome != "ok":
         return False
     running.runs = running.runs[:before]
-    running.aa = _baseline(running, runs)
-    differences = gates.aa_differences(runs, metrics.get(running.case.metric or ""))
-    if differences and not stats.contaminated(differences, None):
+    running.aa = _baseline(running, [*fresh, *runs])
+    if not stats.contaminated(_differences(running.aa.runs, running), None):
         # A disturbed A/A voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
     return True
+
+
+def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
+    assert running.aa is not None
+    stored = _differences(running.aa.runs, running)
+    if len(stored) < 2:
+        return True
+    return stats.contaminated(_differences(fresh, running), stats.aa_deviation(stored), len(stored))
+
+
+def _differences(runs: Sequence[Run], running: Series) -> list[float]:
+    return gates.aa_differences(runs, metrics.get(running.case.metric or ""))
 
 
 def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:

@@ -34,9 +34,9 @@ def burn_in() -> list[RunSpec]:
     return [RunSpec("baseline", "burn_in"), RunSpec("candidate", "burn_in")]
 
 
-def aa(pairs: int) -> list[RunSpec]:
-    """The baseline against itself."""
-    return [RunSpec("baseline", "aa", pair) for pair in range(pairs) for _ in range(2)]
+def aa(pairs: int, first: int = 0) -> list[RunSpec]:
+    """The baseline against itself; pairs are numbered from `first`."""
+    return [RunSpec("baseline", "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
 
 
 def blocks(seed: int) -> Iterator[str]:

@@ -215,13 +215,13 @@ def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
     return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
 
 
-def measure_aa(series: Series, pairs: int) -> list[Run]:
-    """A/A launches; stops at the first that fails, or when the budget has no room for a further pair."""
+def measure_aa(series: Series, pairs: int, first: int = 0) -> list[Run]:
+    """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
-    for first, second in zip(*[iter(schedule.aa(pairs))] * 2, strict=True):
+    for one, other in zip(*[iter(schedule.aa(pairs, first))] * 2, strict=True):
         if not series.has_time_for(2):
             break
-        for spec in (first, second):
+        for spec in (one, other):
             runs.append(series.run(spec))
             if runs[-1].outcome != "ok":
                 return runs

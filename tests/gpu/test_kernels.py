@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from playbook_trainer.config import ModelConfig
+from playbook_trainer.models import attention_blocks as blocks
 from playbook_trainer.models.attention import _plain, attend
 from playbook_trainer.models.decoder import Experts, Options
 
@@ -33,6 +34,34 @@ def test_flash_attention_equals_the_plain_path(lengths: list[int], causal: bool)
     assert relative(out, ref) < 1e-2
     for a, b in zip(fast, exact, strict=True):
         assert relative(a.grad, b.grad) < 2e-2
+
+
+def test_blocks_of_keys_put_together_equal_one_call() -> None:
+    """Queries over their own segment, and then over a stretch of an earlier rank's keys, as ring attention does it."""
+    torch.manual_seed(0)
+    n, before = 384, 256
+    exact = [
+        torch.randn(s, device="cuda").bfloat16().double().requires_grad_() for s in [(n, 8, 64), (before + n, 2, 64), (before + n, 2, 64)]
+    ]
+    grad = torch.randn(n, 8, 64, device="cuda", dtype=torch.bfloat16)
+    ends = [torch.tensor([0, size], device="cuda", dtype=torch.int32) for size in (n, before, before + n)]
+    ref = _plain(*exact, ends[0], ends[2], True)
+    ref.backward(grad.double())
+    q, k, v = (t.detach().bfloat16() for t in exact)
+    own, other = blocks.Borders(ends[0], ends[0], n, n, causal=True), blocks.Borders(ends[0], ends[1], n, before, causal=False)
+    out, lse = blocks.forward(q, k[before:], v[before:], own)
+    assert lse.shape == (8, n)
+    assert lse.dtype == torch.float32
+    out = out.float()
+    blocks.merge(out, lse, *blocks.forward(q, k[:before], v[:before], other))
+    error = relative(out, ref)
+    first = blocks.backward(grad, q, k[before:], v[before:], out.bfloat16(), lse, own)
+    second = blocks.backward(grad, q, k[:before], v[:before], out.bfloat16(), lse, other)
+    found = [first[0] + second[0], torch.cat([second[1], first[1]]), torch.cat([second[2], first[2]])]
+    errors = [relative(a, b.grad) for a, b in zip(found, exact, strict=True)]
+    print(f"output {error:.1e}, gradients of q, k, v {errors}")
+    assert error < 1e-2
+    assert max(errors) < 2e-2
 
 
 @pytest.mark.parametrize("counts", [[100, 3, 0, 57, 1, 0, 7, 88], [0, 0, 0, 0, 0, 0, 0, 5], [128] * 8])

@@ -18,6 +18,8 @@ LAYOUTS = {
     "ep-alltoall": ["parallel.ep={n}", "moe.dispatcher=alltoall"],
     "ep-allgather": ["parallel.ep={n}", "moe.dispatcher=allgather"],
     "cp": ["parallel.cp={n}"],
+    "cp-ring": ["parallel.cp={n}", "parallel.cp_comm=ring"],
+    "cp-ulysses": ["parallel.cp={n}", "parallel.cp_comm=ulysses"],
     "tp2-pp": ["parallel.tp=2", "parallel.pp={half}"],
 }
 

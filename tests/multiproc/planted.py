@@ -154,7 +154,7 @@ def main():
     if "launches" in planted:
         number = int(Path(config["output"]).name.split("-")[0])
         if number not in planted["launches"]:
-            planted = {k: v for k, v in planted.items() if k != "fault"}
+            planted = {k: v for k, v in planted.items() if k not in ("fault", "slower")}
     return real(config, planted, words[1:]) if is_real else fake(config, planted)
 
 

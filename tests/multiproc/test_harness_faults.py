@@ -119,6 +119,19 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
 
 
+def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
+    plant()
+    stored = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    plant(candidate={"slower": 0.5}, baseline={"slower": 0.1, "launches": [2]})
+    found = bench(case(), tmp_path)
+    now = found.evidence.measured.aa
+    assert len(now.runs) == len(stored.baseline.runs) + 2, "the pair that showed it stays in"
+    assert not any(r.role == "aa" for r in found.evidence.measured.runs)
+    assert found.evidence.derived.comparison.floor > 2 * stored.deviation
+    assert found.status == "measured"
+    assert store.replay(found.path)[0]
+
+
 @pytest.mark.parametrize(
     ("op", "margin", "slower", "status"),
     [

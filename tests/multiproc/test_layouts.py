@@ -23,6 +23,10 @@ LAYOUTS = {
     "ep2-of-4": (TEXT, 4, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
     "ep4-allgather": (TEXT, 4, ["parallel.ep=4", "moe.dispatcher=allgather"]),
     "cp2": (TEXT, 2, ["parallel.cp=2"]),
+    "cp4-ring": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ring"]),
+    "cp2-ring-tp2": (TEXT, 4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_comm=ring"]),
+    "cp2-ulysses": (TEXT, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses"]),
+    "cp4-ulysses": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ulysses"]),
     "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
     "tp2": (TEXT, 2, ["parallel.tp=2"]),
     "pp2": (TEXT, 2, ["parallel.pp=2"]),
@@ -82,3 +86,12 @@ def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     for a, b in zip(two, one, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
+    words = ["data.pad=false", "data.seq_len=252", "data.pack_buffer=1", "parallel.cp_comm=ring"]
+    one, two = curve(tmp_path / "one", TEXT, 1, words), curve(tmp_path / "two", TEXT, 2, [*words, "parallel.cp=2"])
+    for a, b in zip(two, one, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["raw_tokens"] == b["raw_tokens"]

@@ -22,6 +22,7 @@ TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
         (["parallel.tp=3"], 3, "4 attention heads do not divide over tp 3"),
         (["parallel.pp=2"], 1, "1 ranks do not divide into tp 1 x pp 2"),
         (["parallel.ep=2", "parallel.tp=2"], 2, "ep and tp together"),
+        (["parallel.cp=8", "parallel.cp_comm=ulysses"], 8, "4 attention heads, which do not divide over cp 8"),
         (["train.global_batch_size=3"], 2, "global batch 3 is not a multiple"),
         (["data.path=/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["data.kind=vqa"], 1, "vision"),

@@ -44,6 +44,23 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         problems.append(f"a vocabulary of {model.vocab_size} does not divide over tp {par.tp}; pad model.vocab_size")
     if (model.expert_ffn_size if model.num_experts else model.ffn_size) % par.tp:
         problems.append(f"the MLP width does not divide over tp {par.tp}")
+    return problems + context_problems(config)
+
+
+def context_problems(config: TrainerConfig) -> list[str]:
+    """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
+    par, problems = config.parallel, []
+    if par.cp == 1 or par.cp_comm != "ulysses":
+        return []
+    heads, kv_heads = config.model.num_heads // par.tp, config.model.num_kv_heads // par.tp
+    if heads % par.cp:
+        problems.append(
+            f"cp_comm ulysses shares out {heads} attention heads, which do not divide over cp {par.cp}; set parallel.cp_comm: ring"
+        )
+    if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
+        problems.append(
+            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: ring"
+        )
     return problems
 
 
@@ -60,8 +77,8 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append("a vision-language model runs under FSDP only: set parallel.tp, pp, cp and ep to 1")
     if par.ep > 1 and par.tp > 1:
         problems.append("ep and tp together are not supported: choose one of them")
-    if (par.pp > 1 or par.cp > 1) and not config.data.pad:
-        problems.append("pp and cp need rows of one length: set data.pad: true")
+    if par.pp > 1 and not config.data.pad:
+        problems.append("pp needs rows of one length: set data.pad: true")
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"

@@ -109,6 +109,9 @@ class ParallelConfig(Strict):
     pp: int = Field(default=1, gt=0)
     cp: int = Field(default=1, gt=0)
     ep: int = Field(default=1, gt=0)
+    cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
+    the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
     fsdp: bool = True
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2)."""
     reshard_after_forward: bool = True

@@ -126,7 +126,7 @@ def train_step(trainer: Trainer) -> StepStats:
         began = time.perf_counter()
         with range_("data"):
             on_cpu = next(trainer.batches)
-            batches = [context.split(b, axes.cp).to(device) for b in on_cpu]
+            batches = [context.split(b, axes.cp, config.parallel.cp_comm).to(device) for b in on_cpu]
         data_seconds = time.perf_counter() - began
         labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=device)
         if axes.dp.size > 1:
@@ -167,9 +167,8 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
             trainer.held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
         # Each evaluation iterates anew, so it sees the same batches.
         batches = [b for _, step_batches in zip(range(config.eval.batches), trainer.held_out, strict=False) for b in step_batches]
-        recorder.note_eval(
-            step, evaluate(trainer.model, [context.split(b, trainer.axes.cp).to(trainer.device) for b in batches], trainer.axes)
-        )
+        local = [context.split(b, trainer.axes.cp, config.parallel.cp_comm).to(trainer.device) for b in batches]
+        recorder.note_eval(step, evaluate(trainer.model, local, trainer.axes))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
         trainer.saver.save(step, trainer.loader.state())

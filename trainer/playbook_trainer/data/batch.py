@@ -48,6 +48,32 @@ class Slice:
     max_k: int
 
 
+@dataclass(frozen=True)
+class Block:
+    """Under ring context parallelism: the queries q0:q1 of this rank that see the keys k0:k1 of another, all of them; one document."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    cu_q: Tensor
+    """int32 [2], the one segment of queries."""
+    cu_k: Tensor
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Under ring context parallelism, what a rank computes and sends in each step; None where no document needs anything."""
+
+    cu_seqlens: Tensor
+    """int32, borders of the documents among the rank's own tokens."""
+    max_seqlen: int
+    receive: list[Block | None]
+    """Step i (from 1): from the rank i places before."""
+    send: list[tuple[int, int] | None]
+    """Step i (from 1): the stretch of keys for the rank i places after."""
+
+
 @dataclass
 class Batch:
     """One micro-batch of one data-parallel rank."""
@@ -68,7 +94,9 @@ class Batch:
     num_images: int
     vision: VisionBatch | None = None
     slices: list[Slice] | None = None
-    """Set by the context-parallel split."""
+    """Set by the context-parallel split where keys are gathered."""
+    ring: Ring | None = None
+    """Set by the context-parallel split where keys travel around a ring."""
 
     def to(self, device: Any) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -78,7 +106,7 @@ class Batch:
 def _move(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, VisionBatch | Slice):
+    if isinstance(value, VisionBatch | Slice | Block | Ring):
         return type(value)(**{f.name: _move(getattr(value, f.name), device) for f in fields(value)})
     if isinstance(value, list):
         return [_move(v, device) for v in value]

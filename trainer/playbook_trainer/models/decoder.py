@@ -15,7 +15,7 @@ from torch.nn.functional import grouped_mm, linear, rms_norm, silu, softmax
 from torch.utils.checkpoint import checkpoint
 
 from playbook_trainer.config import ModelConfig, VisionConfig
-from playbook_trainer.data.batch import Batch, Slice, VisionBatch
+from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.models.attention import attend
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
@@ -44,10 +44,8 @@ class Sequence:
 
     cos_Nd: Tensor
     sin_Nd: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    slices: list[Slice] | None
-    """Set under context parallelism."""
+    batch: Batch
+    """Borders of documents, and under context parallelism the plan of attention."""
 
 
 class RMSNorm(nn.Module):
@@ -88,10 +86,10 @@ class Attention(nn.Module):
             q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
             q_NHd = rotate(self.q_norm(q_NHd), seq.cos_Nd, seq.sin_Nd)
             k_NGd = rotate(self.k_norm(k_NGd), seq.cos_Nd, seq.sin_Nd)
-            if seq.slices is not None:
-                out_NHd = context.attend_sliced(q_NHd, k_NGd, v_NGd, seq.slices, self.axes.cp)
+            if self.axes.cp.size > 1:
+                out_NHd = context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
             else:
-                cu, top = seq.cu_seqlens, seq.max_seqlen
+                cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
                 out_NHd = attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True)
             return r.exit(reduce_from(self.o_proj(out_NHd.flatten(1)), self.axes.tp))
 
@@ -268,7 +266,7 @@ class Decoder(nn.Module):
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""
         cos, sin = rotary(batch.positions, self.config)
-        return Sequence(cos.to(dtype), sin.to(dtype), batch.cu_seqlens, batch.max_seqlen, batch.slices)
+        return Sequence(cos.to(dtype), sin.to(dtype), batch)
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:
