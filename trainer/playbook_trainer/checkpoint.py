@@ -84,7 +84,7 @@ class Checkpointer:
         self.latest = index.step
         return index
 
-    def save(self, step: int, data: dict[str, int]) -> None:
+    def save(self, step: int, data: dict[str, Any]) -> None:
         """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
 
         Raises:
@@ -136,7 +136,7 @@ class Checkpointer:
                 self._root.mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise ConfigError(f"checkpoint.dir {self._root} cannot be written: {e.strerror or e}; choose another folder") from e
-            found = [*complete(self._root)][-1:] or [None]
+            found = [None, *complete(self._root)][-1:]
         if self._axes.world.size > 1:
             # A shared file system may show the ranks different states of the folder.
             dist.broadcast_object_list(found)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -77,8 +77,15 @@ class Header(Strict):
     world_size: int = Field(gt=0)
     parallel: dict[str, Any]
     model: dict[str, Any]
-    data: dict[str, int]
-    """The loader's state: the first row of the next step."""
+    data: dict[str, Any]
+    """The loader's state; its `row` is the first row of the next step."""
+
+    @field_validator("data")
+    @classmethod
+    def _has_row(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("row"), int) or value["row"] < 0:
+            raise ValueError("'row' must be a number of at least 0")
+        return value
 
 
 class Index(Header):
