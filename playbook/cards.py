@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,6 +11,35 @@ from playbook.document import Strict
 
 Slug = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64)
 ClaimId = Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$")
+
+
+OPS: Mapping[str, tuple[str, ...]] = {
+    "pair": (">=", "<=", "within"),
+    "sweep": (">=", "<=", "within", "best", "not_best", "band", "rising", "knee", "reaches", "excludes"),
+    "interaction": (">=", "<=", "within", "crossover", "excludes"),
+    "arithmetic": ("holds",),
+    "invariant": ("holds",),
+}
+"""What a claim of each kind may expect."""
+
+_WORDS: Mapping[str, str] = {
+    "holds": "holds",
+    ">=": "at least {m} better",
+    "<=": "at most {m} better",
+    "within": "equal within {m}",
+    "best": "{at} within {m} of the best",
+    "not_best": "another value better than {at} by {m} or more",
+    "band": "every value within {m} of the first",
+    "rising": "each step better by {m} or more",
+    "knee": "steps better by {m} or more up to {at}, and by at most {m} after it",
+    "reaches": "only the last value within {m} of {at}, and all before it short of it by {m} or more",
+    "crossover": "the first factor better by {m} or more at the second's low level, and worse by {m} or more at its high one",
+    "excludes": "{infeasible} cannot run, and all others can",
+}
+_SUBJECTS: Mapping[str, str] = {
+    "sweep": "the last value against the first: ",
+    "interaction": "the first factor's effect at the second's high level against its low one: ",
+}
 
 
 class Quantity(Strict):
@@ -38,12 +68,26 @@ class Expect(Strict):
     `>=`: at least this much better. `<=`: no more than this much better. `within`: equal up to this much, both ways.
     `holds`: for arithmetic and invariant cases, which are true or false.
 
+    A sweep compares the last value with the first by `>=`, `<=` and `within`, or asks for a shape of the curve: `best`, `not_best`,
+    `band`, `rising`, `knee`, `reaches`. An interaction compares the effect of its first factor at the second factor's two levels: `>=`,
+    `<=` and `within` speak of the difference of the two effects (on logarithms, a ratio of ratios), `crossover` of their signs.
+    `excludes`: exactly the variants of `infeasible` cannot run. `playbook_bench.rules` says when each is confirmed and refuted.
+
     A rate or a count of bytes is compared as a ratio: where lower is better, `ratio: 2` means half as much, which is also `percent: 100`
     (twice as good). Shares and counts that may be zero are compared by difference, in points or in counts.
     """
 
-    op: Literal[">=", "<=", "within", "holds"]
+    op: Literal[">=", "<=", "within", "holds", "best", "not_best", "band", "rising", "knee", "reaches", "crossover", "excludes"]
     margin: Quantity | None = None
+    at: list[str | int | float] = Field(default_factory=list)
+    """The values of a sweep that the rule speaks of: the predicted best, the knee, the reference that is reached. One may stand alone."""
+    infeasible: list[str | int | float] = Field(default_factory=list)
+    """Variants that may be refused or out of memory: data, not an error. Every rule but `excludes` leaves out those that are."""
+
+    @field_validator("at", "infeasible", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
 
 
 class Comparison(Strict):
@@ -183,3 +227,12 @@ class Card(Strict):
         if twice:
             raise ValueError(f"claim id {', '.join(twice)} is used twice; every claim needs its own")
         return claims
+
+
+def in_words(expect: Expect, kind: str = "pair") -> str:
+    """What a claim expects, in words, such as `at least 5 % better`."""
+    margin = expect.margin or Quantity(value=0.0, unit="percent")
+    unit = {"percent": " %", "ratio": " times"}.get(margin.unit, f" {margin.unit}")
+    names = [" or ".join(v if isinstance(v, str) else f"{v:g}" for v in values) for values in (expect.at, expect.infeasible)]
+    text = _WORDS[expect.op].format(m=f"{margin.value:g}{unit}", at=names[0] or "some value", infeasible=names[1])
+    return (_SUBJECTS.get(kind, "") if expect.op in (">=", "<=", "within") else "") + text

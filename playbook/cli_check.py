@@ -18,10 +18,10 @@ from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
 from playbook.validate import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook_bench import logic, receipt
-from playbook_bench.case import Case, case_problems
+from playbook_bench import logic, receipt, rules
+from playbook_bench.case import Case, case_problems, receipts
 from playbook_bench.metrics import METRICS
-from playbook_bench.variants import VARIANTS, resolve_pair, trainer_path
+from playbook_bench.variants import resolve_all, trainer_path
 from playbook_bench.verdict import threshold
 from playbook_trainer import checks
 from playbook_trainer import config as trainer
@@ -142,6 +142,7 @@ def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str,
     yield from _same(entry, here, claim.kind, claim.case, claim.metric, claim.comparison, cases)
     yield from _margin(entry, here, claim.metric, claim.expect)
     yield from _out_of_reach(entry, here, claim, cases)
+    yield from _rule(entry, here, claim, cases)
     check = claim.mechanism_check
     if check:
         yield from _margin(entry, (*here, "mechanism_check"), check.metric, check.expect)
@@ -160,11 +161,19 @@ def _same(
         yield entry.finding((*here, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
     if case.metric is not None and case.metric != metric:
         yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{case.metric}' in case '{case.id}'; make them agree")
-    for variant in VARIANTS:
+    for variant in ("baseline", "candidate"):
         ours, theirs = getattr(comparison, variant), getattr(case, variant)
         if ours != theirs:
             where = (*here, "comparison", variant)
             yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")
+
+
+def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    """A rule on a curve must speak of variants that its case has."""
+    loaded = cases.get(claim.case or "")
+    if loaded is not None and claim.kind == loaded.case.kind and claim.kind in ("sweep", "interaction") and not case_problems(loaded.case):
+        for message in rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
+            yield entry.finding((*here, "expect"), message)
 
 
 def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
@@ -183,7 +192,8 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
         return
     case, reasons = loaded.case, []
     for name, keys in case.profiles.items():
-        fixed = {k: v for k, v in keys.items() if k not in case.baseline and k not in case.candidate}
+        varied = {k for delta in case.variants.values() for k in delta}
+        fixed = {k: v for k, v in keys.items() if k not in varied}
         facts = {fact: fixed[key] for key, fact in DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
         facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
         unmet = scope.unmet({k: v for k, v in claim.scope.items() if k in facts}, facts)
@@ -228,17 +238,17 @@ def _function(loaded: LoadedCase) -> Iterator[Finding]:
 
 def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
     """Every count must be a formula over the numbers of a receipt."""
-    for variant in VARIANTS:
-        for i, rule in enumerate(getattr(loaded.case.activation, variant).require):
+    for where, found in receipts(loaded.case):
+        for i, rule in enumerate(found.require):
             try:
                 receipt.evaluate(str(rule.count or 0), dict.fromkeys(NUMBERS, 1.0))
             except ConfigError as e:
-                yield loaded.finding(("activation", variant, "require", i, "count"), str(e))
+                yield loaded.finding((*where, "require", i, "count"), str(e))
 
 
 def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
     known = trainer_keys() | {RANKS}
-    places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), loaded.case.baseline), (("candidate",), loaded.case.candidate)]
+    places = _deltas(loaded.case)
     places += [(("profiles", name), keys) for name, keys in loaded.case.profiles.items()]
     for name, variants in loaded.case.variant_profiles.items():
         if name not in loaded.case.profiles:
@@ -246,10 +256,9 @@ def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
                 ("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, loaded.case.profiles)}"
             )
         for variant, own in variants.items():
-            if variant not in VARIANTS:
-                yield loaded.finding(
-                    ("variant_profiles", name, variant), f"variant '{variant}' is not known; expected baseline or candidate"
-                )
+            if variant not in loaded.case.variants:
+                expected = " or ".join(loaded.case.variants)
+                yield loaded.finding(("variant_profiles", name, variant), f"variant '{variant}' is not known; expected {expected}")
             places.append((("variant_profiles", name, variant), own))
     for where, keys in places:
         for key in keys:
@@ -257,11 +266,20 @@ def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
                 yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, known)}")
 
 
+def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
+    """Every configuration delta that the case writes down, with its place."""
+    places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), case.baseline), (("candidate",), case.candidate)]
+    places += [(("values", i, "set"), value.set) for i, value in enumerate(case.values)]
+    for i, factor in enumerate(case.factors):
+        places += [(("factors", i, level, "set"), getattr(factor, level).set) for level in ("low", "high")]
+    return places
+
+
 def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
     """Each variant on each profile must resolve, differ only as declared, and divide its ranks."""
     for profile in loaded.case.profiles:
         try:
-            problems = list(_pair_problems(loaded.case, profile))
+            problems = list(_variant_problems(loaded.case, profile))
         except FileError as e:
             problems = [f"profile '{profile}': {f.message}" for f in e.findings]
         except ConfigError as e:
@@ -270,8 +288,8 @@ def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
         yield from (loaded.finding(("profiles", profile), p) for p in problems)
 
 
-def _pair_problems(case: Case, profile: str) -> Iterator[str]:
-    for variant, run in resolve_pair(case, profile).items():
+def _variant_problems(case: Case, profile: str) -> Iterator[str]:
+    for variant, run in resolve_all(case, profile).items():
         problems = checks.layout_problems(run.config, run.ranks)
         if run.config.backend == "torch":
             problems += checks.feature_problems(run.config)

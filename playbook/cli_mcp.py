@@ -70,9 +70,11 @@ def plan(card: Card) -> Plan:
 def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
     from playbook.mcp_answers import PlannedCase
     from playbook_bench import metrics
+    from playbook_bench.case import LAUNCHED_KINDS
 
-    exact = case.kind == "pair" and all(metrics.get(metric).deterministic for _, metric in claims)
-    profiles = [_profile(case, name, exact) for name in case.profiles] if case.kind == "pair" else []
+    launched = case.kind in LAUNCHED_KINDS
+    exact = launched and all(metrics.get(metric).deterministic for _, metric in claims)
+    profiles = [_profile(case, name, exact) for name in case.profiles] if launched else []
     return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
 
 
@@ -87,15 +89,16 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
     stored = _baselines(case.id, profile)
     looks = case.budget.pairs
     aa_pairs = schedule.FRESH_AA_PAIRS if stored else schedule.AA_PAIRS
-    # An exact metric is compared in one pair, without burn-in or A/A.
-    least, most = (2, 2) if exact else (schedule.launches(looks, None, aa_pairs), 2 + 2 * aa_pairs + 2 * looks[-1])
+    k = len(case.variants)
+    # An exact metric is compared in one pair or block, without burn-in or A/A.
+    least, most = (k, k) if exact else (schedule.launches(looks, None, aa_pairs, k), k + 2 * aa_pairs + k * looks[-1])
     walls = [r.wall_s for b in stored for r in b.runs if r.outcome == "ok"]
     each = median(walls) if walls else None
     limit = 60 * case.budget.minutes
     noise = "exact metric, no noise" if exact else "stored; measured again if the environment differs" if stored else "measured first"
     return PlannedProfile(
         profile=profile,
-        ranks=max(resolve_variant(case, "baseline", profile).ranks, resolve_variant(case, "candidate", profile).ranks),
+        ranks=max(resolve_variant(case, v, profile).ranks for v in case.variants),
         launches_least=least,
         launches_most=most,
         seconds_per_launch=each,

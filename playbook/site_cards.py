@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck
+from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
 from playbook.site_figures import effect_axis
 from playbook.site_records import Record, earlier, trace_for, verdicts
 from playbook.site_text import (
@@ -68,16 +68,6 @@ def effect(record: Record) -> str:
     return f"{shown[0]}{unit}" + (
         f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 and not exact else ""
     )
-
-
-def expected(expect: Expect) -> str:
-    """What a claim expects, in words."""
-    if expect.op == "holds" or expect.margin is None:
-        return "holds"
-    unit = "%" if expect.margin.unit == "percent" else expect.margin.unit
-    amount = f"{number(expect.margin.value)} {unit}"
-    words = {">=": f"at least {amount} better", "<=": f"at most {amount} better", "within": f"equal within {amount}"}
-    return words[expect.op]
 
 
 def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
@@ -145,8 +135,11 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
         for s in claim.sources
     )
     facts = [
-        ("Expects", f"{code(claim.metric)} {text(expected(claim.expect))}"),
-        ("Baseline and candidate", comparison if claim.kind == "pair" else text(f"none: {claim.kind}")),
+        ("Expects", f"{code(claim.metric)} {text(in_words(claim.expect, claim.kind))}"),
+        (
+            "Baseline and candidate",
+            comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
+        ),
         ("Scope", mapping(claim.scope) if claim.scope else "everywhere"),
         ("Why", text(claim.mechanism)),
         ("Kind", text(f"{claim.kind}, {claim.label}")),

@@ -54,6 +54,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         f"Repeat it, or derive the verdict again from this file ({raw}):",
         block(f"{' '.join(str(record.get('command', default='')).split())}\nplaybook bench replay {shown_path}", "text"),
         _comparison(record),
+        _curve(record),
         _checks(record),
         _runs(record),
         _logic(record),
@@ -121,6 +122,36 @@ def _comparison(record: Record) -> str:
             # Figures of log ratios are shown as the ratios that the effect is given in.
             rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
+
+
+def _curve(record: Record) -> str:
+    """The values of a sweep or the cells of an interaction, and the contrasts that the claim's rule looks at."""
+    found = record.get("derived", "curve")
+    if not isinstance(found, Mapping):
+        return ""
+    unit, relative = str(found.get("unit")), found.get("scale") == "log_ratio"
+
+    def change(value: object) -> str:
+        return "" if not isinstance(value, int | float) else percent(value) if relative else number(value)
+
+    points = [
+        [
+            code(p.get("variant")),
+            quantity(p.get("value"), unit) if p.get("outcome") == "ok" else text(p.get("outcome")),
+            change(p.get("effect")),
+        ]
+        for p in found.get("points", [])
+        if isinstance(p, Mapping)
+    ]
+    contrasts = [
+        [text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))]
+        for c in found.get("contrasts", [])
+        if isinstance(c, Mapping)
+    ]
+    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks."
+    tables = [table(["Variant", "Value>", "Against the first>"], points)]
+    tables += [table(["Contrast", "Gain>", "from>", "to>"], contrasts)] if contrasts else []
+    return "\n\n".join(["## Curve", note, *tables])
 
 
 def _checks(record: Record) -> str:

@@ -13,7 +13,9 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Claim, MechanismCheck
+from pydantic import ValidationError
+
+from playbook.cards import Claim, Expect, MechanismCheck
 from playbook.errors import FileError, Finding
 
 EVIDENCE, TRACE = "evidence/1", "trace/1"
@@ -87,12 +89,16 @@ class Record:
 
     def _reworded(self, claim: Claim | MechanismCheck) -> bool:
         then = self.get("measured", "claim", default={})
-        now = {
-            "metric": claim.metric,
-            "expect": claim.expect.model_dump(mode="json"),
-            "comparison": claim.comparison.model_dump(mode="json"),
-        }
-        return any(then.get(k) != v for k, v in now.items())
+        try:
+            expect = Expect.model_validate(then.get("expect"))
+        except ValidationError:
+            return True
+        # Read as today's model, so that a field which came later does not make an old record differ.
+        return bool(
+            then.get("metric") != claim.metric
+            or expect != claim.expect
+            or then.get("comparison") != claim.comparison.model_dump(mode="json")
+        )
 
 
 def read(folders: Sequence[Path]) -> list[Record]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from playbook import scope
-from playbook.cards import Card, Claim, Expect
+from playbook.cards import OPS, Card, Claim, Expect
 from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root
@@ -211,7 +211,13 @@ def _tested(
         yield entry.finding(
             (*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
         )
-    elif not logic and expect.margin is None:
+    elif expect.op not in OPS[kind]:
+        yield entry.finding((*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; expected one of {', '.join(OPS[kind])}")
+    elif (expect.op == "excludes") != (metric == "fits" and kind != "pair"):
+        yield entry.finding((*here, "metric"), f"op '{expect.op}' does not fit metric '{metric}' here; 'excludes' and 'fits' go together")
+    elif not logic and expect.op != "excludes" and expect.margin is None:
         yield entry.finding((*here, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
-    elif logic and expect.margin is not None:
+    elif kind == "pair" and (expect.at or expect.infeasible):
+        yield entry.finding((*here, "expect"), "'at' and 'infeasible' name variants of a sweep or an interaction; a pair has neither")
+    elif logic and (expect.margin is not None or expect.at or expect.infeasible):
         yield entry.finding((*here, "expect", "margin"), "a claim that holds or does not has no margin; remove it")

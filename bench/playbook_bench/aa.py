@@ -12,12 +12,12 @@ from pathlib import Path
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store
-from playbook_bench.case import load_case
+from playbook_bench.case import LAUNCHED_KINDS, load_case
 from playbook_bench.launch import LocalLauncher
 from playbook_bench.records import Baseline, Run
 from playbook_bench.series import Progress, Series, Silent
 from playbook_bench.telemetry import Telemetry
-from playbook_bench.variants import resolve_pair
+from playbook_bench.variants import resolve_all
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
 ) -> Noise:
-    """Measure a case's baseline against itself and store it under `<results>/baselines/<machine>/`.
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -53,7 +53,7 @@ def run(
     case = load_case(case_id)
     machine = preflight.detect()
     chosen = preflight.choose_profile(case, machine, profile)
-    if case.kind != "pair" or chosen is None:
+    if case.kind not in LAUNCHED_KINDS or chosen is None:
         raise ConfigError(f"case '{case.id}' has nothing to run on {machine.name}; it has profiles {', '.join(case.profiles) or 'none'}")
     row = metrics.get(case.metric or "")
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
@@ -63,7 +63,7 @@ def run(
             case=case,
             profile=chosen,
             machine=preflight.restrict(machine, chosen),
-            variants=resolve_pair(case, chosen),
+            variants=resolve_all(case, chosen),
             plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
             launcher=LocalLauncher() if command is None else LocalLauncher(tuple(command)),
             work=work,
@@ -74,8 +74,9 @@ def run(
             expected=1 + 2 * pairs,
         )
         running.progress.series(f"{case.id} A/A", running.expected)
-        burn_in = running.run(schedule.burn_in()[0])
-        runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs)
+        first = next(iter(case.variants))
+        burn_in = running.run(schedule.burn_in([first])[0])
+        runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs, variant=first)
     (work / "telemetry.csv").unlink(missing_ok=True)
     _check(runs, pairs)
     baseline = _baseline(running, runs)
@@ -94,22 +95,22 @@ def ensure(running: Series, folder: Path) -> bool:
     anew, and the pair that showed it stays in it, so that the floor rises with what was seen.
     False where a run fails, or where the budget does not hold them: either ends the series.
 
-    The baseline's burn-in must have run: it tells the environment that a stored A/A must share.
+    The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
     """
-    first = next(r for r in running.runs if r.variant == "baseline")
+    first = next(r for r in running.runs if r.variant == running.alive[0])
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
     running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
     fresh: list[Run] = []
     if running.aa is not None:
-        fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS)
+        fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS, variant=first.variant)
         if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or fresh[-1].outcome != "ok":
             return False
         if not _contradicts(fresh, running):
             return True
         running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
         running.expected += 2 * schedule.AA_PAIRS
-    runs = series.measure_aa(running, schedule.AA_PAIRS, first=len(fresh) // 2)
+    runs = series.measure_aa(running, schedule.AA_PAIRS, first=len(fresh) // 2, variant=first.variant)
     if len(runs) < 2 * schedule.AA_PAIRS or runs[-1].outcome != "ok":
         return False
     running.runs = running.runs[:before]

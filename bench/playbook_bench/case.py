@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,11 @@ from playbook.cards import Slug
 from playbook.document import Strict, did_you_mean, load, locate
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root
+
+LAUNCHED_KINDS = ("pair", "sweep", "interaction")
+"""The kinds of case that launch the trainer."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
 GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
 """Ranges that every run has; finding one proves nothing."""
@@ -46,6 +52,15 @@ class Activation(Strict):
 
     baseline: Receipt = Field(default_factory=Receipt)
     candidate: Receipt = Field(default_factory=Receipt)
+    every: Receipt = Field(default_factory=Receipt)
+    """What each variant must and must not show, beside its own."""
+    variants: dict[str, Receipt] = Field(default_factory=dict)
+    """Per value of a sweep or cell of an interaction, by its name."""
+
+    def of(self, variant: str) -> Receipt:
+        """All rules of one variant."""
+        own = {"baseline": self.baseline, "candidate": self.candidate}.get(variant) or self.variants.get(variant) or Receipt()
+        return Receipt(require=[*self.every.require, *own.require], forbid=[*self.every.forbid, *own.forbid])
 
 
 class Loss(Strict):
@@ -62,7 +77,7 @@ class Guardrails(Strict):
 
 
 class Budget(Strict):
-    """The looks, in pairs, and the longest time that a case may take."""
+    """The looks, in pairs of launches or in blocks that hold each variant once, and the longest time that a case may take."""
 
     pairs: list[int] = Field(default_factory=lambda: [4, 8, 12])
     minutes: float = Field(default=10, gt=0)
@@ -82,8 +97,29 @@ class Delta(Strict):
     reason: str | None = None
 
 
+class Value(Strict):
+    """One value of a sweep's knob, or one level of an interaction's factor."""
+
+    at: str | int | float
+    set: dict[str, Any] = Field(default_factory=dict)
+    """The configuration delta (dotted keys) that goes with it; a coupled setting moves along here."""
+
+    @property
+    def name(self) -> str:
+        """The value in words: how claims, receipts and records name the variant."""
+        return self.at if isinstance(self.at, str) else f"{self.at:g}"
+
+
+class Factor(Strict):
+    """One of the two factors of an interaction, at its low and its high level."""
+
+    name: str
+    low: Value
+    high: Value
+
+
 class Case(Strict):
-    """One matched pair, arithmetic statement or invariant."""
+    """One matched pair, sweep, interaction, arithmetic statement or invariant."""
 
     id: str = Slug
     kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
@@ -92,6 +128,12 @@ class Case(Strict):
     """The trainer's configuration, a path from the repository's root."""
     baseline: dict[str, Any] = Field(default_factory=dict)
     candidate: dict[str, Any] = Field(default_factory=dict)
+    knob: str | None = None
+    """For a sweep: what is varied, in words or as the configuration's key."""
+    values: list[Value] = Field(default_factory=list)
+    """For a sweep: the values in their order."""
+    factors: list[Factor] = Field(default_factory=list)
+    """For an interaction: two. Its cells are named `low+low`, `high+low`, `low+high` and `high+high`, by the levels' values."""
     metric: str | None = None
     """The metric to compare; a claim that names the case says which it expects."""
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -107,6 +149,19 @@ class Case(Strict):
     function: str | None = None
     """For `arithmetic` and `invariant`: the name of a function in the harness's table."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Every variant that is launched, with its configuration delta, in order. The first is what noise is measured on."""
+        if self.kind == "pair":
+            return {"baseline": self.baseline, "candidate": self.candidate}
+        if self.kind == "sweep":
+            return {v.name: v.set for v in self.values}
+        if self.kind == "interaction" and len(self.factors) == 2:
+            a, b = self.factors
+            levels = ((a.low, b.low), (a.high, b.low), (a.low, b.high), (a.high, b.high))
+            return {f"{x.name}+{y.name}": {**x.set, **y.set} for x, y in levels}
+        return {}
 
 
 def load_case(id_or_path: str | Path) -> Case:
@@ -144,6 +199,7 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     ]
     if not case.profiles:
         found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
+    found += _variant_problems(case)
     delta = case.delta
     if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
         found.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
@@ -151,21 +207,61 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         found.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
     if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
         found.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
+    if case.kind != "pair" and any(look % 2 for look in case.budget.pairs):
+        found.append(
+            (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a block and its reverse cancel drift")
+        )
     return found + _receipt_problems(case)
+
+
+def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Whether the fields that make the variants are those of the case's kind, and enough of them."""
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep", "factors": "interaction"}
+    found += [
+        ((field,), f"'{field}' belongs to a case of kind {kind}; this one is of kind {case.kind}")
+        for field, kind in owners.items()
+        if getattr(case, field) and kind != case.kind
+    ]
+    if case.kind == "sweep" and not case.knob:
+        found.append((("kind",), "'knob' is missing; say what the sweep varies"))
+    if case.kind == "sweep" and len(case.values) < 2:
+        found.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
+    if case.kind == "interaction" and len(case.factors) != 2:
+        found.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
+    names = [v.name for v in case.values] if case.kind == "sweep" else list(case.variants)
+    where = "values" if case.kind == "sweep" else "factors" if case.kind == "interaction" else "kind"
+    found += [((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})]
+    if case.kind == "interaction" and len(case.factors) == 2 and len(names) < 4:
+        found.append((("factors",), "the levels of a factor have the same name; give each its own"))
+    found += [
+        ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
+    ]
+    return found
 
 
 def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     found: list[tuple[tuple[str | int, ...], str]] = []
-    for variant in ("baseline", "candidate"):
-        receipt: Receipt = getattr(case.activation, variant)
-        rules = [*receipt.require, *receipt.forbid]
-        if all(r.range in GENERIC_RANGES for r in rules):
-            found.append(
-                (("activation", variant), f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter")
-            )
+    for variant in case.variants:
+        receipt = case.activation.of(variant)
+        if all(r.range in GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
+            where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
+            found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter"))
+    declared = {"baseline", "candidate"} if case.kind == "pair" else set()
+    found += [
+        (("activation", name), f"'{name}' is no variant of a case of kind {case.kind}; use every and variants")
+        for name in ("baseline", "candidate")
+        if name not in declared and getattr(case.activation, name) != Receipt()
+    ]
+    found += [
+        (("activation", "variants", name), f"variant '{name}' is not known{did_you_mean(name, case.variants)}")
+        for name in case.activation.variants
+        if name not in case.variants
+    ]
+    for place, receipt in receipts(case):
         for kind in ("require", "forbid"):
             for i, rule in enumerate(getattr(receipt, kind)):
-                where = ("activation", variant, kind, i)
+                where = (*place, kind, i)
                 if sum(x is not None for x in (rule.collective, rule.range, rule.counter)) != 1:
                     found.append((where, "a rule looks at exactly one of collective, range and counter"))
                 if kind == "forbid" and rule.count is not None:
@@ -179,3 +275,10 @@ def _case_path(name: str) -> Path:
     if name not in list_cases():
         raise FileError([Finding(name, 1, 1, f"no such case{did_you_mean(name, list_cases()) or '; playbook bench list names them'}")])
     return data_root("cases") / f"{name}.yaml"
+
+
+def receipts(case: Case) -> list[tuple[tuple[str | int, ...], Receipt]]:
+    """Every receipt that the case writes down, with its place."""
+    proof = case.activation
+    named = [(("activation", name), getattr(proof, name)) for name in ("baseline", "candidate", "every")]
+    return [*named, *((("activation", "variants", name), receipt) for name, receipt in proof.variants.items())]

@@ -15,17 +15,16 @@ from typing import Any, Protocol
 from playbook import cards, validate
 from playbook.document import did_you_mean, load
 from playbook.errors import ConfigError
-from playbook_bench import aa, gates, launch, metrics, preflight, schedule, series, store, verdict
-from playbook_bench.case import Case, load_case
+from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
+from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
 from playbook_bench.launch import Launcher, LocalLauncher
 from playbook_bench.records import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook_bench.series import Series, Silent
 from playbook_bench.telemetry import Telemetry
-from playbook_bench.variants import resolve_pair
+from playbook_bench.variants import resolve_all
 
 EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
 _TARGET = re.compile(r"(?P<card>[a-z0-9][a-z0-9-]*)(?:/(?P<claim>[A-Z][0-9]{1,3}(?:\.[a-z])?))?\Z")
-RUNNABLE_KINDS = ("pair", "arithmetic", "invariant")
 
 
 class Progress(series.Progress, Protocol):
@@ -230,7 +229,7 @@ def _repeat(measured: Measured) -> str:
 def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
     """Whether a case needs a whole series. Those come last, so that a short budget still settles everything that is cheap."""
     case = loaded[name] if name else None
-    if case is None or case.kind != "pair":
+    if case is None or case.kind not in LAUNCHED_KINDS:
         return False
     named = [t.claim.metric if t.claim else case.metric or "" for t in tasks if t.case == name]
     return any(not metrics.get(m).deterministic for m in named)
@@ -243,7 +242,7 @@ def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options:
     """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
     profile = preflight.choose_profile(case, machine, options.profile) if case and case.profiles else None
     records = [_preflight(task, case, machine, profile, options) for task in tasks]
-    todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind == "pair"]
+    todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
     settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds()) for i, r in enumerate(records) if i not in todo}
     if todo and case is not None and profile is not None:
         judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
@@ -255,18 +254,16 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
     """The record of a claim before any run: what it asks, and what this machine lacks."""
     missing: list[Missing] = []
     kind: str = case.kind if case else task.claim.kind if task.claim else ""
-    if kind not in RUNNABLE_KINDS:
-        missing.append(Missing(reason="kind", detail=f"this version does not run cases of kind {kind}"))
     here = preflight.restrict(machine, profile)
     known = preflight.facts(here)
-    if case is not None and case.kind == "pair":
+    if case is not None and case.kind in LAUNCHED_KINDS:
         missing += preflight.unmet_requirements(case.requires)
         if profile is None:
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
         else:
-            candidate = resolve_pair(case, profile)["candidate"]
-            known = preflight.facts(here, candidate.config, candidate.ranks)
+            *_, last = resolve_all(case, profile).values()
+            known = preflight.facts(here, last.config, last.ranks)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == preflight.CPU
         missing = preflight.unmet_scope(task.claim.scope, known, waive) + missing
@@ -287,11 +284,12 @@ def _run_series(
     try:
         with Telemetry(machine, work) as telemetry:
             running = _series(case, machine, profile, options, progress, work, telemetry)
+            running.infeasible = frozenset(n for r in records if r.claim for n in rules.named(r.claim.expect.infeasible))
             timed = [r for r in records if not _metric(r, case).deterministic]
             if timed:
                 _timed(running, records, settled, options)
             else:
-                running.expected = 2
+                running.expected = len(running.variants)
                 progress.series(case.id, running.expected)
                 series.measure_pairs(running, lambda s, n: True)
             for i, record in enumerate(records):
@@ -310,7 +308,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         case=case,
         profile=profile,
         machine=preflight.restrict(machine, profile),
-        variants=resolve_pair(case, profile),
+        variants=resolve_all(case, profile),
         plan=schedule.plan(case, seed, options.pairs, deadline - time.monotonic()),
         launcher=options.launcher,
         work=work,
@@ -324,7 +322,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
 def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], options: Options) -> None:
     """A series with noise: warm up, know the noise, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
-    running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS)
+    running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
     running.progress.series(running.case.id, running.expected)
     if not _burn_in(running):
         return
@@ -349,17 +347,25 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
         running.progress.note("step time drifts inside the timed window; starting over once with a longer warm-up")
         running.extend()
-        running.expected = len(running.launched) + 2 * looks[0]
+        running.expected = len(running.launched) + len(running.alive) * looks[0]
         series.measure_pairs(running, enough)
 
 
 def _burn_in(running: Series) -> bool:
-    """One discarded run per variant; False where one fails or the budget is spent, which settles the series."""
-    return all(running.has_time_for(1) and running.run(spec).outcome == "ok" for spec in schedule.burn_in())
+    """One discarded run per variant; False where one fails that must not, or the budget is spent, which settles the series."""
+    for spec in schedule.burn_in(running.variants):
+        if not running.has_time_for(1):
+            return False
+        run = running.run(spec)
+        if run.outcome != "ok" and not running.tolerates(run):
+            return False
+    return bool(running.alive)
 
 
 def _steady(running: Series) -> bool:
-    return gates.steady(gates.pairs_of(running.runs), gates.step_deviation(running.aa)).ok
+    names = running.alive
+    blocks = curve.blocks_of(running.runs, names)
+    return gates.steady_all({v: [b[v] for b in blocks] for v in names}, gates.step_deviation(running.aa)).ok
 
 
 def _judge(running: Series, record: Measured) -> Settled:
@@ -378,12 +384,16 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
         ConfigError: the claim and its case do not fit.
     """
     claim, case = task.claim, loaded[task.case] if task.case else None
-    if claim is None or case is None or case.kind != "pair":
+    if claim is None or case is None or case.kind not in LAUNCHED_KINDS:
         return
     row = metrics.get(claim.metric)
     verdict.threshold(row, claim.expect.margin)
-    if claim.expect.op == "holds":
-        raise ConfigError(f"claim {claim.id}: 'holds' does not compare two runs; expected >=, <= or within")
+    if claim.expect.op not in cards.OPS[case.kind]:
+        expected = ", ".join(cards.OPS[case.kind])
+        raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
+    problems = [] if case.kind == "pair" else rules.problems(claim.expect, list(case.variants), case.kind)
+    if problems:
+        raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
     for variant in ("baseline", "candidate"):
         if getattr(claim.comparison, variant) != getattr(case, variant):
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")

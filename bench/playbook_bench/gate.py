@@ -18,7 +18,7 @@ from typing import Any, Literal
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store, verdict
-from playbook_bench.case import Activation, Case, Delta, Guardrails, Loss, load_case
+from playbook_bench.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
 from playbook_bench.launch import LocalLauncher, Result, Spec
 from playbook_bench.metrics import Metric
 from playbook_bench.records import Comparison, Gate, Run, canonical
@@ -121,15 +121,24 @@ def run(
 
 
 def _as_gate_case(case: Case) -> Case:
-    """The case with its baseline in both places: no delta, no activation rule of the candidate, losses within the case's band."""
-    if case.kind != "pair":
-        raise ConfigError(f"case '{case.id}' is of kind {case.kind}; the gate runs pairs")
+    """The case as a pair with its first variant in both places: no delta, that variant's activation rules, losses within the case's band."""
+    if case.kind not in LAUNCHED_KINDS:
+        raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; the gate needs runs")
     band = case.guardrails.loss.relative or Loss().relative
+    first, delta = next(iter(case.variants.items()))
+    receipt = case.activation.of(first)
+    own = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
     return case.model_copy(
         update={
-            "candidate": dict(case.baseline),
+            "kind": "pair",
+            "knob": None,
+            "values": [],
+            "factors": [],
+            "baseline": dict(delta),
+            "candidate": dict(delta),
+            "variant_profiles": own,
             "delta": Delta(),
-            "activation": Activation(baseline=case.activation.baseline, candidate=case.activation.baseline),
+            "activation": Activation(baseline=receipt, candidate=receipt),
             "guardrails": Guardrails(loss=Loss(relative=band)),
         }
     )

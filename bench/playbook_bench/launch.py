@@ -42,8 +42,8 @@ _TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
 _PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
 _MEMORY = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
-_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {3: "nan", 4: "oom"}
-_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "killed", "crash")
+_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {2: "refused", 3: "nan", 4: "oom"}
+_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "crash")
 
 
 class Interrupted(SystemExit):

@@ -105,7 +105,7 @@ def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -
 
 def judge_run(activation: Activation, run: Run) -> list[Check]:
     """All rules of the run's variant against its receipt; a run without a receipt proves nothing."""
-    rules = activation.baseline if run.variant == "baseline" else activation.candidate
+    rules = activation.of(run.variant)
     observed = run.observed or Observed()
     return [
         *(judge_rule(r, False, run.variant, observed) for r in rules.require),

@@ -20,8 +20,9 @@ from playbook_bench.case import Case
 SCHEMA_VERSION: Literal["evidence/1"] = "evidence/1"
 BASELINE_VERSION: Literal["baseline/1"] = "baseline/1"
 
-Variant = Literal["baseline", "candidate"]
-RunOutcome = Literal["ok", "oom", "nan", "hang", "crash", "killed"]
+Variant = str
+"""`baseline` or `candidate` of a pair, a value of a sweep, a cell of an interaction; see `Case.variants`."""
+RunOutcome = Literal["ok", "oom", "refused", "nan", "hang", "crash", "killed"]
 Role = Literal["burn_in", "aa", "measure"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "measured"]
 Reason = Literal[
@@ -33,7 +34,7 @@ Reason = Literal[
     "environment",  # two runs of the same configuration differ more than this machine's noise
     "fragile",  # the mean and the Hodges-Lehmann estimate disagree in sign
     "invalid_pair",  # the variants differ in more than the declared delta
-    "oom",  # out of memory, in a claim that is not about fitting
+    "oom",  # out of memory or refused, in a claim that is not about fitting
     "scope",
     "package",
     "profile",
@@ -124,7 +125,7 @@ class Run(Strict):
     variant: Variant
     role: Role
     pair: int | None = None
-    """Pairs are adjacent runs, numbered before any of them starts."""
+    """Pairs are adjacent runs, numbered before any of them starts; for a sweep or an interaction, the block that holds each variant once."""
     position: int
     """Place in the series, from 0."""
     outcome: RunOutcome
@@ -177,7 +178,7 @@ class Plan(Strict):
     """The warm-up was extended once because step time was not steady."""
     stopped: Literal["budget", "pairs", "failed", "decided", "complete"] = "complete"
     order: list[str] = Field(default_factory=list)
-    """Blocks, such as ABBA, as run (A is the baseline)."""
+    """Halves of ABBA blocks as run (A is the baseline), or the variants of each block in their order."""
 
 
 class ClaimRef(Strict):
@@ -259,6 +260,59 @@ class Comparison(Strict):
     pairs_needed: int | None = None
 
 
+class PointFigure(Strict):
+    """One value of a sweep, or one cell of an interaction, as measured."""
+
+    variant: Variant
+    outcome: Literal["ok", "oom", "refused"]
+    launches: int
+    value: float | None = None
+    """Mean over its launches, in the metric's unit; None where it did not run."""
+    effect: float | None = None
+    """How much better than the first that ran: a share or a difference. The rule's contrasts carry the intervals."""
+
+
+class Contrast(Strict):
+    """One comparison among the variants, with an interval that holds together with those of all others."""
+
+    name: str
+    """Such as `4 over 2`: how much better 4 is than 2."""
+    weights: dict[Variant, float]
+    effect: float | None
+    """A share of the second (0.05 is 5 %), or a difference; on logarithms a ratio of ratios for an interaction. None without bound."""
+    low: float | None = None
+    high: float | None = None
+    differences: list[float] = Field(default_factory=list)
+    """Per block, positive where the first named is better, on `scale`."""
+    mean: float | None = None
+    deviation: float | None = None
+    """Standard deviation of `differences`."""
+    used: float | None = None
+    """The deviation that entered the interval: the largest of its own, the pooled one and the A/A's."""
+
+
+class Curve(Strict):
+    """What a sweep or an interaction found."""
+
+    metric: str
+    unit: str
+    better: Literal["higher", "lower"]
+    design: Literal["launches_blocks", "deterministic"]
+    scale: Literal["log_ratio", "difference"]
+    points: list[PointFigure]
+    contrasts: list[Contrast]
+    """Those that the claim's rule asks for; each against the first where there is no claim."""
+    blocks: int
+    look: int | None = None
+    alpha_contrast: float | None = None
+    """Error rate of one interval: that of the look, shared among all contrasts of the rule."""
+    freedom: int | None = None
+    """Degrees of freedom of the pooled deviation: (variants - 1) x (blocks - 1)."""
+    floor: float | None = None
+    """The stored A/A deviation of a difference of two launches."""
+    blocks_needed: int | None = None
+
+
 class Verdict(Strict):
     """What follows, and why."""
 
@@ -298,6 +352,7 @@ class Derived(Strict):
     """What follows from `Measured`."""
 
     comparison: Comparison | None = None
+    curve: Curve | None = None
     receipts: list[Check] = Field(default_factory=list)
     gates: list[Gate] = Field(default_factory=list)
     figures: dict[str, Any] = Field(default_factory=dict)

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from playbook_bench import confirm, verdict
+from playbook_bench import confirm, schedule, verdict
 from playbook_bench.aa import Noise
+from playbook_bench.case import Case
 from playbook_bench.confirm import Outcome
 from playbook_bench.gate import GateResult
-from playbook_bench.records import Check, Evidence, Machine
+from playbook_bench.records import Check, Curve, Evidence, Machine
 from playbook_bench.schedule import RunSpec
 
 COLOURS = {
@@ -30,6 +31,7 @@ WORDS = {"not_applicable": "not applicable", "error": "run error"}
 _NAME = 6
 _INDENT = " " * _NAME
 _BAR = 15
+_PLOT = 24
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -62,7 +64,8 @@ class TerminalProgress:
     def launch(self, number: int, total: int, spec: RunSpec) -> None:
         """Show the launch."""
         self._number, self._total = number, total
-        role = {"burn_in": "burn-in", "aa": "A/A", "measure": f"pair {(spec.pair or 0) + 1}"}[spec.role]
+        unit = "pair" if spec.variant in schedule.PAIR else "block"
+        role = {"burn_in": "burn-in", "aa": "A/A", "measure": f"{unit} {(spec.pair or 0) + 1}"}[spec.role]
         self._text = f"{role} {spec.variant}"
         self._draw("")
 
@@ -101,7 +104,11 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
     evidence, status = outcome.evidence, outcome.status
     sentence = _sentence(outcome)
     word = Text(WORDS.get(status, status), style=COLOURS[status])
-    found = evidence.derived.comparison
+    found, curve = evidence.derived.comparison, evidence.derived.curve
+    if curve is not None and evidence.measured.case is not None:
+        _print_curve(outcome, curve, evidence.measured.case.content, out)
+        out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+        return
     if found is None or found.design == "deterministic":
         how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
         out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {sentence}"))
@@ -113,6 +120,27 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+
+
+def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> None:
+    """One line per value with a bar: its length is the metric's mean, over the largest."""
+    evidence = outcome.evidence
+    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks + A/A, {_clock(evidence.seconds.total)}"
+    subject = case.knob if case.kind == "sweep" else " x ".join(f.name for f in case.factors)
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
+    most = max((p.value for p in curve.points if p.value is not None), default=0.0)
+    width = max(len(p.variant) for p in curve.points)
+    for p in curve.points:
+        if p.value is None:
+            out.print(Text(f"{_INDENT}{p.variant:<{width}}  {'out of memory' if p.outcome == 'oom' else p.outcome}"))
+            continue
+        bar = "#" * round(_PLOT * p.value / most) if most > 0 else ""
+        change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
+        out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
+    checks = evidence.derived.receipts
+    if checks:
+        bad = sum(not c.ok for c in checks)
+        out.print(Text(f"{_INDENT}receipt  {len(checks) - bad} of {len(checks)} rules hold in every launch"))
 
 
 def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
@@ -171,6 +199,7 @@ def _claim_json(outcome: Outcome) -> dict[str, Any]:
         "reason": derived.verdict.reason,
         "sentence": derived.verdict.sentence,
         "comparison": found.model_dump(mode="json") if found else None,
+        "curve": derived.curve.model_dump(mode="json") if derived.curve else None,
         "receipts": [c.model_dump(mode="json") for c in derived.receipts],
         "gates": [g.model_dump(mode="json") for g in derived.gates],
         "figures": derived.figures,

@@ -1,14 +1,16 @@
-"""The order of runs, fixed before the data: burn-in, A/A, then blocks of ABBA or BAAB."""
+"""The order of runs, fixed before the data: burn-in, A/A, then blocks of ABBA or BAAB; more than two variants take blocks of their own."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from playbook_bench.case import Case
 from playbook_bench.records import Plan, Role, Variant
 
+PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4
 """Pairs of a stored A/A; its deviation floors the pairs' own."""
 FRESH_AA_PAIRS = 1
@@ -29,14 +31,14 @@ def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None)
     return Plan(seed=seed, looks=list(case.budget.pairs), pairs_limit=pairs_limit, budget_s=budget_s)
 
 
-def burn_in() -> list[RunSpec]:
+def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:
     """One run of each variant, discarded: it fills the compile caches and warms the machine."""
-    return [RunSpec("baseline", "burn_in"), RunSpec("candidate", "burn_in")]
+    return [RunSpec(variant, "burn_in") for variant in variants]
 
 
-def aa(pairs: int, first: int = 0) -> list[RunSpec]:
-    """The baseline against itself; pairs are numbered from `first`."""
-    return [RunSpec("baseline", "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
+def aa(pairs: int, first: int = 0, variant: Variant = "baseline") -> list[RunSpec]:
+    """One variant against itself; pairs are numbered from `first`."""
+    return [RunSpec(variant, "aa", pair) for pair in range(first, first + pairs) for _ in range(2)]
 
 
 def blocks(seed: int) -> Iterator[str]:
@@ -55,6 +57,19 @@ def measured(seed: int) -> Iterator[tuple[str, list[RunSpec]]]:
             number += 1
 
 
+def rounds(seed: int, variants: Sequence[Variant]) -> Iterator[tuple[str, list[RunSpec]]]:
+    """Blocks without end, each with every variant once: a random order, then the same order reversed.
+
+    A block and its reverse cancel a linear drift in every comparison of variants, as A B B A does for two. Randomised complete blocks:
+    D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
+    """
+    draw = random.Random(seed)
+    order: list[Variant] = []
+    for number in itertools.count():
+        order = order[::-1] if number % 2 else draw.sample(list(variants), len(variants))
+        yield " ".join(order), [RunSpec(v, "measure", number) for v in order]
+
+
 def last_pair(looks: Sequence[int], limit: int | None) -> int:
     """After how many pairs the series ends at the latest: the last look within the limit, or the limit itself before the first look."""
     if limit is None:
@@ -62,6 +77,6 @@ def last_pair(looks: Sequence[int], limit: int | None) -> int:
     return max((look for look in looks if look <= limit), default=max(1, limit))
 
 
-def launches(looks: Sequence[int], limit: int | None, aa_pairs: int) -> int:
+def launches(looks: Sequence[int], limit: int | None, aa_pairs: int, variants: int = 2) -> int:
     """Launches up to the first look, burn-in and A/A included: what a reader may expect."""
-    return 2 + 2 * aa_pairs + 2 * min(looks[0], last_pair(looks, limit))
+    return variants + 2 * aa_pairs + variants * min(looks[0], last_pair(looks, limit))

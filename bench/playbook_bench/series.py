@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import time
@@ -82,6 +83,8 @@ class Series:
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     aa: Baseline | None = None
     expected: int = 0
+    infeasible: frozenset[Variant] = frozenset()
+    """Variants that may be out of memory or refused, because the claims say so."""
     launched: list[Run] = field(default_factory=list)
     """Every run that was paid for, discarded ones included."""
     _slowest: float = 0.0
@@ -107,6 +110,16 @@ class Series:
             shutil.rmtree(folder, ignore_errors=True)
         return run
 
+    @property
+    def alive(self) -> list[Variant]:
+        """The variants that are launched still: all but those that may fail and did."""
+        dead = {r.variant for r in self.runs if self.tolerates(r)}
+        return [v for v in self.variants if v not in dead]
+
+    def tolerates(self, run: Run) -> bool:
+        """Whether a launch failed as the claims say that it may."""
+        return run.variant in self.infeasible and run.outcome in ("oom", "refused")
+
     def has_time_for(self, launches: int) -> bool:
         """Whether the budget holds that many more launches, each as long as the longest so far."""
         return self.deadline is None or time.monotonic() + launches * self._slowest <= self.deadline
@@ -114,13 +127,13 @@ class Series:
     def extend(self) -> None:
         """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
         self.variants = {v: extended(r) for v, r in self.variants.items()}
-        self.runs = [r for r in self.runs if r.role != "measure"]
+        self.runs = [r for r in self.runs if r.role != "measure" or self.tolerates(r)]
         self.plan = self.plan.model_copy(update={"extended": True, "order": []})
 
     def measured(self) -> Measured:
         """The record so far, without a claim."""
         content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
-        candidate = self.variants["candidate"]
+        candidate = list(self.variants.values())[-1]
         return Measured(
             case=content,
             machine=self.machine,
@@ -215,10 +228,10 @@ def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
     return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
 
 
-def measure_aa(series: Series, pairs: int, first: int = 0) -> list[Run]:
+def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
     """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
-    for one, other in zip(*[iter(schedule.aa(pairs, first))] * 2, strict=True):
+    for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
         if not series.has_time_for(2):
             break
         for spec in (one, other):
@@ -229,15 +242,20 @@ def measure_aa(series: Series, pairs: int, first: int = 0) -> list[Run]:
 
 
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
-    """Pairs until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
+    """Pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
-    for half, specs in schedule.measured(series.plan.seed):
-        if not series.has_time_for(2):
+    blocks = schedule.measured if series.case.kind == "pair" else functools.partial(schedule.rounds, variants=list(series.variants))
+    for label, specs in blocks(series.plan.seed):
+        due = [s for s in specs if s.variant in series.alive]
+        if not due:
+            return _stop(series, order, "failed")
+        if not series.has_time_for(len(due)):
             return _stop(series, order, "budget")
-        order.append(half)
-        for spec in specs:
-            if series.run(spec).outcome != "ok":
+        order.append(label)
+        for spec in due:
+            run = series.run(spec)
+            if run.outcome != "ok" and not series.tolerates(run):
                 return _stop(series, order, "failed")
         series.plan = series.plan.model_copy(update={"order": list(order)})
         if enough(series, len(order)):

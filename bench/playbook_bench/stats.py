@@ -79,8 +79,49 @@ def interval(differences: Sequence[float], alpha: float, floor: float = 0.0) -> 
     mean = math.fsum(differences) / n
     deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
     used = max(deviation, floor)
-    half = float(sps.t.ppf(1 - alpha / 2, n - 1)) * used / math.sqrt(n)
+    half = t_quantile(alpha, n - 1) * used / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, deviation, used)
+
+
+def t_quantile(alpha: float, freedom: int) -> float:
+    """The two-sided quantile of Student's t distribution."""
+    return float(sps.t.ppf(1 - alpha / 2, freedom))
+
+
+def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
+    """Two-sided intervals of several contrasts that hold together with error rate `alpha`.
+
+    `rows` holds one value per block and variant. Each interval is `mean -+ t(1 - alpha / 2m, f) * s / sqrt(n)` for m contrasts and n blocks
+    of k variants: Bonferroni's inequality, which needs nothing of how the contrasts hang together. The deviation s is the largest of
+    three: |w| times the pooled deviation of a launch, which has f = (k - 1)(n - 1) degrees of freedom; the contrast's own over the
+    blocks, for a variant that is noisier than the rest; and |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches.
+    With two variants this is the paired interval of `interval`.
+
+    Raises:
+        ValueError: fewer than two blocks, or a value that is not finite.
+
+    Source: O. J. Dunn, Multiple comparisons among means, JASA 56 (1961); pooled deviation of randomised complete blocks: D. C. Montgomery,
+    Design and Analysis of Experiments, chapter 4.
+    """
+    y = np.asarray(rows, dtype=float)
+    n, k = y.shape
+    if n < 2:
+        raise ValueError(f"an interval needs at least 2 blocks, found {n}")
+    if not np.isfinite(y).all():
+        raise ValueError("a value is not finite")
+    residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
+    freedom = (k - 1) * (n - 1)
+    pooled = math.sqrt(float((residual**2).sum()) / freedom)
+    t = t_quantile(alpha / len(weights), freedom)
+    out = []
+    for weight in weights:
+        differences = y @ np.asarray(weight, dtype=float)
+        mean, own = float(differences.mean()), float(differences.std(ddof=1))
+        length = math.sqrt(math.fsum(w * w for w in weight))
+        used = max(length * pooled, own, length / math.sqrt(2) * floor)
+        half = t * used / math.sqrt(n)
+        out.append(Interval(mean, mean - half, mean + half, own, used))
+    return out
 
 
 def hodges_lehmann(differences: Sequence[float]) -> float:

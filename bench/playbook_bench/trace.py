@@ -22,11 +22,11 @@ from pydantic import Field, ValidationError
 from playbook.document import Strict
 from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook_bench import preflight, store, trace_kineto, trace_nsys
-from playbook_bench.case import Case, load_case
+from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
 from playbook_bench.launch import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
 from playbook_bench.records import Machine, RunOutcome, Variant, digest
 from playbook_bench.trace_table import TraceTable, build
-from playbook_bench.variants import Resolved, resolve_pair
+from playbook_bench.variants import Resolved, resolve_all
 from playbook_trainer.config import ProfileConfig
 
 Collector = Literal["nsys", "kineto"]
@@ -77,7 +77,7 @@ class TraceResult(Strict):
 
     @property
     def ok(self) -> bool:
-        """Whether both variants gave a table."""
+        """Whether every variant gave a table."""
         return all(v.table is not None for v in self.variants.values())
 
 
@@ -90,7 +90,7 @@ def run(
     progress: Callable[[str], None] | None = None,
     case: Case | None = None,
 ) -> TraceResult:
-    """Trace both variants of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
+    """Trace every variant of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
 
     `command` starts a rank and `progress` gets one line per stage. A launch that fails is an outcome in the record.
 
@@ -100,8 +100,8 @@ def run(
         StoreError: the record cannot be written.
     """
     case = case or load_case(case_id)
-    if case.kind != "pair":
-        raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; only a pair can be traced")
+    if case.kind not in LAUNCHED_KINDS:
+        raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; there is nothing to trace")
     here = preflight.detect()
     chosen = preflight.choose_profile(case, here, profile)
     if chosen is None:
@@ -112,7 +112,7 @@ def run(
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
-        for variant, resolved in resolve_pair(case, chosen).items():
+        for variant, resolved in resolve_all(case, chosen).items():
             say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
             launches[variant] = _variant(case, resolved, preflight.visible_devices(machine, chosen), collector, folder, command or TRAINER)
             say(f"{variant}: {_summary(launches[variant])}")

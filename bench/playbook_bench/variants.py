@@ -1,11 +1,11 @@
-"""From a case and a profile to two resolved configurations that differ only in what the case declares."""
+"""From a case and a profile to resolved configurations that differ only in what the case declares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
@@ -15,7 +15,6 @@ from playbook_bench.records import Variant
 from playbook_trainer import config as trainer_config
 from playbook_trainer.config import TrainerConfig
 
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
 _CONFIG_PREFIX = "trainer/configs/"
 _NOT_COMPARED = frozenset({"output"})
 
@@ -64,7 +63,7 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
     own = case.variant_profiles.get(profile, {}).get(variant, {})
-    merged: dict[str, Any] = {**case.profiles[profile], **getattr(case, variant), **own}
+    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **own}
     ranks = merged.pop("ranks", 1)
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
@@ -73,29 +72,31 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     return Resolved(variant, trainer_config.load(trainer_path(case), merged), ranks, dict(case.delta.environment.get(variant, {})))
 
 
-def resolve_pair(case: Case, profile: str) -> dict[Variant, Resolved]:
-    """Both variants, refused where they differ in anything that the case does not declare.
+def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
+    """Every variant, refused where two differ in anything that the case does not declare.
 
     Raises:
         ConfigError: an undeclared difference, with the keys.
     """
-    pair = {v: resolve_variant(case, v, profile) for v in VARIANTS}
-    a, b = pair["baseline"], pair["candidate"]
-    keys = undeclared(case, trainer_config.dump(a.config), trainer_config.dump(b.config))
-    if keys:
-        raise ConfigError(
-            f"case '{case.id}', profile '{profile}': the variants differ in {', '.join(keys)}, which neither variant declares"
-        )
-    if a.ranks != b.ranks and not case.delta.ranks:
-        raise ConfigError(f"case '{case.id}', profile '{profile}': {a.ranks} and {b.ranks} ranks; declare delta.ranks with a reason")
-    if a.sha == b.sha and a.ranks == b.ranks and a.environment == b.environment:
-        raise ConfigError(f"case '{case.id}', profile '{profile}': both variants resolve to the same run; nothing would be compared")
-    return pair
+    found = {v: resolve_variant(case, v, profile) for v in case.variants}
+    place = f"case '{case.id}', profile '{profile}'"
+    (_, first), *others = found.items()
+    for other in others:
+        keys = undeclared(case, trainer_config.dump(first.config), trainer_config.dump(other[1].config))
+        if keys:
+            raise ConfigError(f"{place}: the variants differ in {', '.join(keys)}, which neither variant declares")
+        if first.ranks != other[1].ranks and not case.delta.ranks:
+            raise ConfigError(f"{place}: {first.ranks} and {other[1].ranks} ranks; declare delta.ranks with a reason")
+    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in found.values()}
+    if len(runs) < len(found):
+        both = "both variants resolve" if len(found) == 2 else "two of the variants resolve"
+        raise ConfigError(f"{place}: {both} to the same run; nothing would be compared")
+    return found
 
 
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ without the case saying so."""
-    declared = {*case.baseline, *case.candidate}
+    declared = {key for delta in case.variants.values() for key in delta}
     return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
 
 

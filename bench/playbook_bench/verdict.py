@@ -78,7 +78,11 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     plan = measured.plan
     if plan is None:
         raise ConfigError("a record of runs must hold the plan that was fixed before them")
-    failed = _failure(measured.runs, metric)
+    if case.kind in ("sweep", "interaction"):
+        from playbook_bench import curve
+
+        return curve.derive(measured, case, metric, expect, plan)
+    failed = failure(measured.runs, metric)
     checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
     if failed:
         return Derived(receipts=checks, verdict=failed)
@@ -87,9 +91,9 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
         return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
     if metric.name == "fits":
         return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
-    faulty = _faulty(measured.runs, metric, checks)
-    if faulty:
-        return Derived(receipts=checks, verdict=faulty)
+    unusable = faulty(measured.runs, metric, checks)
+    if unusable:
+        return Derived(receipts=checks, verdict=unusable)
     return _compare(measured, case, plan, metric, expect, checks, pairs)
 
 
@@ -103,10 +107,10 @@ def _compare(
         verdict = _verdict("inconclusive", "invalid_pair", f"the runs cannot be compared: {text}")
         return Derived(receipts=checks, gates=conditions, verdict=verdict)
     if metric.deterministic:
-        spread = _spread(metric, pairs)
-        conditions.append(Gate(name="repeatable", ok=not spread, detail=spread))
+        moved = next((s for side in zip(*pairs, strict=True) if (s := spread(metric, side))), "")
+        conditions.append(Gate(name="repeatable", ok=not moved, detail=moved))
         comparison = exact(metric, pairs)
-        verdict = _verdict("inconclusive", "environment", spread) if spread else _on_exact(comparison, metric, expect)
+        verdict = _verdict("inconclusive", "environment", moved) if moved else _on_exact(comparison, metric, expect)
         return Derived(comparison=comparison, receipts=checks, gates=conditions, verdict=verdict)
     noise, floor = gates.noise(metric, measured.runs, measured.aa)
     steady = gates.steady(pairs, tolerance=gates.step_deviation(measured.aa))
@@ -135,7 +139,7 @@ def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[g
 
 def compare_launches(metric: Metric, pairs: Sequence[gates.Pair], floor: float, plan: Plan, expect: Expect | None) -> Comparison:
     """The effect over pairs of launches, with the interval of the look that this number of pairs belongs to."""
-    values = [(_required(metric, a), _required(metric, b)) for a, b in pairs]
+    values = [(required(metric, a), required(metric, b)) for a, b in pairs]
     differences = [gates.compare(metric, a, b) for a, b in values]
     n = len(pairs)
     alpha = plan.alpha / len(plan.looks)
@@ -144,8 +148,8 @@ def compare_launches(metric: Metric, pairs: Sequence[gates.Pair], floor: float, 
         found = stats.interval(differences, alpha, floor)
         distance = None if expect is None else found.mean - _nearest(expect, threshold(metric, expect.margin), found.mean)
         out = {
-            "low": _effect(metric, found.low),
-            "high": _effect(metric, found.high),
+            "low": as_effect(metric, found.low),
+            "high": as_effect(metric, found.high),
             "deviation": found.deviation,
             "hodges_lehmann": stats.hodges_lehmann(differences),
             "sign_flip_p": stats.sign_flip_p(differences) if n <= 16 else None,
@@ -161,7 +165,7 @@ def compare_launches(metric: Metric, pairs: Sequence[gates.Pair], floor: float, 
         scale=metric.scale,
         baseline=math.fsum(a for a, _ in values) / n,
         candidate=math.fsum(b for _, b in values) / n,
-        effect=_effect(metric, mean),
+        effect=as_effect(metric, mean),
         pairs=n,
         look=plan.looks.index(n) + 1 if n in plan.looks else None,
         alpha_look=alpha,
@@ -212,10 +216,10 @@ def _on_exact(found: Comparison, metric: Metric, expect: Expect | None) -> Verdi
 
 def exact(metric: Metric, pairs: Sequence[gates.Pair]) -> Comparison:
     """The effect of a deterministic metric, from the first pair; the rest must repeat it."""
-    a, b = (_required(metric, r) for r in pairs[0])
+    a, b = (required(metric, r) for r in pairs[0])
     found = gates.compare(metric, a, b)
     finite = math.isfinite(found)
-    effect = _effect(metric, found) if finite else None
+    effect = as_effect(metric, found) if finite else None
     return Comparison(
         metric=metric.name,
         unit=metric.unit,
@@ -239,27 +243,34 @@ def _unbounded(found: Comparison) -> float:
     return math.inf if better else -math.inf
 
 
-def _spread(metric: Metric, pairs: Sequence[gates.Pair]) -> str:
-    for side in zip(*pairs, strict=True):
-        values = [_required(metric, r) for r in side]
-        if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
-            return f"{metric.name} should repeat exactly, but the {side[0].variant}'s launches gave {min(values):g} to {max(values):g}"
+def spread(metric: Metric, runs: Sequence[Run]) -> str:
+    """How a metric that should repeat exactly differs between launches of one variant, or nothing."""
+    values = [required(metric, r) for r in runs]
+    if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
+        return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
     return ""
 
 
-def _failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
+def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
     """A run error beats out of memory: it says that the figures behind the rest may be wrong too."""
     bad = [r for r in runs if r.outcome != "ok" and not (metric.name == "fits" and r.outcome == "oom")]
     other = next((r for r in bad if r.outcome != "oom"), None)
     if other is not None:
-        text = {"nan": "printed a NaN loss", "hang": "stopped making progress", "crash": "crashed", "killed": "was killed"}[other.outcome]
-        return _verdict("error", "run_error", f"a {other.variant} run {text}: {_first_line(other.message)}")
+        text = {
+            "nan": "printed a NaN loss",
+            "hang": "stopped making progress",
+            "crash": "crashed",
+            "killed": "was killed",
+            "refused": "was refused",
+        }[other.outcome]
+        return _verdict("error", "run_error", f"a {other.variant} run {text}: {first_line(other.message)}")
     if bad:
-        return _verdict("inconclusive", "oom", f"a {bad[0].variant} run was out of memory: {_first_line(bad[0].message)}")
+        return _verdict("inconclusive", "oom", f"a {bad[0].variant} run was out of memory: {first_line(bad[0].message)}")
     return None
 
 
-def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
+def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
+    """What follows from launches whose figures or receipts cannot be used, or None."""
     for run in runs:
         problem = None if run.role == "burn_in" else gates.complete(run, metric)
         if problem:
@@ -286,7 +297,8 @@ def _subject(measured: Measured, case: Case) -> tuple[Metric, Expect | None]:
     return metrics.get(case.metric or ""), None
 
 
-def _required(metric: Metric, run: Run) -> float:
+def required(metric: Metric, run: Run) -> float:
+    """The metric's value of a launch that must have one."""
     value = metric.value(run)
     if value is None:
         raise ConfigError(f"run {run.run_id} reports no {metric.name}")
@@ -301,7 +313,8 @@ def _next(plan: Plan, pairs: int) -> int:
     return next((look for look in plan.looks if look > pairs), plan.looks[-1])
 
 
-def _effect(metric: Metric, value: float) -> float:
+def as_effect(metric: Metric, value: float) -> float:
+    """A difference on the metric's scale as a share, or as it is."""
     return math.expm1(value) if metric.scale == "log_ratio" else value
 
 
@@ -329,5 +342,6 @@ def _verdict(status: Status, reason: Reason, sentence: str) -> Verdict:
     return Verdict(status=status, reason=reason, sentence=sentence)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a message that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:300]

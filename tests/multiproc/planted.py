@@ -2,7 +2,7 @@
 
 `planted.py CONFIG` invents step times; `planted.py --real CONFIG` runs the real trainer and misbehaves around it.
 PLANT is JSON: per variant (told by the dispatcher in the configuration) a mapping with
-  fault: hang | kill | nan | crash | oom | memory | short | silent | worker | disable
+  fault: hang | kill | nan | crash | oom | refused | memory | short | silent | worker | disable
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -22,6 +22,10 @@ STEP_S = 0.1
 
 def plan(config):
     variant = {"alltoall": "baseline", "allgather": "candidate"}[config["moe"]["dispatcher"]]
+    planted = json.loads(os.environ.get("PLANT", "{}"))
+    if any(name.startswith("seed") for name in planted):  # sweeps and interactions
+        name = f"seed{config['seed']}"
+        return {**planted.get(name, {}), **planted.get(f"{name}-lr{config['optimizer']['lr']}", {}), "variant": variant}
     tree = Path(os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]) / "plant.json"
     if tree.is_file():  # the gate: what is planted belongs to the commit, not to the variant
         return {**json.loads(tree.read_text()), "variant": variant}
@@ -42,6 +46,8 @@ def strike(fault, rank, out):
         sys.exit(1)
     if fault == "oom":
         sys.exit(4)
+    if fault == "refused":
+        sys.exit(2)
     if fault == "memory":
         sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
         sys.exit(1)
@@ -91,7 +97,8 @@ def fake(config, planted):
                 time.sleep(0.2)
     if fault == "wait" or (world > 1 and fault and not mine and fault in ("hang", "kill", "worker")):
         time.sleep(600)
-    collective = "all_to_all" if planted["variant"] == "baseline" or fault == "disable" else "all_gather"
+    other = planted["variant"] == "candidate" if fault != "disable" else planted["variant"] == "baseline"
+    collective = "all_gather" if other else "all_to_all"
     summary = {
         "schema": "summary/1",
         "outcome": "ok",

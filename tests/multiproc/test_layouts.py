@@ -30,12 +30,18 @@ LAYOUTS = {
     "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
     "tp2": (TEXT, 2, ["parallel.tp=2"]),
     "pp2": (TEXT, 2, ["parallel.pp=2"]),
+    "pp2-vpp2": (TEXT, 2, ["parallel.pp=2", "parallel.vpp=2"]),
+    "pp2-vpp2-dp2": (TEXT, 4, ["parallel.pp=2", "parallel.vpp=2"]),
     "tp2-pp2": (TEXT, 4, ["parallel.tp=2", "parallel.pp=2"]),
     "tp2-dp2": (TEXT, 4, ["parallel.tp=2"]),
     "pp2-dp2": (TEXT, 4, ["parallel.pp=2"]),
     "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
     "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
     "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
+    "vision-pp2-dp2": (VISION, 4, ["parallel.pp=2", "data.num_workers=0"]),
+    "vision-cp2": (VISION, 2, ["parallel.cp=2", "data.num_workers=0"]),
+    "vision-pp2-cp2-ring": (VISION, 4, ["parallel.pp=2", "parallel.cp=2", "parallel.cp_comm=ring", "data.num_workers=0"]),
+    "vision-cp2-ulysses": (VISION, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses", "data.num_workers=0"]),
 }
 
 
@@ -95,3 +101,13 @@ def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert a["raw_tokens"] == b["raw_tokens"]
+
+
+def test_interleaved_stages_evaluate_as_one_rank(tmp_path: Path) -> None:
+    words = ["train.steps=2", "eval.every=2", "eval.batches=1", "train.receipt=false"]
+    losses = []
+    for name, ranks, layout in (("one", 1, []), ("two", 2, ["parallel.pp=2", "parallel.vpp=2"])):
+        results = run([TEXT, *COMMON, *words, *layout, f"output={tmp_path / name}"], ranks)
+        assert [r[0] for r in results] == [0] * ranks, results[-1][2]
+        losses.append(summary(tmp_path / name)["eval"][-1]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

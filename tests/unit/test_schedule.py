@@ -8,7 +8,7 @@ from playbook.errors import ConfigError
 from playbook_bench import preflight, schedule
 from playbook_bench.case import Case
 from playbook_bench.records import Machine
-from playbook_bench.variants import resolve_pair
+from playbook_bench.variants import resolve_all
 
 TOPOLOGY = """
 \tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
@@ -43,6 +43,16 @@ def test_a_linear_drift_cancels_over_each_block():
     place = {(s.pair, s.variant): i for i, s in enumerate(order)}
     drift = [place[p, "candidate"] - place[p, "baseline"] for p in range(8)]
     assert all(drift[i] + drift[i + 1] == 0 for i in range(0, 8, 2))
+
+
+def test_blocks_of_a_sweep_hold_each_variant_once_and_cancel_drift():
+    names = ["1", "2", "4", "8"]
+    found = [specs for _, specs in itertools.islice(schedule.rounds(5, names), 8)]
+    assert [{s.variant for s in specs} for specs in found] == [set(names)] * 8
+    assert [s.pair for specs in found for s in specs] == [b for b in range(8) for _ in names]
+    places = [{s.variant: i for i, s in enumerate(specs)} for specs in found]
+    assert all(a[n] + b[n] == 3 for a, b in zip(places[::2], places[1::2], strict=True) for n in names)
+    assert len({tuple(p.items()) for p in places}) > 2, "orders are drawn anew"
 
 
 @pytest.mark.parametrize(("limit", "last"), [(None, 12), (12, 12), (100, 12), (9, 8), (4, 4), (3, 3), (1, 1)])
@@ -129,19 +139,19 @@ def pair(**fields):
 
 
 def test_variants_differ_in_what_is_declared_and_nothing_else():
-    both = resolve_pair(pair(), "cpu")
+    both = resolve_all(pair(), "cpu")
     assert (both["baseline"].config.moe.dispatcher, both["candidate"].config.moe.dispatcher) == ("alltoall", "allgather")
     assert both["baseline"].config.train.device == "cpu"
     assert both["baseline"].sha != both["candidate"].sha
     sneaky = pair(variant_profiles={"cpu": {"candidate": {"train.micro_batch_size": 2}}})
     with pytest.raises(ConfigError, match=r"differ in train\.micro_batch_size"):
-        resolve_pair(sneaky, "cpu")
+        resolve_all(sneaky, "cpu")
     with pytest.raises(ConfigError, match="same run"):
-        resolve_pair(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
+        resolve_all(pair(candidate={"moe.dispatcher": "alltoall"}), "cpu")
     with pytest.raises(ConfigError, match=r"declare delta\.ranks"):
-        resolve_pair(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
+        resolve_all(pair(variant_profiles={"cpu": {"candidate": {"ranks": 4}}}), "cpu")
     with pytest.raises(ConfigError, match="has no profile 'gpu'"):
-        resolve_pair(pair(), "gpu")
+        resolve_all(pair(), "gpu")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def test_variants_differ_in_what_is_declared_and_nothing_else():
 )
 def test_a_case_reads_no_file_outside_the_configurations(trainer):
     with pytest.raises(ConfigError):
-        resolve_pair(pair(trainer=trainer), "cpu")
+        resolve_all(pair(trainer=trainer), "cpu")
 
 
 def test_a_machine_record_names_no_folder_outside_the_results():

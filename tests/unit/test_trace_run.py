@@ -14,7 +14,7 @@ from test_trace_nsys import database
 from playbook.errors import ConfigError, FileError, PlaybookError, StoreError
 from playbook_bench import preflight, trace
 from playbook_bench.records import Machine
-from playbook_bench.variants import resolve_pair
+from playbook_bench.variants import resolve_all
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 # A rank: rank 0 leaves a summary and, where the configuration asks for it, a trace.
@@ -70,7 +70,7 @@ def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, 
 
 def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
     made = trace.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
-    pair = resolve_pair(trace.load_case(CASE), "cpu")
+    pair = resolve_all(trace.load_case(CASE), "cpu")
     assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
 
 
@@ -132,7 +132,7 @@ def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[s
 def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no-such-case"):
         trace.run("no-such-case", results=tmp_path)
-    with pytest.raises(ConfigError, match="only a pair"):
+    with pytest.raises(ConfigError, match="launches nothing"):
         trace.run("cp-dp-floor", results=tmp_path)
     with pytest.raises(ConfigError, match="no profile"):
         trace.run(CASE, profile="h200x64", results=tmp_path)

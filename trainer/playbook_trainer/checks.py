@@ -34,6 +34,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         global_batch_size=train.global_batch_size,
         tp=par.tp,
         pp=par.pp,
+        vpp=par.vpp,
         cp=par.cp,
         ep=par.ep,
         etp=par.tp,
@@ -44,7 +45,19 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         problems.append(f"a vocabulary of {model.vocab_size} does not divide over tp {par.tp}; pad model.vocab_size")
     if (model.expert_ffn_size if model.num_experts else model.ffn_size) % par.tp:
         problems.append(f"the MLP width does not divide over tp {par.tp}")
-    return problems + context_problems(config)
+    return problems + interleaving_problems(config, world) + context_problems(config)
+
+
+def interleaving_problems(config: TrainerConfig, world: int) -> list[str]:
+    """The interleaved schedule takes micro-batches in groups of pp. Source: Megatron-LM, arXiv 2104.04473, section 2.2."""
+    par, train = config.parallel, config.train
+    microbatches = train.global_batch_size * par.tp * par.pp * par.cp // (train.micro_batch_size * world)
+    if par.vpp == 1 or not microbatches % par.pp:
+        return []
+    return [
+        f"vpp {par.vpp} needs micro-batches in a multiple of pp {par.pp}, and a step has {microbatches}; "
+        "change train.global_batch_size or set parallel.vpp: 1"
+    ]
 
 
 def context_problems(config: TrainerConfig) -> list[str]:
@@ -73,8 +86,14 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather and alltoall"
         )
-    if config.model.vision is not None and par.tp * par.pp * par.cp * par.ep > 1:
-        problems.append("a vision-language model runs under FSDP only: set parallel.tp, pp, cp and ep to 1")
+    if config.model.vision is not None and par.tp * par.ep > 1:
+        problems.append("a vision-language model runs without tensor and expert parallelism: set parallel.tp and ep to 1")
+    held, deepstack = config.model.num_layers // (par.pp * par.vpp), len(config.model.vision.deepstack_layers) if config.model.vision else 0
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
+            f"pp {par.pp} x vpp {par.vpp} leaves {held} layers in a chunk; lower parallel.pp or vpp"
+        )
     if par.ep > 1 and par.tp > 1:
         problems.append("ep and tp together are not supported: choose one of them")
     if par.pp > 1 and not config.data.pad:

@@ -107,6 +107,8 @@ class ParallelConfig(Strict):
 
     tp: int = Field(default=1, gt=0)
     pp: int = Field(default=1, gt=0)
+    vpp: int = Field(default=1, gt=0)
+    """Chunks of the model on each pipeline stage; more than one makes the schedule interleaved 1F1B."""
     cp: int = Field(default=1, gt=0)
     ep: int = Field(default=1, gt=0)
     cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def train_step(trainer: Trainer) -> StepStats:
         began = time.perf_counter()
         with range_("data"):
             on_cpu = next(trainer.batches)
-            batches = [context.split(b, axes.cp, config.parallel.cp_comm).to(device) for b in on_cpu]
+            batches = local(trainer, on_cpu)
         data_seconds = time.perf_counter() - began
         labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=device)
         if axes.dp.size > 1:
@@ -141,6 +141,13 @@ def train_step(trainer: Trainer) -> StepStats:
             optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
     trainer.step += 1
     return StepStats(trainer.step, rate, totals, labels, data_seconds)
+
+
+def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
+    """This rank's share of each micro-batch, on its device; pixels only where the vision tower is, on the first stage."""
+    axes = trainer.axes
+    whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
+    return [context.split(b, axes.cp, trainer.config.parallel.cp_comm).to(trainer.device) for b in whole]
 
 
 def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
@@ -167,8 +174,7 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
             trainer.held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
         # Each evaluation iterates anew, so it sees the same batches.
         batches = [b for _, step_batches in zip(range(config.eval.batches), trainer.held_out, strict=False) for b in step_batches]
-        local = [context.split(b, trainer.axes.cp, config.parallel.cp_comm).to(trainer.device) for b in batches]
-        recorder.note_eval(step, evaluate(trainer.model, local, trainer.axes))
+        recorder.note_eval(step, evaluate(trainer.model, local(trainer, batches), trainer.axes))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
         trainer.saver.save(step, trainer.loader.state())

@@ -5,7 +5,7 @@ Suffixes of tensor names: N tokens (rows laid end to end), P patches, V visual t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,8 @@ class VisionBatch:
     """float32 [4, P], their bilinear weights."""
     visual_index_V: Tensor
     """int64 [V], where each merged visual token goes among the N tokens."""
+    visual_take_V: Tensor | None = None
+    """Where a rank holds a share of the tokens only: int64 [v], which of the V visual tokens are among them; `visual_index_V` is then [v] too."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,17 @@ class Batch:
     def to(self, device: Any) -> Batch:
         """The same batch with its tensors on `device`."""
         return Batch(**{f.name: _move(getattr(self, f.name), device) for f in fields(self)})
+
+
+def share_of(vision: VisionBatch, place_N: Tensor) -> VisionBatch:
+    """The same images for a rank that holds a share of the tokens: all are encoded, the visual tokens of others are left out.
+
+    Shapes: place int64 [N], where each token is among the rank's, or -1.
+    """
+    index = place_N[vision.visual_index_V]
+    keep = (index >= 0).nonzero().squeeze(1)
+    taken = keep if vision.visual_take_V is None else vision.visual_take_V[keep]
+    return replace(vision, visual_index_V=index[keep], visual_take_V=taken)
 
 
 def _move(value: Any, device: Any) -> Any:

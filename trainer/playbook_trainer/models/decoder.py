@@ -34,8 +34,8 @@ class Options:
     recompute: bool = False
     vision_always: bool = False
     """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times."""
-    layers: range | None = None
-    """The layers of this pipeline stage; None means all."""
+    chunks: tuple[range, ...] | None = None
+    """The layers of this pipeline stage, one stretch for each of its model chunks; None means all layers in one."""
 
 
 @dataclass
@@ -219,20 +219,20 @@ class Decoder(nn.Module):
         self.config, self.options = config, options or Options()
         self.activation_dtype = torch.float32
         axes = self.options.axes
-        stage = self.options.layers or range(config.num_layers)
+        self.chunks = self.options.chunks or (range(config.num_layers),)
         if axes.is_first_stage:
             self.embed = VocabWeight(config, self.options)
             if config.vision is not None:
                 self.vision = VisionTower(config.vision, config.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for i in stage})
+        self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for stretch in self.chunks for i in stretch})
         if axes.is_last_stage:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.head = VocabWeight(config, self.options)
 
-    def forward(self, batch: Batch, x_ND: Tensor | None = None, *, logits: bool = False) -> Tensor:
-        """The summed loss (last stage), or the hidden states for the next stage.
+    def forward(self, batch: Batch, x_ND: Tensor | None = None, *, chunk: int = 0, logits: bool = False) -> Tensor:
+        """The summed loss (last chunk of the last stage), or the hidden states for the next stage.
 
-        Shapes: x (N, D) from the previous stage, None on the first; logits (N, vocabulary) if asked for, on one stage only.
+        Shapes: x (N, D) from the previous stage, None for the model's first chunk; logits (N, vocabulary) if asked for, on one stage only.
         """
         axes = self.options.axes
         dtype = self.activation_dtype
@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         if x_ND is None:
             x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes.tp), batch.tokens_N).to(dtype)
             if self.config.vision is not None and batch.vision is not None and index is not None:
-                image_VD, visual = self.vision(batch.vision, dtype)
+                image_VD, *visual = self.share(batch.vision, self.vision(batch.vision, dtype))
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
             elif self.config.vision is not None and self.options.vision_always:
                 image_VD, unused = self.vision(blank_image(self.config.vision, x_ND.device), dtype)
@@ -249,12 +249,13 @@ class Decoder(nn.Module):
         with range_("decoder") as r:
             x_ND = r.enter(x_ND)
             seq = self.sequence(batch, dtype)
-            for name, layer in self.layers.items():
+            for number in self.chunks[chunk]:
+                layer = self.layers[str(number)]
                 x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if self.options.recompute else layer(x_ND, seq)
-                if int(name) < len(visual) and index is not None:
-                    x_ND = x_ND.index_add(0, index, visual[int(name)].to(dtype))
+                if number < len(visual) and index is not None:
+                    x_ND = x_ND.index_add(0, index, visual[number].to(dtype))
             x_ND = r.exit(x_ND)
-        if not axes.is_last_stage:
+        if not (axes.is_last_stage and chunk == len(self.chunks) - 1):
             return x_ND
         x_ND = self.norm(x_ND)
         if logits:
@@ -262,6 +263,11 @@ class Decoder(nn.Module):
         with range_("loss") as r:
             loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
             return r.exit(loss)
+
+    def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
+        """The visual tokens among this rank's tokens, for the input and for the first layers."""
+        visual = [encoded[0], *encoded[1]]
+        return visual if vision.visual_take_V is None else [v_VD.index_select(0, vision.visual_take_V) for v_VD in visual]
 
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:
         """Rotary tables and borders of a micro-batch."""

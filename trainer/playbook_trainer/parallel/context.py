@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from playbook_trainer.data.batch import IGNORE, Batch, Slice
+from playbook_trainer.data.batch import IGNORE, Batch, Slice, VisionBatch, share_of
 from playbook_trainer.models.attention import attend
 from playbook_trainer.parallel import ring
 from playbook_trainer.parallel.axes import Axis
@@ -69,7 +69,16 @@ def split(batch: Batch, axis: Axis, comm: str) -> Batch:
         positions=batch.positions[..., index],
         slices=slices(cu, num_tokens, axis) if comm == "allgather" else None,
         ring=ring.plan(cu, num_tokens, axis) if comm == "ring" else None,
+        vision=None if batch.vision is None else _own_visual_tokens(batch.vision, index, num_tokens),
     )
+
+
+def _own_visual_tokens(vision: VisionBatch, index: Tensor, num_tokens: int) -> VisionBatch:
+    # All ranks of the group encode all images, so that their towers run in step. What a rank keeps reaches its own loss alone:
+    # the gradients of the towers are parts, which the reduction over dp x cp adds up.
+    place_N = torch.full((num_tokens,), -1)
+    place_N[index] = torch.arange(index.numel())
+    return share_of(vision, place_N)
 
 
 def _filled(batch: Batch, multiple: int) -> Batch:

@@ -1,4 +1,4 @@
-"""One optimizer step's forward and backward passes: micro-batches in turn, or 1F1B over pipeline stages."""
+"""One optimizer step's forward and backward passes: micro-batches in turn, or 1F1B over pipeline stages, plain or interleaved."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import range_
+from playbook_trainer.parallel import interleaved
 from playbook_trainer.parallel.axes import Axes
 
 
@@ -19,6 +20,8 @@ def forward_backward(model: Decoder, batches: list[Batch], labels: Tensor, axes:
 
     `labels` is the global number of labels of the step, so that every label weighs the same however the batch is cut.
     """
+    if len(model.chunks) > 1:
+        return interleaved.forward_backward(model, batches, labels, axes)
     if axes.pp.size > 1:
         return _one_forward_one_backward(model, batches, labels, axes)
     total = torch.zeros((), device=labels.device)
@@ -119,17 +122,27 @@ class _Link:
         return out
 
 
+def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
+    """The summed loss of each batch, on the last stage; nothing on the others."""
+    if len(model.chunks) > 1:
+        return interleaved.losses(model, batches, axes)
+    link, found = _Link(axes, batches[0], model), []
+    for batch in batches:
+        out = model(batch, link.receive_activation())
+        link.send_activation(out)
+        if axes.is_last_stage:
+            found.append(out)
+    return found
+
+
 @torch.no_grad()
 def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> float:
     """The mean loss per label over the batches of all ranks."""
     sums = torch.zeros(2, device=batches[0].tokens_N.device, dtype=torch.float64)
-    link = _Link(axes, batches[0], model)
-    for batch in batches:
-        out = model(batch, link.receive_activation())
-        if axes.is_last_stage and axes.tp.rank == 0:
-            sums[0] += out.double()
+    for batch, loss in zip(batches, _losses(model, batches, axes), strict=axes.is_last_stage):
+        if axes.tp.rank == 0:
+            sums[0] += loss.double()
             sums[1] += batch.num_loss if axes.cp.rank == 0 else 0
-        link.send_activation(out)
     if axes.world.size > 1:
         dist.all_reduce(sums)
     loss, labels = sums.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -20,6 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     """This rank's stage of the model, sharded and initialised."""
     train = config.train
+    meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
     options = Options(
         axes=axes,
@@ -27,7 +29,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         grouped=grouped,
         recompute=train.recompute == "full",
         vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
-        layers=stage_layers(config.model.num_layers, axes.pp),
+        chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
     with torch.device("meta"):
         model = Decoder(config.model, options)
@@ -40,10 +42,21 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     return model
 
 
-def stage_layers(num_layers: int, pp: Axis) -> range:
-    """An equal stretch of layers for each pipeline stage."""
-    per_stage = num_layers // pp.size
-    return range(pp.rank * per_stage, (pp.rank + 1) * per_stage)
+def meet(axes: Axes, device: torch.device) -> None:
+    """One small reduction in every group that carries sends and receives.
+
+    NCCL wants all ranks of a group in its first operation, and a step of point-to-point exchanges may leave some out.
+    Source: PyTorch, `torch.distributed.batch_isend_irecv`, note.
+    """
+    for axis in (axes.cp, axes.pp):
+        if axis.group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
+
+
+def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
+    """The equal stretches of layers that a pipeline stage holds: chunk c of stage r is the (c x pp + r)-th of pp x vpp."""
+    size = num_layers // (pp.size * vpp)
+    return tuple(range(i * size, (i + 1) * size) for i in range(pp.rank, pp.size * vpp, pp.size))
 
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
@@ -90,8 +103,6 @@ def mesh(axis: Axis, device: torch.device) -> DeviceMesh:
 
 def _single_mesh(device: torch.device) -> DeviceMesh:
     # FSDP asks for a mesh even where there is one rank; its group never carries anything.
-    import torch.distributed as dist
-
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     return DeviceMesh.from_group(groups[dist.get_rank()], device.type)
 

@@ -1,0 +1,302 @@
+"""Sweeps and interactions: rules on planted curves through `derive`, and how often they err in simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from test_verdict import make_run, series
+
+from playbook.cards import Comparison, Expect, Quantity
+from playbook.errors import ConfigError
+from playbook_bench import confirm, rules, stats, store, verdict
+from playbook_bench.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
+from playbook_bench.records import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
+
+PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
+SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
+NOISE = [0.002, -0.002, 0.001, -0.001]
+
+
+def sweep(values=(1, 2, 4), metric="step_seconds", **fields):
+    base = {"id": "s", "kind": "sweep", "summary": "planted", "trainer": "trainer/configs/x.yaml", "knob": "parallel.cp", "metric": metric}
+    rows = [Value(at=v, set={"parallel.cp": v}) for v in values]
+    return Case(**{**base, "values": rows, "profiles": {"cpu": {}}, "activation": PROOF, **fields})
+
+
+def square(metric="step_seconds"):
+    factors = [
+        Factor(name=n, low=Value(at=f"{n}0", set={f"train.{n}": 0}), high=Value(at=f"{n}1", set={f"train.{n}": 1})) for n in ("a", "b")
+    ]
+    base = {"id": "i", "kind": "interaction", "summary": "planted", "trainer": "trainer/configs/x.yaml", "metric": metric}
+    return Case(**base, factors=factors, profiles={"cpu": {}}, activation=PROOF)
+
+
+def record(case, gains, expect, blocks=4, s_aa=0.002, outcomes=None, looks=(4, 8), fields=None):
+    """Runs in which variant i is better than the first by exp(gains[i]) in step time, with a ripple per block and variant."""
+    runs = []
+    for block in range(blocks):
+        for i, variant in enumerate(case.variants):
+            outcome = (outcomes or {}).get(variant, "ok")
+            seconds = math.exp(-gains[i] - NOISE[(block + i) % 4])
+            own = {"config_sha": variant, "observed": SEEN, **(fields or {}).get(variant, {})}
+            if outcome == "ok":
+                runs.append(make_run(variant, block, len(runs), seconds=seconds, **own))
+            elif block == 0:
+                runs.append(make_run(variant, block, len(runs), outcome=outcome, message="planted: no", **own))
+    claim = ClaimRef(
+        id="X1", card="c", card_sha="", statement="s", kind=case.kind, metric=case.metric, expect=expect, comparison=Comparison()
+    )
+    configs = {}
+    for v, delta in case.variants.items():
+        nested: dict = {}
+        for key, value in delta.items():
+            section, name = key.split(".")
+            nested.setdefault(section, {})[name] = value
+        configs[v] = nested
+    return Measured(
+        claim=claim,
+        case=CaseRef(id=case.id, sha="", content=case),
+        machine=Machine(name="m", description="", gpus=0, cpu="", cores=1),
+        profile="cpu",
+        plan=Plan(seed=0, looks=list(looks)),
+        strict={"s": {"env": {"A": "1"}}},
+        configs=configs,
+        runs=runs,
+        aa=series([0.0], s_aa=s_aa)[1],
+    )
+
+
+def expect(op, margin=5.0, **fields):
+    return Expect(op=op, margin=Quantity(value=margin, unit="percent"), **fields)
+
+
+def judged(case, gains, wanted, **options):
+    return verdict.derive(record(case, gains, wanted, **options)).verdict
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "gains", "status"),
+    [
+        ("best", [4], [-0.3, -0.1, 0.0], "confirmed"),
+        ("best", [4], [0.0, 0.3, 0.0], "refuted"),
+        ("best", [4], [0.0, math.log(1.05), 0.0], "inconclusive"),
+        ("best", [2, 4], [-0.3, 0.2, 0.0], "confirmed"),
+        ("best", [2, 4], [0.3, 0.0, 0.0], "refuted"),
+        ("not_best", [4], [0.0, 0.3, 0.0], "confirmed"),
+        ("not_best", [4], [-0.3, -0.1, 0.0], "refuted"),
+        ("band", [], [0.0, 0.01, -0.01], "confirmed"),
+        ("band", [], [0.0, 0.0, -0.2], "refuted"),
+        ("rising", [], [0.0, 0.1, 0.2], "confirmed"),
+        ("rising", [], [0.0, 0.1, 0.1], "refuted"),
+        ("knee", [2], [0.0, 0.2, 0.2], "confirmed"),
+        ("knee", [], [0.0, 0.2, 0.2], "confirmed"),
+        ("knee", [], [0.0, 0.0, 0.2], "refuted"),
+        ("knee", [], [0.0, 0.2, 0.4], "refuted"),
+        ("reaches", [2], [-0.2, 0.0, 0.01], "confirmed"),
+        ("reaches", [2], [-0.2, 0.0, -0.2], "refuted"),
+        ("reaches", [2], [0.0, 0.0, 0.0], "refuted"),
+        (">=", [], [0.0, -0.3, 0.1], "confirmed"),
+        ("<=", [], [0.0, 0.5, 0.0], "confirmed"),
+        ("within", [], [0.0, 0.5, 0.2], "refuted"),
+    ],
+)
+def test_the_rules_of_a_sweep(op, at, gains, status):
+    assert judged(sweep(), gains, expect(op, at=at)).status == status
+
+
+@pytest.mark.parametrize(
+    ("op", "gains", "status"),
+    [
+        (">=", [0.0, 0.1, 0.1, 0.4], "confirmed"),
+        (">=", [0.0, 0.1, 0.1, 0.2], "refuted"),
+        ("<=", [0.0, 0.1, 0.1, 0.2], "confirmed"),
+        ("within", [0.0, 0.1, 0.1, 0.2], "confirmed"),
+        ("within", [0.0, 0.1, 0.1, 0.0], "refuted"),
+        ("crossover", [0.0, 0.2, 0.0, -0.2], "confirmed"),
+        ("crossover", [0.0, 0.2, 0.0, 0.2], "refuted"),
+        ("crossover", [0.0, math.log(1.05), 0.0, -0.2], "inconclusive"),
+    ],
+)
+def test_the_rules_of_an_interaction(op, gains, status):
+    assert judged(square(), gains, expect(op)).status == status
+
+
+def test_the_difference_of_differences_is_a_ratio_of_ratios():
+    found = verdict.derive(record(square(), [0.0, 0.1, 0.2, 0.6], expect(">="))).curve
+    assert found.contrasts[0].effect == pytest.approx(math.expm1(0.3), abs=0.01)
+    assert found.contrasts[0].low < found.contrasts[0].effect < found.contrasts[0].high
+    assert (found.freedom, found.look) == (9, 1)
+
+
+def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
+    gains, gone = [0.0, 0.3, 0.0], {"1": "oom"}
+    assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes=gone).status == "confirmed"
+    assert judged(sweep(), gains, expect("best", at=[2]), outcomes=gone).reason == "oom"
+    assert judged(sweep(), gains, expect("best", at=[1], infeasible=[1]), outcomes=gone).status == "refuted"
+    assert judged(sweep(), gains, expect("band", infeasible=[1]), outcomes=gone).reason == "oom", "the band's first value is gone"
+    assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes={"1": "crash"}).status == "error"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        ({"a1+b1": "refused"}, "confirmed"),
+        ({"a1+b1": "oom"}, "confirmed"),
+        ({}, "refuted"),
+        ({"a1+b1": "refused", "a1+b0": "oom"}, "inconclusive"),
+        ({"a1+b1": "refused", "a1+b0": "refused"}, "error"),
+        ({"a1+b1": "crash"}, "error"),
+    ],
+)
+def test_cells_that_exclude_each_other(outcomes, status):
+    wanted = Expect(op="excludes", infeasible=["a1+b1"])
+    assert judged(square("fits"), [0.0] * 4, wanted, blocks=1, outcomes=outcomes).status == status
+
+
+def test_a_deterministic_metric_takes_one_block_and_no_interval():
+    bytes_ = {str(v): {"metrics": {"state_bytes_per_rank": 100.0 / v}} for v in (1, 2, 4)}
+    case = sweep(metric="state_bytes_per_rank")
+    found = verdict.derive(record(case, [0] * 3, expect("rising", 100.0), blocks=1, fields=bytes_))
+    assert (found.verdict.status, found.verdict.reason) == ("confirmed", "exact")
+    assert [c.effect for c in found.curve.contrasts] == pytest.approx([1.0, 1.0])
+    assert judged(case, [0] * 3, expect("band"), blocks=1, fields=bytes_).status == "refuted"
+
+
+def test_what_voids_a_pair_voids_a_sweep():
+    wanted, gains = expect("best", at=[4]), [-0.3, -0.1, 0.0]
+    assert judged(sweep(), gains, wanted, fields={"2": {"data_sha": "other"}}).reason == "invalid_pair"
+    assert judged(sweep(), gains, wanted, fields={"2": {"strict_sha": "elsewhere"}}).reason == "invalid_pair"
+    assert judged(sweep(), gains, wanted, fields={"4": {"trained_parameters": 1}}).reason == "invalid_pair"
+    assert judged(sweep(), gains, wanted, fields={"2": {"observed": Observed(numbers={"layers": 1})}}).reason == "not_activated"
+    assert judged(sweep(), gains, wanted, blocks=3).reason == "budget", "between looks there is no verdict"
+    assert judged(sweep(), gains, wanted, s_aa=0.4).status == "inconclusive", "the A/A floors the deviation"
+
+
+def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
+    measured = record(sweep(), [-0.3, -0.1, 0.0], expect("best", at=[4]))
+    evidence = store.evidence_of(measured, verdict.derive(measured), "x", confirm.Seconds())
+    path = store.write(evidence, tmp_path)
+    assert store.replay(path) == (True, [])
+    path.write_text(path.read_text().replace('"outcome": "ok", "launches": 4', '"outcome": "ok", "launches": 5', 1))
+    assert not store.replay(path)[0]
+
+
+def test_two_variants_get_the_paired_interval():
+    differences = [0.1, 0.12, 0.09, 0.13]
+    paired = stats.interval(differences, 0.05, 0.01)
+    (found,) = stats.simultaneous([[0.0, d] for d in differences], [[-1.0, 1.0]], 0.05, 0.01)
+    assert (found.mean, found.low, found.high) == pytest.approx((paired.mean, paired.low, paired.high))
+
+
+def test_a_case_that_does_not_make_sense_is_said():
+    assert not case_problems(sweep())
+    assert not case_problems(square())
+    for case, text in (
+        (sweep(values=[1]), "at least 2 values"),
+        (sweep(values=[1, 1, 2]), "used twice"),
+        (sweep(values=["a/b", "c"]), "names a folder too"),
+        (sweep(knob=None), "'knob' is missing"),
+        (sweep(baseline={"parallel.cp": 1}), "belongs to a case of kind pair"),
+        (sweep(activation=Activation()), "nothing proves that the 1 ran as meant"),
+        (sweep(activation=Activation(every=PROOF.every, variants={"9": PROOF.every})), "variant '9' is not known"),
+        (sweep(budget={"pairs": [3, 4]}), "even numbers"),
+        (square().model_copy(update={"factors": square().factors[:1]}), "has 2 factors"),
+    ):
+        assert any(text in message for _, message in case_problems(case)), text
+
+
+def test_a_rule_that_the_case_cannot_answer_is_said():
+    names = ["1", "2", "4"]
+    for wanted, text in (
+        (expect("best"), "needs 'at'"),
+        (expect("best", at=[8]), "no such variant"),
+        (expect("best", at=[1, 2, 4]), "beside those of 'at'"),
+        (expect("reaches", at=[4]), "cannot be the last"),
+        (expect("band", at=[2]), "has no 'at'"),
+        (Expect(op="excludes"), "needs 'infeasible'"),
+    ):
+        assert any(text in p for p in rules.problems(wanted, names, "sweep")), text
+    assert not rules.problems(expect("best", at=4), names, "sweep")
+    with pytest.raises(ConfigError, match="no rule for an interaction"):
+        rules.asked(rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
+
+
+# How often a rule errs, over whole series: three looks, the error rate shared among looks and contrasts.
+
+LOOKS, SERIES = (4, 8, 12), 2000
+
+
+def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
+    """Shares of simulated series that end confirmed and refuted. Launches are normal on logarithms; blocks share a level and drift."""
+    rng = np.random.default_rng(seed)
+    names = ["l", "a", "b", "ab"] if interaction else [str(2**i) for i in range(len(gains))]
+    q = rules.question(wanted, names, math.log1p(wanted.margin.value / 100))
+    contrasts = rules.asked(q, interaction)
+    weights = np.array([[c.weights.get(n, 0.0) for n in names] for c in contrasts])
+    k, last = len(names), LOOKS[-1]
+    noise = rng.normal(0, 1, (SERIES, last, k)) * np.array(deviations)
+    order = np.array([rng.permutation(k) for _ in range(SERIES * last // 2)]).reshape(SERIES, last // 2, 1, k)
+    place = np.concatenate([order, k - 1 - order], axis=2).reshape(SERIES, last, k) + k * np.arange(last)[:, None]
+    y = np.array(gains) + noise + rng.normal(0, 0.02, (SERIES, last, 1)) + drift * place
+    outcome = np.zeros(SERIES)
+    for n in LOOKS:
+        rows = y[:, :n]
+        d = rows @ weights.T
+        residual = rows - rows.mean(1, keepdims=True) - rows.mean(2, keepdims=True) + rows.mean((1, 2), keepdims=True)
+        freedom = (k - 1) * (n - 1)
+        pooled = np.sqrt((residual**2).sum((1, 2)) / freedom)[:, None]
+        used = np.maximum(pooled * np.linalg.norm(weights, axis=1), d.std(1, ddof=1))
+        half = stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), freedom) * used / math.sqrt(n)
+        low, high = d.mean(1) - half, d.mean(1) + half
+        if n == 4:  # the simulation and the harness compute the same intervals
+            ours = stats.simultaneous(rows[0], weights, 0.05 / len(LOOKS))
+            assert [i.low for i in ours] + [i.high for i in ours] == pytest.approx([*low[0], *high[0]])
+        for s in np.flatnonzero(outcome == 0):
+            status = rules.decide(q, list(zip(low[s], high[s], strict=True)), interaction)
+            outcome[s] = {True: 1, False: -1, None: 0}[status]
+    return float((outcome == 1).mean()), float((outcome == -1).mean())
+
+
+EDGE = math.log(1.05)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gains", "interaction"),
+    [
+        (expect("best", at=[4]), [0.0, 0.0, -EDGE, -EDGE], False),
+        (expect("not_best", at=[4]), [0.0, 0.0, -EDGE, -EDGE], False),
+        (expect("band"), [0.0, EDGE, -EDGE, 0.0], False),
+        (expect("rising"), [0.0, EDGE, 2 * EDGE, 3 * EDGE], False),
+        (expect("knee", at=[2]), [0.0, EDGE, 2 * EDGE, 2 * EDGE], False),
+        (expect("reaches", at=[1]), [0.0, -EDGE, -EDGE, -EDGE], False),
+        (expect(">="), [0.0, 0.1, 0.1, 0.2 + EDGE], True),
+        (expect("crossover"), [0.0, EDGE, 0.0, -EDGE], True),
+    ],
+)
+@pytest.mark.parametrize("deviations", [[0.01] * 4, [0.01, 0.01, 0.01, 0.03]], ids=["equal", "one noisy"])
+def test_at_the_margin_a_verdict_of_either_kind_is_rare(wanted, gains, interaction, deviations):
+    confirmed, refuted = simulate(gains, wanted, deviations, seed=7, interaction=interaction, drift=0.0005)
+    print(f"{wanted.op}: confirmed {confirmed:.3f}, refuted {refuted:.3f} at the margin")
+    assert confirmed <= 0.05
+    assert refuted <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gains", "interaction", "confirmed_least", "refuted_least"),
+    [
+        (expect("best", at=[4]), [-0.1, 0.0, 0.0, -0.05], False, 0.95, 0),
+        (expect("best", at=[4]), [-0.1, 0.1, 0.0, -0.05], False, 0, 0.95),
+        (expect("band"), [0.0, 0.01, -0.01, 0.0], False, 0.95, 0),
+        (expect("knee"), [0.0, 0.1, 0.11, 0.12], False, 0.9, 0),
+        (expect("reaches", at=[1]), [0.0, -0.1, -0.1, 0.0], False, 0.95, 0),
+        (expect(">="), [0.0, 0.1, 0.1, 0.3], True, 0.9, 0),
+        (expect(">="), [0.0, 0.1, 0.1, 0.2], True, 0, 0.95),
+        (expect("crossover"), [0.0, 0.1, 0.0, -0.1], True, 0.95, 0),
+    ],
+)
+def test_a_true_effect_is_found(wanted, gains, interaction, confirmed_least, refuted_least):
+    confirmed, refuted = simulate(gains, wanted, [0.01] * 4, seed=11, interaction=interaction, drift=0.0005)
+    print(f"{wanted.op} on {gains}: confirmed {confirmed:.3f}, refuted {refuted:.3f}")
+    assert confirmed >= confirmed_least
+    assert refuted >= refuted_least
+    assert min(confirmed, refuted) <= 0.01
