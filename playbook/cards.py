@@ -80,14 +80,9 @@ class Expect(Strict):
     op: Literal[">=", "<=", "within", "holds", "best", "not_best", "band", "rising", "knee", "reaches", "crossover", "excludes"]
     margin: Quantity | None = None
     at: list[str | int | float] = Field(default_factory=list)
-    """The values of a sweep that the rule speaks of: the predicted best, the knee, the reference that is reached. One may stand alone."""
+    """The values of a sweep that the rule speaks of: the predicted best, the knee, the reference that is reached."""
     infeasible: list[str | int | float] = Field(default_factory=list)
     """Variants that may be refused or out of memory: data, not an error. Every rule but `excludes` leaves out those that are."""
-
-    @field_validator("at", "infeasible", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
 
 
 class Comparison(Strict):

@@ -17,6 +17,7 @@ import typer
 from playbook import __version__, cli_lint
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
+from playbook.cli_search import search
 from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.errors import FileError, PlaybookError
@@ -43,6 +44,7 @@ for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evide
 app.add_typer(layout_app, name="layout")
 app.add_typer(skills_app, name="skills")
 app.command()(mcp)
+app.command()(search)
 
 cli_lint.mount(cards_app)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -19,13 +19,31 @@ from mcp.server.mcpserver.resources import FunctionResource
 from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
 
-from playbook import layout
+from playbook import layout, memory
+from playbook import search as engine
 from playbook.cards import Card
 from playbook.document import did_you_mean
 from playbook.errors import PlaybookError
-from playbook.mcp_answers import CardAnswer, CardList, CardRow, ClaimAnswer, EvidenceList, EvidenceRow, LayoutAnswer, Plan, Standing
+from playbook.layout_rules import Options
+from playbook.mcp_answers import (
+    CardAnswer,
+    CardList,
+    CardRow,
+    ClaimAnswer,
+    EvidenceList,
+    EvidenceRow,
+    LayoutAnswer,
+    MemoryAnswer,
+    Plan,
+    SearchAnswer,
+    SearchHit,
+    StageMemory,
+    Standing,
+)
+from playbook.plan import Plan as LayoutPlan
+from playbook.search_terms import stated
 from playbook.shapes import MODELS
-from playbook.site_records import Record, earlier
+from playbook.site_records import Record, earlier, with_status
 from playbook.skills import FILE, Skill
 from playbook.skills_check import claim_ids
 from playbook.skills_export import CARD_FILE, Stock, attachments, card_file, skill_text, standing
@@ -38,8 +56,8 @@ MAX_TEXT = 600
 READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
 
 INSTRUCTIONS = (
-    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with list_cards, then get_card:"
-    " `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
+    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
+    " get_card: `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis; say so. Nothing here runs anything: the commands in plans and records do."
 )
 
@@ -49,6 +67,8 @@ Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Model = Annotated[str | None, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}; or give the four counts.")]
+Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
+Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 A = TypeVar("A", bound=BaseModel)
 
 
@@ -77,11 +97,33 @@ class Library:
 def server(library: Library) -> MCPServer[Any]:
     """The server with its tools and resources; `run("stdio")` serves it."""
     out: MCPServer[Any] = MCPServer("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
+    _search(out, library)
     _cards(out, library)
     _evidence(out, library)
     _layout(out)
+    _memory(out)
     _resources(out, library)
     return out
+
+
+def _search(out: MCPServer[Any], library: Library) -> None:
+    index = engine.index(library.cards)
+
+    @out.tool(title="Search the cards", annotations=ToolAnnotations(**READ_ONLY))
+    def search(
+        query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
+        hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
+        model: Annotated[str | None, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}.")] = None,
+        gpus: Annotated[int | None, Field(ge=0, le=1_000_000, description="How many GPUs.")] = None,
+        status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
+        limit: Annotated[int, Field(ge=1, le=20)] = 5,
+    ) -> SearchAnswer:
+        """Cards that answer a question, best first, with why and whether they apply to the stated machine; no hits where none does."""
+        with _told():
+            only = None if status is None else with_status(library.cards, library.records(), library.today(), status)
+            hits = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
+            rows = [SearchHit(**{**asdict(h), "why": h.why[:MAX_TEXT], "limits": [x[:MAX_TEXT] for x in h.limits]}) for h in hits]
+            return bounded(SearchAnswer(hits=rows), "ask with a smaller limit")
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:
@@ -144,6 +186,37 @@ def _layout(out: MCPServer[Any]) -> None:
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
             batch = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
             return layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch)
+
+
+def _memory(out: MCPServer[Any]) -> None:
+    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**READ_ONLY))
+    def estimate_memory(
+        model: Annotated[str, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}.")],
+        gpus: Degree,
+        seq_len: Tokens = 4096,
+        micro_batch_size: Degree = 1,
+        global_batch_size: Annotated[int, Field(ge=0, le=1_000_000_000, description="0 stands for one pipeline's worth.")] = 0,
+        tp: Degree = 1,
+        pp: Degree = 1,
+        cp: Degree = 1,
+        ep: Degree = 1,
+        etp: Degree = 1,
+        vpp: Degree = 1,
+        sharding: Literal["none", "optimizer", "fsdp", "fsdp2"] = "optimizer",
+        recompute: Annotated[list[Module], Field(max_length=8)] = [],  # noqa: B006  (read only; None would widen the schema)
+        fp8: Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"] = "",
+        uneven: bool = False,
+    ) -> MemoryAnswer:
+        """Peak allocated bytes per GPU, stage by stage, of a layout that breaks no rule; what the allocator reserves beyond it is not in it."""
+        with _told():
+            shape(model, {})
+            plan = LayoutPlan(
+                MODELS[model], model, gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=micro_batch_size, gbs=global_batch_size,
+                seq_len=seq_len, options=Options(sharding=sharding, recompute=tuple(recompute), fp8=fp8, uneven=uneven),
+            )  # fmt: skip
+            stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
+            most = max(stages, key=lambda s: s.peak)
+            return bounded(MemoryAnswer(peak=most.peak, stage=most.stage, stages=stages), "ask with a smaller pp")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:

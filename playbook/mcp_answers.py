@@ -21,6 +21,27 @@ class Standing(BaseModel):
     """The command that gave it."""
 
 
+class SearchHit(BaseModel):
+    """One card that answers a question."""
+
+    id: str
+    title: str
+    claims: list[str]
+    """Ids of its claims, nearest to the question first."""
+    why: str
+    """The passage that matched best."""
+    applies: bool
+    """Whether any of its claims speaks for the stated machine; true where none was stated."""
+    limits: list[str]
+    """Claims that do not speak for it, each with what was found and expected."""
+
+
+class SearchAnswer(BaseModel):
+    """The cards that answer a question, best first."""
+
+    hits: list[SearchHit]
+
+
 class CardRow(BaseModel):
     """One card in a list."""
 
@@ -84,6 +105,34 @@ class LayoutAnswer(BaseModel):
     """Data-parallel degree of the experts."""
     min_gpus: int
     """The fewest GPUs that hold one copy."""
+
+
+class StageMemory(BaseModel):
+    """What the ranks of one pipeline stage hold. Units: bytes."""
+
+    stage: int
+    layers: int
+    in_flight: list[int]
+    """Microbatches whose activations are held at once, per chunk."""
+    parameters: float
+    gradients: float
+    optimizer: float
+    fp8_weights: float
+    gathered: float
+    activations: float
+    transient: float
+    workspace: float
+    states: float
+    peak: float
+
+
+class MemoryAnswer(BaseModel):
+    """Peak allocated memory. Units: bytes per GPU."""
+
+    peak: float
+    stage: int
+    """The fullest stage."""
+    stages: list[StageMemory]
 
 
 class PlannedProfile(BaseModel):

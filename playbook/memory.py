@@ -94,7 +94,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> Weights:
     grid = plan.ep * plan.etp
     dense = [-(-x.sharded // plan.tp) + x.repeated for x in layers]
     experts = [-(-x.experts // grid) for x in layers]
-    ends = (stage == 0) + last
+    ends = 1 if shape.tied and plan.pp == 1 else (stage == 0) + last
     table = ends * -(-parameters.embedding(shape) // plan.tp) + (shape.hidden if last else 0)
     tower = -(-parameters.vision(shape) // plan.tp) if stage == 0 else 0
     linear = sum(-(-x.sharded // plan.tp) for x in layers) + sum(experts)

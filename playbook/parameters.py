@@ -48,13 +48,13 @@ def expert(shape: Shape) -> int:
 
 
 def embedding(shape: Shape) -> int:
-    """Parameters of the token embedding; the output layer has as many."""
+    """Parameters of the token embedding; the output layer has as many, and where the two are tied, the same."""
     return shape.vocab * shape.hidden
 
 
 def decoder(shape: Shape) -> int:
     """Parameters of the decoder with embedding and output layer, without multi-token prediction and vision."""
-    return sum(layer(shape, i).total for i in range(shape.layers)) + 2 * embedding(shape) + shape.hidden
+    return sum(layer(shape, i).total for i in range(shape.layers)) + (1 if shape.tied else 2) * embedding(shape) + shape.hidden
 
 
 def mtp(shape: Shape) -> Layer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HUB = "https://huggingface.co/"
+OURS = "trainer/configs/models/qwen3_vl_2b_a300m.yaml"
+"""A model of this repository; it has no published counterpart."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Vision:
 class Shape:
     """A decoder's counts; `kv_heads` equals `heads` where keys and values are compressed instead of grouped (MLA).
 
-    `dense_layers` counts the layers with a plain MLP, which come first; all of them in a model without experts.
+    `dense_layers` counts the layers with a plain MLP, which come first; all of them in a model without experts. `tied` models have one
+    matrix for embedding and output layer.
     """
 
     layers: int
@@ -69,6 +72,7 @@ class Shape:
     expert_bias: bool = False
     sinks: bool = False
     window: int = 0
+    tied: bool = False
     mtp: int = 0
     mla: Mla | None = None
     linear: LinearAttention | None = None
@@ -78,6 +82,11 @@ class Shape:
 def _qwen3(name: str, layers: int, heads: int, hidden: int, expert_ffn: int, vision: Vision | None = None) -> Shape:
     source = f"{HUB}Qwen/{name}/blob/main/config.json"
     return Shape(layers, heads, 4, 128, source, hidden, 151936, top_k=8, expert_ffn=expert_ffn, qk_norm=True, vision=vision)
+
+
+def _qwen3_dense(name: str, layers: int, heads: int, hidden: int, ffn: int, *, tied: bool = False, vision: Vision | None = None) -> Shape:
+    source = f"{HUB}Qwen/{name}/blob/main/config.json"
+    return Shape(layers, heads, 8, 0, source, hidden, 151936, ffn=ffn, dense_layers=layers, qk_norm=True, tied=tied, vision=vision)
 
 
 def _qwen3_gdn(name: str, layers: int, experts: int, top_k: int, vocab: int, mtp: int) -> Shape:
@@ -115,6 +124,14 @@ MODELS: dict[str, Shape] = {
     "qwen3_vl_30b_a3b": _qwen3("Qwen3-VL-30B-A3B-Instruct", 48, 32, 2048, 768, Vision()),
     "qwen3_235b_a22b": _qwen3("Qwen3-235B-A22B", 94, 64, 4096, 1536),
     "qwen3_vl_235b_a22b": _qwen3("Qwen3-VL-235B-A22B-Instruct", 94, 64, 4096, 1536, Vision()),
+    "qwen3_0_6b": _qwen3_dense("Qwen3-0.6B", 28, 16, 1024, 3072, tied=True),
+    "qwen3_1_7b": _qwen3_dense("Qwen3-1.7B", 28, 16, 2048, 6144, tied=True),
+    "qwen3_8b": _qwen3_dense("Qwen3-8B", 36, 32, 4096, 12288),
+    "qwen3_vl_2b": _qwen3_dense("Qwen3-VL-2B-Instruct", 28, 16, 2048, 6144, tied=True, vision=Vision(24, 1024, 4096)),
+    "qwen3_vl_8b": _qwen3_dense("Qwen3-VL-8B-Instruct", 36, 32, 4096, 12288, vision=Vision()),
+    "qwen3_vl_2b_a300m": Shape(
+        16, 16, 4, 64, OURS, 1024, 151936, top_k=4, expert_ffn=512, qk_norm=True, tied=True, vision=Vision(12, 768, 3072)
+    ),
     "qwen3_next_80b_a3b": _qwen3_gdn("Qwen3-Next-80B-A3B-Instruct", 48, 512, 10, 151936, 1),
     "qwen3_5_35b_a3b": _qwen3_gdn("Qwen3.5-35B-A3B", 40, 256, 8, 248320, 0),
     "deepseek_v3": _mla("deepseek-ai/DeepSeek-V3", 128, 256, 3, 129280, 1),
@@ -126,4 +143,4 @@ MODELS: dict[str, Shape] = {
     "llama3_8b": _llama3("Meta-Llama-3-8B", 32, 32, 4096, 14336),
     "llama3_70b": _llama3("Meta-Llama-3-70B", 80, 64, 8192, 28672),
 }
-"""Decoders by name. Source: the `config.json` that each row links. `qwen3_5_35b_a3b` is its text model, without the MTP layer."""
+"""Decoders by name. Source: the `config.json` that each row links; `qwen3_vl_2b_a300m` is ours. `qwen3_5_35b_a3b` is its text model, without the MTP layer."""

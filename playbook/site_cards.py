@@ -10,7 +10,7 @@ from typing import Any
 
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
 from playbook.site_figures import effect_axis
-from playbook.site_records import Record, earlier, trace_for, verdicts
+from playbook.site_records import UNTESTED, Record, earlier, standings, trace_for, verdicts
 from playbook.site_text import (
     NBSP,
     attribute,
@@ -32,7 +32,6 @@ from playbook.site_text import (
     text,
 )
 
-UNTESTED = "untested"
 NEGLIGIBLE_MS = 0.01
 _PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 
@@ -319,11 +318,7 @@ def _machines(shelf: Shelf, card: Card) -> set[str]:
 
 
 def _statuses(shelf: Shelf, card: Card) -> set[str]:
-    out = set()
-    for claim in _each(card):
-        found = verdicts(shelf.records, claim.id)
-        out |= {"stale" if r.stale(shelf.today, claim) else r.status for r in found} or {UNTESTED}
-    return out
+    return set().union(*(standings(shelf.records, claim, shelf.today) for claim in _each(card)))
 
 
 def _entry(shelf: Shelf, card: Card) -> str:

@@ -15,12 +15,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from playbook.cards import Claim, Expect, MechanismCheck
-from playbook.errors import FileError, Finding
+from playbook.cards import Card, Claim, Expect, MechanismCheck
+from playbook.document import did_you_mean
+from playbook.errors import FileError, Finding, PlaybookError
 
 EVIDENCE, TRACE = "evidence/1", "trace/1"
 KNOWN = (EVIDENCE, TRACE, "baseline/1")
 MAX_BYTES = 64_000_000
+UNTESTED = "untested"
+STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
 _DECIDED = ("confirmed", "refuted")
 
 
@@ -180,6 +183,25 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
     return sorted(
         chosen.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
     )
+
+
+def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
+    """The statuses of a claim over all machines: that of each newest verdict, `stale` for one that counts no more, or `untested`."""
+    found = verdicts(records, claim.id)
+    return {"stale" if r.stale(today, claim) else r.status for r in found} or {UNTESTED}
+
+
+def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: date, status: str) -> frozenset[str]:
+    """Ids of the claims and mechanism checks that stand so on some machine.
+
+    Raises:
+        PlaybookError: there is no such status.
+    """
+    if status not in STATUSES:
+        raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], STATUSES)}")
+    known = list(records)
+    each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+    return frozenset(c.id for c in each if status in standings(known, c, today))
 
 
 def _weight(record: Record) -> int:

@@ -32,7 +32,7 @@ def alone(text):
     text = text.replace("id: moe-dispatcher-choice", "id: planted").replace(
         "title: Choosing the MoE token dispatcher", "title: A planted fault"
     )
-    text = re.sub(r"aliases: \[.*\]", "aliases: [planted fault]", text)
+    text = re.sub(r"aliases: \[[^\]]*\]", "aliases: [planted fault]", text)
     for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
         text = re.sub(rf"\b{old}\b", new, text)
     return text

@@ -149,7 +149,7 @@ def many(folder, number):
         text = shipped.replace("id: moe-dispatcher-choice", f"id: made-{n}").replace(
             "Choosing the MoE token dispatcher", f"Subject {n} of {n}"
         )
-        text = re.sub(r"aliases: \[.*\]", f"aliases: [made {n}]", text)
+        text = re.sub(r"aliases: \[[^\]]*\]", f"aliases: [made {n}]", text)
         for k, old in enumerate(("W9", "W10", "V5")):
             text = re.sub(rf"\b{old}\b", f"{'ABC'[k]}{n}", text)
         (folder / f"made-{n}.yaml").write_text(text, encoding="utf-8")

@@ -368,7 +368,7 @@ def confirmed(card, tmp_path, **options):
 
 def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_path, plant):
     plant(seed1={"slower": 0.3}, seed3={"slower": 0.2})
-    found = confirmed(curve_card("sweep", "{op: best, at: 2, margin: {value: 5, unit: percent}}"), tmp_path)
+    found = confirmed(curve_card("sweep", "{op: best, at: [2], margin: {value: 5, unit: percent}}"), tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("confirmed", "margin")
     measured, curve = found.evidence.measured, found.evidence.derived.curve
     order = [b.split() for b in measured.plan.order]
@@ -381,13 +381,13 @@ def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_
 
 def test_a_planted_curve_refutes_the_wrong_guess(curve_card, tmp_path, plant):
     plant(seed1={"slower": 0.3}, seed3={"slower": 0.2})
-    found = confirmed(curve_card("sweep", "{op: best, at: 3, margin: {value: 5, unit: percent}}"), tmp_path)
+    found = confirmed(curve_card("sweep", "{op: best, at: [3], margin: {value: 5, unit: percent}}"), tmp_path)
     assert found.status == "refuted"
 
 
 def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_card, tmp_path, plant, capsys):
     plant(seed3={"fault": "oom"}, seed1={"slower": 0.3})
-    found = confirmed(curve_card("sweep", "{op: best, at: 2, infeasible: 3, margin: {value: 5, unit: percent}}"), tmp_path)
+    found = confirmed(curve_card("sweep", "{op: best, at: [2], infeasible: [3], margin: {value: 5, unit: percent}}"), tmp_path)
     assert found.status == "confirmed"
     assert [r.variant for r in found.evidence.measured.runs].count("3") == 1, "what does not fit is not launched again"
     report.print_outcome(found, report.console())
@@ -400,7 +400,7 @@ def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_c
 @pytest.mark.parametrize(("fault", "reason"), [("crash", "run_error"), ("disable", "not_activated"), ("nan", "run_error")])
 def test_a_failing_value_is_an_error_and_never_slower(curve_card, tmp_path, plant, fault, reason):
     plant(seed2={"fault": fault, "slower": 0.5})
-    found = confirmed(curve_card("sweep", "{op: best, at: 1, margin: {value: 5, unit: percent}}"), tmp_path)
+    found = confirmed(curve_card("sweep", "{op: best, at: [1], margin: {value: 5, unit: percent}}"), tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", reason)
     assert found.evidence.derived.curve is None
 
@@ -415,6 +415,6 @@ def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
 @pytest.mark.parametrize(("fault", "status"), [("refused", "confirmed"), ("oom", "confirmed"), (None, "refuted"), ("crash", "error")])
 def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, status):
     plant(**{"seed2-lr0.2": {"fault": fault}})
-    found = confirmed(curve_card("interaction", "{op: excludes, infeasible: s2+r1}", "fits"), tmp_path)
+    found = confirmed(curve_card("interaction", "{op: excludes, infeasible: [s2+r1]}", "fits"), tmp_path)
     assert found.status == status
     assert store.replay(found.path)[0]

@@ -13,6 +13,8 @@ from ranks import ROOT, run, steps, summary
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
+DENSE = "trainer/configs/qwen3_tiny.yaml"  # with tied embeddings
+DENSE_VISION = "trainer/configs/qwen3_vl_tiny.yaml"
 COMMON = ["train.steps=10", "train.warmup_steps=1"]
 
 LAYOUTS = {
@@ -38,6 +40,11 @@ LAYOUTS = {
     "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
     "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
     "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
+    "tied-fsdp2": (DENSE, 2, []),
+    "tied-tp2-pp2": (DENSE, 4, ["parallel.tp=2", "parallel.pp=2"]),
+    "tied-pp2-dp2": (DENSE, 4, ["parallel.pp=2"]),
+    "tied-pp2-vpp2": (DENSE, 2, ["parallel.pp=2", "parallel.vpp=2"]),
+    "tied-vision-fsdp2": (DENSE_VISION, 2, ["data.num_workers=1"]),
     "vision-pp2-dp2": (VISION, 4, ["parallel.pp=2", "data.num_workers=0"]),
     "vision-cp2": (VISION, 2, ["parallel.cp=2", "data.num_workers=0"]),
     "vision-pp2-cp2-ring": (VISION, 4, ["parallel.pp=2", "parallel.cp=2", "parallel.cp_comm=ring", "data.num_workers=0"]),

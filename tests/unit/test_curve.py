@@ -216,7 +216,7 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
         assert any(text in p for p in rules.problems(wanted, names, "sweep")), text
-    assert not rules.problems(expect("best", at=4), names, "sweep")
+    assert not rules.problems(expect("best", at=[4]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
         rules.asked(rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 

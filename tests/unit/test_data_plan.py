@@ -17,7 +17,8 @@ from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config import TrainerConfig, load
 from playbook_trainer.data.loader import check, data_sha
-from playbook_trainer.data.plan import Plan, pack_rows
+from playbook_trainer.data.order import order_key, permute
+from playbook_trainer.data.plan import Lane, Packing
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.text import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
@@ -38,39 +39,95 @@ def samples(folder: Path, lines: list[Any], images: dict[str, tuple[int, int]]) 
     return folder
 
 
-@given(st.lists(st.integers(1, 100), max_size=80), st.integers(1, 40))
-def test_packing_places_each_sample_once_and_never_overfills(lengths: list[int], buffer: int) -> None:
-    rows = list(pack_rows(range(len(lengths)), lengths, 100, buffer))
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in row) <= 100 for row in rows)
+class Lengths:
+    """A stream whose samples are (number, length); `chunk` says how many of them lie together."""
+
+    def __init__(self, lengths: list[int], chunk: int = 1) -> None:
+        self.lengths, self.size = lengths, chunk
+        self.num_chunks = -(-len(lengths) // chunk)
+        self.opened: list[int] = []
+
+    def chunk(self, number: int) -> list[tuple[int, int]]:
+        self.opened.append(number)
+        return list(enumerate(self.lengths))[number * self.size : (number + 1) * self.size]
+
+
+class Piece(tuple[int, int]):
+    def __len__(self) -> int:
+        return self[1]
+
+
+def lane(stream: Lengths, room: int, buffer: int, **options: Any) -> Lane[Any, Piece]:
+    return Lane(stream, lambda s: [Piece(s)], Packing(room, buffer), **{"number": 0, "lanes": 1, "seed": [1], **options})
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 40), st.integers(1, 7))
+def test_packing_places_each_sample_once_and_never_overfills(lengths: list[int], buffer: int, chunk: int) -> None:
+    one = lane(Lengths(lengths, chunk), 100, buffer)
+    seen: list[int] = []
+    while len(seen) < 3 * len(lengths) + buffer:  # what waits at the end of an epoch is at most the buffer
+        row = one.row()
+        assert 0 < sum(p[1] for p in row) <= 100
+        seen += [p[0] for p in row]
+    counts = Counter(seen + [one._waiting[i][1][0] for i in range(len(one._waiting))])
+    drawn = sum(counts.values())
+    assert set(counts.values()) <= {drawn // len(lengths), -(-drawn // len(lengths))}
 
 
 def test_a_longer_look_ahead_packs_denser() -> None:
     lengths = np.random.default_rng(0).integers(10, 90, 500).tolist()
-    count = {buffer: len(list(pack_rows(range(500), lengths, 100, buffer))) for buffer in (1, 4, 32)}
-    assert count[1] > count[4] > count[32] >= sum(lengths) / 100
+    filled = {}
+    for buffer in (1, 4, 32):
+        one = lane(Lengths(lengths), 100, buffer)
+        filled[buffer] = sum(p[1] for _ in range(250) for p in one.row())
+    assert filled[1] < filled[4] < filled[32] <= 250 * 100
 
 
-def test_every_epoch_holds_each_sample_once_in_another_order() -> None:
-    plan = Plan([5, 6, 7, 8, 9, 3, 2], 10, pack=False, buffer=4, seed=[1])
-    rows = [plan.row(k) for k in range(21)]
-    epochs = [[i for row in rows[start : start + 7] for i in row] for start in (0, 7, 14)]
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_every_epoch_holds_each_sample_once_in_another_order(lanes: int) -> None:
+    all_lanes = [lane(Lengths([5, 6, 7, 8, 9, 3, 2]), 10, 0, number=n, lanes=lanes) for n in range(lanes)]
+    rows = [all_lanes[k % lanes].row() for k in range(21)]
+    epochs = [[p[0] for row in rows[start : start + 7] for p in row] for start in (0, 7, 14)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_rows_do_not_depend_on_the_order_of_asking() -> None:
-    lengths = np.random.default_rng(1).integers(1, 60, 50).tolist()
-    forward = Plan(lengths, 64, pack=True, buffer=8, seed=[7])
-    backward = Plan(lengths, 64, pack=True, buffer=8, seed=[7])
-    assert [forward.row(k) for k in range(90)] == [backward.row(k) for k in reversed(range(90))][::-1]
-    assert [forward.row(k) for k in range(9)] != [Plan(lengths, 64, pack=True, buffer=8, seed=[8]).row(k) for k in range(9)]
+@pytest.mark.parametrize(("buffer", "chunk"), [(0, 1), (8, 1), (8, 16)])
+def test_a_lane_goes_on_from_its_state_without_opening_what_came_before(buffer: int, chunk: int) -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 400).tolist()
+    whole = lane(Lengths(lengths, chunk), 64, buffer)
+    made = [whole.row() for _ in range(30)]
+    for at in (0, 1, 17):
+        first = lane(Lengths(lengths, chunk), 64, buffer)
+        for _ in range(at):
+            first.row()
+        state = json.loads(json.dumps(first.state()))
+        assert len(state) <= 1 + 3 * (1 + max(1, buffer))
+        stream = Lengths(lengths, chunk)
+        second = lane(stream, 64, buffer, state=state)
+        assert [second.row() for _ in range(30 - at)] == made[at:]
+        before = set(first._stream.opened) - set(stream.opened)  # type: ignore[attr-defined]
+        assert at < 17 or before
+    assert [lane(Lengths(lengths), 64, buffer, seed=[2]).row() for _ in range(5)] != made[:5]
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_a_shuffled_order_holds_each_number_once(count: int, key: int) -> None:
+    assert sorted(permute(i, count, key) for i in range(count)) == list(range(count))
+
+
+def test_shuffled_orders_are_unlike_each_other_and_far_from_sorted() -> None:
+    orders = [[permute(i, 1000, order_key(1, epoch)) for i in range(1000)] for epoch in range(3)]
+    for order in orders:
+        assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.15
+    assert max(sum(a == b for a, b in zip(orders[i], orders[j], strict=True)) for i, j in ((0, 1), (1, 2), (0, 2))) < 10
+    assert 0 <= permute(10**9, 10**12, 5) < 10**12
 
 
 def test_text_pieces_cover_the_documents_and_end_with_eos(tmp_path: Path) -> None:
     texts = [chr(97 + i) * (40 * i + 1) for i in range(9)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False), "train")
+    rows = make_rows(config(TEXT, data__path=str(tmp_path), data__seq_len=64, data__pack=False, train__global_batch_size=1), "train")
     pieces = sum(-(-(len(t) + 1) // 64) for t in texts[:8])  # the ninth of nine is held out
     tokens: Counter[int] = Counter()
     for k in range(pieces):
@@ -111,7 +168,7 @@ def test_a_sample_that_is_too_long_is_scaled_then_cut_never_dropped(tmp_path: Pa
     path = str(samples(tmp_path / "set", lines, images))
     rows = make_rows(config(VL, data__path=path, data__seq_len=80, data__pack=False), "train")
     found = [rows.row(k)[0] for k in range(5)]
-    assert rows.num_shortened == 4
+    assert sum(d.shortened for d in found) == 4
     assert all(len(d.tokens) <= 80 and d.tokens[-1] == 256 for d in found)
     by_text = {bytes(t for t in d.tokens.tolist() if t < 256): d for d in found}
     assert set(by_text) == {b"short?yes", b"q" * 20 + b"no", b"q" * 43 + b"a" * 30, b"a" * 75, b"five?5"}
@@ -128,7 +185,7 @@ def test_a_sample_that_is_too_long_is_scaled_then_cut_never_dropped(tmp_path: Pa
 def test_the_layout_of_a_sample(tmp_path: Path) -> None:
     lines = [{"images": ["a.png", "b.png"], "question": "Qu", "answer": "An"}, {"images": [], "question": "", "answer": ""}]
     path = str(samples(tmp_path / "set", lines, {"a.png": (64, 32), "b.png": (32, 96)}))
-    (document,) = make_rows(config(VL, data__path=path), "train").row(0)
+    document = make_rows(config(VL, data__path=path), "train").row(0)[0]
     assert document.tokens.tolist() == [259, 258, 258, 260, 259, 258, 258, 258, 260, *b"Qu", *b"An", 256]
     assert document.loss_from == 11
 
@@ -235,7 +292,7 @@ def test_text_cannot_forge_an_image_token(tmp_path: Path) -> None:
     name = str(tokenizer_file(tmp_path / "t.json", 258))  # its special token gets id 258, the model's image token
     lines = [{"images": [], "question": "w1 <|image|>", "answer": "w2"}, {"images": [], "question": "w1", "answer": "w2"}]
     path = str(samples(tmp_path / "set", lines, {}))
-    (document,) = make_rows(config(VL, data__path=path, data__tokenizer=name), "train").row(0)
+    document = make_rows(config(VL, data__path=path, data__tokenizer=name), "train").row(0)[0]
     assert 258 not in document.tokens.tolist()
 
 

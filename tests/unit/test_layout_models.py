@@ -15,6 +15,10 @@ from playbook.shapes import MODELS
 
 # Billions of parameters: decoder with both embeddings, and those that one token meets.
 TOTALS = {
+    "qwen3_0_6b": (0.596, 0.596),
+    "qwen3_1_7b": (1.7206, 1.7206),
+    "qwen3_8b": (8.19, 8.19),
+    "qwen3_vl_2b_a300m": (1.8512, 0.3411),
     "qwen3_30b_a3b": (30.53, 3.35),
     "qwen3_235b_a22b": (235.09, 22.19),
     "qwen3_next_80b_a3b": (79.67, 3.88),
@@ -46,6 +50,9 @@ def test_multi_token_prediction_and_vision_come_on_top():
     vl, text = MODELS["qwen3_vl_30b_a3b"], MODELS["qwen3_30b_a3b"]
     assert parameters.decoder(vl) == parameters.decoder(text)
     assert parameters.total(vl) / 1e9 == pytest.approx(31.07, abs=0.03)
+    assert parameters.total(MODELS["qwen3_vl_2b"]) / 1e9 == pytest.approx(2.1275, abs=5e-4)
+    assert parameters.total(MODELS["qwen3_vl_8b"]) / 1e9 == pytest.approx(8.767, abs=5e-3)
+    assert parameters.total(MODELS["qwen3_vl_2b_a300m"]) / 1e9 == pytest.approx(1.99, abs=0.02)
 
 
 @pytest.mark.parametrize(("model", "expected", "within"), PUBLISHED)
@@ -75,10 +82,16 @@ def test_packing_costs_no_more_than_one_long_document(documents):
     assert flops.packed_length([512] * len(documents)) == 512
 
 
-@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b"])
+PRESETS = sorted(p.stem for p in (data_root("configs") / "models").glob("*.yaml") if not p.stem.endswith("_tiny"))
+
+
+@pytest.mark.parametrize("model", PRESETS)
 def test_the_trainers_models_have_the_same_counts(model):
-    config = yaml.safe_load((data_root("configs") / "models" / f"{model}.yaml").read_text(encoding="utf-8"))
-    shape = MODELS[model]
+    text = (data_root("configs") / "models" / f"{model}.yaml").read_text(encoding="utf-8")
+    config, shape = {"num_experts": 0, "top_k": 0, "expert_ffn_size": 0, "ffn_size": 0, **yaml.safe_load(text)}, MODELS[model]
+    if "/blob/" in shape.source:
+        assert shape.source in text.splitlines()[0], "the preset names its source"
+    assert config.get("tie_word_embeddings", False) == shape.tied
     same = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -89,6 +102,7 @@ def test_the_trainers_models_have_the_same_counts(model):
         "num_experts": shape.experts,
         "top_k": shape.top_k,
         "expert_ffn_size": shape.expert_ffn,
+        "ffn_size": shape.ffn,
     }
     assert same == {k: config[k] for k in same}
     if shape.vision:

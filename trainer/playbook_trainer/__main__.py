@@ -45,8 +45,11 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
     from playbook_trainer.data import loader
     from playbook_trainer.loop import train
+    from playbook_trainer.models import hf
 
     loader.check(config)
+    if config.init.weights is not None:
+        hf.check_folder(config.model, Path(config.init.weights))
     try:
         return 0 if train(config, rank, world) == "ok" else 3
     except torch.cuda.OutOfMemoryError as e:

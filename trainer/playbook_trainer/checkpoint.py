@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ State = dict[str, Pieces]
 
 
 class Checkpointer:
-    """Saves and restores one run's model and optimizer. `models` are this rank's stages of the model."""
+    """Saves and restores one run's model and optimizer."""
 
     def __init__(
-        self, config: TrainerConfig, axes: Axes, models: Sequence[nn.Module], parts: Sequence[Shard], optimizer: torch.optim.Optimizer
+        self, config: TrainerConfig, axes: Axes, model: nn.Module, parts: Sequence[Shard], optimizer: torch.optim.Optimizer
     ) -> None:
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
-        self._params = dict(_parameters(models))
+        self._params = dict(model.named_parameters())
         self._places = {name: place(name, p, axes) for name, p in self._params.items()}
         self._root = Path(str(config.checkpoint.dir))
         self._group: Any = None
@@ -176,21 +176,6 @@ class Checkpointer:
             raise DataError(f"the checkpoint of step {header.step} could not be written to {where}: {_cause(e)}") from e
 
 
-def load_weights(folder: Path, models: Sequence[nn.Module], axes: Axes) -> Index:
-    """Load the weights alone of one checkpoint into `models`, in whatever layout; for export and evaluation.
-
-    Raises:
-        ConfigError: the checkpoint lacks some of them, or is damaged.
-    """
-    index = read_index(folder)
-    state = {f"model.{name}": place(name, p, axes).of(_local(p)) for name, p in _parameters(models)}
-    missing = [name for name in state if name not in index.tensors]
-    if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} tensors of this model, such as '{missing[0]}'")
-    _read({name: pieces for name, pieces in state.items() if pieces.pieces}, folder, index)
-    return index
-
-
 def _read(state: State, folder: Path, index: Index) -> None:
     for name, pieces in state.items():
         if list(pieces.shape) != index.tensors[name].shape:
@@ -203,11 +188,6 @@ def _read(state: State, folder: Path, index: Index) -> None:
             dcp.load(dict(state), storage_reader=Reader(folder, index), planner=LoadPlanner(), no_dist=True)
     except (OSError, dcp.CheckpointException) as e:
         raise ConfigError(f"{folder} cannot be read: {_cause(e)}; remove it to go on from an older checkpoint") from e
-
-
-def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for model in models:
-        yield from model.named_parameters()
 
 
 def _local(param: Tensor) -> Tensor:

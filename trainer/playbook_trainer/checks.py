@@ -13,7 +13,7 @@ def check(config: TrainerConfig, world: int) -> None:
     Raises:
         ConfigError: every rule that is broken, one per line.
     """
-    problems = layout_problems(config, world) + feature_problems(config)
+    problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
     if problems:
         raise ConfigError(
             f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:\n" + "\n".join(f"  - {p}" for p in problems)
@@ -98,8 +98,71 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append("ep and tp together are not supported: choose one of them")
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
+    problems += data_problems(config)
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
         )
+    return problems
+
+
+def switch_problems(config: TrainerConfig) -> list[str]:
+    """Switches of memory and speed that do not go together, or that have nothing to act on."""
+    train, moe, par, problems = config.train, config.moe, config.parallel, []
+    problems += _recompute_problems(config)
+    if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
+        problems.append(
+            f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
+            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
+        )
+    if train.compile.loss and par.tp > 1:
+        problems.append("train.compile.loss compiles no collectives: set it to false where parallel.tp is above 1")
+    if train.compile.loss and train.fused_loss:
+        problems.append("train.compile.loss and train.fused_loss are two ways to do one thing: choose one of them")
+    if train.fused_loss and train.dtype == "fp32":
+        problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
+    if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
+        problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
+        problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    needs_gpu = {"moe.fused_permutation": moe.fused_permutation, "train.fused_loss": train.fused_loss}
+    problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
+    return problems
+
+
+def _recompute_problems(config: TrainerConfig) -> list[str]:
+    mode, names, model, problems = config.train.recompute, config.train.recompute_modules, config.model, []
+    if mode == "selective" and not names:
+        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
+    if mode != "selective" and names:
+        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {mode}")
+    moe = model.num_experts > 0
+    absent = {
+        "moe": None if moe else "the model is dense: its MLP is 'mlp'",
+        "moe_act": None if moe else "the model is dense: it has no experts whose activation could be made again; its MLP is 'mlp'",
+        "mlp": "every layer has experts instead of a dense MLP: they are 'moe'" if moe else None,
+        "shared_experts": "the model has no shared experts",
+        "mla_up_proj": "the model has grouped-query attention, not multi-latent attention",
+        "vision": None if model.vision is not None else "the model has no vision tower",
+    }
+    problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
+    if {"moe", "moe_act"} <= set(names):
+        problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
+    return problems
+
+
+def data_problems(config: TrainerConfig) -> list[str]:
+    """Data options that contradict each other."""
+    data, problems = config.data, []
+    if data.pad_to_multiple is not None and data.pad:
+        problems.append("data.pad already fills every row to seq_len: set data.pad: false for data.pad_to_multiple to have an effect")
+    if data.pad_to_multiple is not None and data.seq_len % data.pad_to_multiple:
+        problems.append(
+            f"data.seq_len {data.seq_len} is no multiple of data.pad_to_multiple {data.pad_to_multiple}, so full rows would not fit"
+        )
+    if data.kind == "mock" and data.source == "generated":
+        problems.append("data.kind mock has no source of its own: leave data.source out, or set data.kind to text or vqa")
+    weights = data.generated.images_per_sample
+    if not weights or min(weights) < 0 or sum(weights) <= 0:
+        problems.append(f"data.generated.images_per_sample is {weights}; expected weights of one, two, ... images, such as [0.8, 0.2]")
     return problems

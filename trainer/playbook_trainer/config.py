@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
@@ -50,6 +50,8 @@ class ModelConfig(Strict):
     top_k: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
     rope_theta: float = 1_000_000.0
     mrope_section: list[int] | None = None
     """Frequencies given to time, height and width; set for vision-language models."""
@@ -77,21 +79,47 @@ class ModelConfig(Strict):
         return self
 
 
+class GeneratedConfig(Strict):
+    """Made-up data with natural statistics (`data.source: generated`); sample i is a function of `seed` and i alone."""
+
+    seed: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=1_000_000, gt=0)
+    """Documents, or image-question-answer samples, of one epoch."""
+    mean_tokens: float = Field(default=427, gt=0)
+    """Mean length of a text document; lengths are log-normal."""
+    sigma: float = Field(default=1.1, ge=0)
+    """Standard deviation of the logarithm of a document's length."""
+    pool_images: int = Field(default=256, gt=0)
+    """Distinct JPEG files; each is made once, on first use, and kept in `data.path` (or a cache folder of the user)."""
+    images_per_sample: list[float] = Field(default_factory=lambda: [1.0])
+    """Weights of one, two, three ... images per sample; VQAv2 has one."""
+
+
 class DataConfig(Strict):
     """What the model reads."""
 
     kind: Literal["text", "vqa", "mock"] = "text"
     """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
     path: str | None = None
-    """A text file, or a folder of samples; None takes the bundled data."""
+    """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
+    source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"
+    """The layout of `path`; auto looks at what is there. files: .txt and .jsonl, or a folder with samples.jsonl."""
+    subset: str | None = None
+    """Which part: the COCO subset of VQAv2 (train2014), or the configuration of a Hugging Face data set."""
+    text_key: str = "text"
+    """The column or key that holds a document's text."""
+    generated: GeneratedConfig = Field(default_factory=GeneratedConfig)
     tokenizer: str = "byte"
     """`byte`, or the path of a tokenizer.json."""
     seq_len: int = Field(default=256, gt=0)
     pack: bool = True
     """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
     pack_buffer: int = Field(default=32, gt=0)
+    """Samples among which first-fit packing chooses."""
     pad: bool = True
     """Pad every row to seq_len, so that shapes stay static."""
+    pad_to_multiple: int | None = Field(default=None, gt=0)
+    """With `pad: false`, pad every row to a multiple of this many tokens."""
     num_workers: int = Field(default=0, ge=0)
     images: Literal["variable", "fixed"] = "variable"
     """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
@@ -99,7 +127,48 @@ class DataConfig(Strict):
     """Height and width in pixels, used with `images: fixed`."""
     max_image_pixels: int = Field(default=65_536, gt=0)
     """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    max_source_pixels: int = Field(default=64_000_000, gt=0)
+    """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
     max_images_per_sample: int = Field(default=3, gt=0)
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """fail: stop with the file's name. skip: the image becomes grey, its sample bears no loss and keeps its place, and both are counted."""
+    cache: Literal["none", "memory"] = "none"
+    """memory: each worker keeps decoded and resized images, so that each is decoded once."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """What the cache of one worker may hold; images beyond it are decoded anew."""
+
+
+RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
+"""Names as megatron-core has them, and `vision` for the blocks of the vision tower."""
+
+_MEANT = {
+    "up_proj": "mla_up_proj",
+    "mla": "mla_up_proj",
+    "norm": "layernorm",
+    "norms": "layernorm",
+    "layer_norm": "layernorm",
+    "rmsnorm": "layernorm",
+    "attn": "core_attn",
+    "attention": "core_attn",
+    "activation": "moe_act",
+    "act": "moe_act",
+    "swiglu": "moe_act",
+    "ffn": "mlp",
+    "experts": "moe",
+    "shared_expert": "shared_experts",
+}
+
+
+def _known(values: list[str], names: tuple[str, ...]) -> list[str]:
+    """The values, each a name of `names` and none twice."""
+    for value in values:
+        if value not in names:
+            meant = _MEANT.get(value)
+            hint = f"; did you mean '{meant}'?" if meant in names else did_you_mean(value, list(names))
+            raise ValueError(f"'{value}' is not known{hint}; there are {', '.join(names)}")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{values} names something twice")
+    return values
 
 
 class ParallelConfig(Strict):
@@ -126,6 +195,17 @@ class MoeConfig(Strict):
     dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"] = "alltoall"
     experts: Literal["auto", "loop", "grouped"] = "auto"
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
+    router_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the router's matrix product and softmax."""
+    fused_permutation: bool = False
+    """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
+
+
+class InitConfig(Strict):
+    """Where the first weights come from."""
+
+    weights: str | None = None
+    """A folder as Hugging Face transformers saves it (config.json and safetensors), to finetune from; None draws them from the seed."""
 
 
 class OptimizerConfig(Strict):
@@ -139,6 +219,8 @@ class OptimizerConfig(Strict):
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(default=2, ge=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
 class CompileConfig(Strict):
@@ -146,6 +228,9 @@ class CompileConfig(Strict):
 
     vision: bool = False
     decoder: bool = False
+    """Norms, rotary embedding, router and expert activation of each layer; not the matrix products and collectives between them."""
+    loss: bool = False
+    """The softmax of the loss, from logits to their gradient."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     dynamic: Literal["auto", "static", "marked"] = "auto"
     """auto: torch's default, dynamic from the second shape on. static: every new shape compiles anew. marked: dynamic from the start."""
@@ -163,7 +248,17 @@ class TrainConfig(Strict):
     """Rows per optimizer step over all data-parallel ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """selective: what `recompute_modules` names. full: each layer, from its input."""
+    recompute_modules: list[str] = Field(default_factory=list)
+    """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
+    values; mlp, moe and vision (its blocks) are run again whole."""
+    attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
+    """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
+    loss_chunk: int = Field(default=4096, gt=0)
+    """Tokens whose logits exist at once."""
+    fused_loss: bool = False
+    """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)
@@ -171,6 +266,11 @@ class TrainConfig(Strict):
     on_nan: Literal["stop", "continue"] = "stop"
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("recompute_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return _known(value, RECOMPUTE_MODULES)
 
 
 class EvalConfig(Strict):
@@ -210,6 +310,7 @@ class TrainerConfig(Strict):
     backend: Literal["torch", "megatron"] = "torch"
     seed: int = Field(default=1234, ge=0)
     model: ModelConfig
+    init: InitConfig = Field(default_factory=InitConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)

@@ -19,12 +19,12 @@ from playbook_trainer import optimizer
 from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.data.loader import Loader, build_loader, data_sha
+from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
 from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, setup
+from playbook_trainer.parallel import context, setup, tied
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
@@ -56,9 +56,9 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     model = setup.build(config, axes, device)
     parts = optimizer.shards(model, axes)
     optim = optimizer.make(parts, config.optimizer)
-    saver = Checkpointer(config, axes, [model], parts, optim)
+    saver = Checkpointer(config, axes, model, parts, optim)
     resumed = saver.restore()
-    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, start_row=resumed.data["row"] if resumed else 0)
+    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
     trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), saver, resumed.step if resumed else 0)
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     outcome = run_steps(trainer, recorder)
@@ -66,6 +66,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)
+    extra["data"] = _data_counters(trainer)
     counts = count_parameters(model, axes, device)
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
@@ -83,7 +84,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         torch.use_deterministic_algorithms(True)
     # 32-bit runs are references: no reduced-precision shortcuts inside them.
     torch.backends.cuda.matmul.allow_tf32 = False
-    if config.train.compile.vision or config.train.compile.decoder:
+    if config.train.compile.vision or config.train.compile.decoder or config.train.compile.loss:
         from torch._dynamo import config as dynamo
 
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
@@ -132,6 +133,7 @@ def train_step(trainer: Trainer) -> StepStats:
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
         loss = forward_backward(trainer.model, batches, labels, axes)
+        tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
@@ -177,8 +179,27 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
         recorder.note_eval(step, evaluate(trainer.model, local(trainer, batches), trainer.axes))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
-        trainer.saver.save(step, trainer.loader.state())
+        trainer.saver.save(step, _data_state(trainer))
         recorder.pause()
+
+
+def _data_state(trainer: Trainer) -> dict[str, Any]:
+    """Where the data stream stands, for all data-parallel ranks: each knows its own lanes, and any layout may resume."""
+    own = trainer.loader.state()
+    states: list[Any] = [own] * trainer.axes.dp.size
+    if trainer.axes.dp.size > 1:
+        dist.all_gather_object(states, own, group=trainer.axes.dp.group)
+    return merge_states(states)
+
+
+def _data_counters(trainer: Trainer) -> dict[str, int]:
+    """What the loaders of all data-parallel ranks have counted."""
+    counters = trainer.loader.counters()
+    if trainer.axes.dp.size == 1:
+        return counters
+    counts = torch.tensor(list(counters.values()), device=trainer.device)
+    dist.all_reduce(counts, group=trainer.axes.dp.group)
+    return dict(zip(counters, counts.tolist(), strict=True))
 
 
 def observe_step(trainer: Trainer) -> dict[str, Any]:

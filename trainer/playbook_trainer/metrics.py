@@ -271,6 +271,7 @@ def write_summary(
         },
         "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
         "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
+        "data": extra.get("data", {}),
         "metrics": metrics,
         "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
         "env": environment(recorder.device, axes.world.size),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import is_replicated_over_tp
+from playbook_trainer.parallel.sharding import is_replicated_over_tp, is_second_copy
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Shard:
     param: nn.Parameter
     local: nn.Parameter
     counts: bool
-    """Whether this rank counts it in the norm: what tensor-parallel ranks hold in common is counted once."""
+    """Whether this rank counts it in the norm: what tensor-parallel ranks or two pipeline stages hold in common is counted once."""
 
     def grad(self) -> Tensor | None:
         """This rank's part of the gradient."""
@@ -37,7 +39,8 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
     for name, param in model.named_parameters():
         if param.requires_grad:
             local = param.to_local() if isinstance(param, DTensor) else param
-            out.append(Shard(name, param, nn.Parameter(local.detach()), axes.tp.rank == 0 or not is_replicated_over_tp(name)))
+            counts = (axes.tp.rank == 0 or not is_replicated_over_tp(name)) and not is_second_copy(model, name)
+            out.append(Shard(name, param, nn.Parameter(local.detach()), counts))
     return out
 
 
@@ -46,19 +49,24 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     decayed = [p.local for p in parts if p.param.ndim > 1]
     plain = [p.local for p in parts if p.param.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    groups = [g for g in groups if g["params"]]
+    how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if config.moments_dtype == "bf16":
+        return AdamW(groups, moments=torch.bfloat16, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
     """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
     for part in parts:
         state = optimizer.state[part.local]
-        if not state:
-            # As torch.optim.AdamW makes it with fused=True.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=part.local.device)
-            state["exp_avg"] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
+        if state:
+            continue
+        narrow = optimizer.moments if isinstance(optimizer, AdamW) else None
+        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device; ours counts them on the host.
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if narrow else part.local.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(part.local, dtype=narrow, memory_format=torch.preserve_format)
 
 
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:

@@ -5,9 +5,13 @@ Suffixes: P patches, C values of a patch.
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,37 +20,74 @@ from PIL import Image
 from playbook.errors import DataError
 from playbook_trainer.config import VisionConfig
 
+T = TypeVar("T")
+
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_FILE_PIXELS = 64_000_000
-"""A file that claims more pixels is refused before it is decoded: a few kilobytes can unfold into gigabytes."""
+"""Unless the configuration says otherwise, a file that claims more pixels is refused before it is decoded."""
+MAX_FILE_BYTES = 256 * 2**20
+"""No photograph is larger; reading what is would fill the memory of a worker."""
+BAD_KINDS = ("missing", "empty", "not_an_image", "too_large", "animated", "undecodable")
+"""Why an image is not used. CMYK and 16-bit images are none of these: they are converted."""
 
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+class BadImage(DataError):
+    """An image that cannot be used; `kind` is one of BAD_KINDS."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class ImageFile(Protocol):
+    """An image that does not lie in a file of its own; its text is its name in messages, its hash that of the image."""
+
+    def __hash__(self) -> int: ...
+
+    def read(self) -> bytes:
+        """The encoded image."""
+        ...
 
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image file and the size, in pixels, to which it is resized."""
+    """An encoded image and the size, in pixels, to which it is resized."""
 
-    path: Path
+    file: Path | ImageFile
     height: int
     width: int
+    bad: str = ""
+    """Already known to be unusable, of this kind."""
 
     def grid(self, patch: int) -> tuple[int, int, int]:
         """Frames, rows and columns in patches."""
         return 1, self.height // patch, self.width // patch
 
 
-def header_size(path: Path) -> tuple[int, int]:
+def read_image(file: Path | ImageFile) -> bytes:
+    """The encoded bytes.
+
+    Raises:
+        BadImage: missing, empty or far too large.
+    """
+    try:
+        if isinstance(file, Path) and file.stat().st_size > MAX_FILE_BYTES:
+            raise _bad("too_large", file, f"more than {MAX_FILE_BYTES >> 20} MiB")
+        data = file.read_bytes() if isinstance(file, Path) else file.read()
+    except OSError as e:
+        raise _bad("missing", file, e.strerror or str(e)) from e
+    if not data:
+        raise _bad("empty", file, "no bytes")
+    return data
+
+
+def header_size(file: Path | ImageFile, max_pixels: int = MAX_FILE_PIXELS) -> tuple[int, int]:
     """Height and width from the file's header; nothing is decoded.
 
     Raises:
-        DataError: no image, or one that claims too many pixels.
+        BadImage: no image, or one that claims too many pixels, or more than one picture.
     """
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            return _checked_size(path, image)
-    except _BROKEN as e:
-        raise _broken(path, e) from e
+    return _opened(file, max_pixels, lambda image: (image.size[1], image.size[0]))
 
 
 def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
@@ -64,19 +105,17 @@ def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[
     return rows * factor, cols * factor
 
 
-def decode(image: ImageRef) -> NDArray[np.uint8]:
+def decode(image: ImageRef, max_pixels: int = MAX_FILE_PIXELS) -> NDArray[np.uint8]:
     """The file as RGB, resized: uint8 (height, width, 3).
 
     Raises:
-        DataError: the file is broken or not an image; the message names it.
+        BadImage: the file is broken or not an image; the message names it.
     """
-    try:
-        with Image.open(image.path, formats=FORMATS) as file:
-            _checked_size(image.path, file)  # again: the file may have changed since the plan was made
-            picture = file.convert("RGB").resize((image.width, image.height), Image.Resampling.BICUBIC)
-    except _BROKEN as e:
-        raise _broken(image.path, e) from e
-    return np.asarray(picture)
+
+    def resized(picture: Image.Image) -> NDArray[np.uint8]:
+        return np.asarray(_rgb(picture).resize((image.width, image.height), Image.Resampling.BICUBIC))
+
+    return _opened(image.file, max_pixels, resized)
 
 
 def patches_into(out_PC: NDArray[np.float32], pixels: NDArray[np.uint8], vision: VisionConfig) -> None:
@@ -97,13 +136,52 @@ def patches_into(out_PC: NDArray[np.float32], pixels: NDArray[np.uint8], vision:
     frames[:, :, 1:] = frames[:, :, :1]
 
 
-def _checked_size(path: Path, image: Image.Image) -> tuple[int, int]:
-    width, height = image.size
-    if width * height > MAX_FILE_PIXELS:
-        raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_FILE_PIXELS} are decoded. Scale the file down")
-    return height, width
+def _rgb(picture: Image.Image) -> Image.Image:
+    """Three channels of 8 bits; of 16-bit grey values the upper 8, which plain conversion would saturate."""
+    if picture.mode.startswith("I"):
+        picture = Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return picture.convert("RGB")
 
 
-def _broken(path: Path, error: BaseException) -> DataError:
+def _opened(file: Path | ImageFile, max_pixels: int, use: Callable[[Image.Image], T]) -> T:
+    """`use` of the opened image, after its header has been checked."""
+    try:
+        image = _open(file)
+    except BadImage:
+        raise
+    except OSError as e:  # Pillow's own error for what it cannot identify is one too, without a number
+        kind = "missing" if e.errno is not None else "not_an_image"
+        raise _bad(kind, file, e.strerror or str(e)) from e
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+        raise _bad("too_large", file, str(e)) from e
+    except Exception as e:  # whatever the decoder makes of hostile bytes is a verdict on the file
+        raise _bad("not_an_image", file, str(e)) from e
+    with image as opened:
+        width, height = opened.size
+        if not width * height:
+            raise _bad("empty", file, f"it is {width} x {height} pixels")
+        if width * height > max_pixels:
+            raise _bad("too_large", file, f"it claims {width} x {height} pixels; at most {max_pixels} are decoded")
+        # MPO is how cameras append a preview to a JPEG; its first picture is the photograph.
+        if getattr(opened, "is_animated", False) and opened.format != "MPO":
+            raise _bad("animated", file, "it holds several frames, and video is not supported")
+        try:
+            return use(opened)
+        except Exception as e:
+            raise _bad("undecodable", file, str(e)) from e
+
+
+def _open(file: Path | ImageFile) -> AbstractContextManager[Image.Image]:
+    if isinstance(file, Path):
+        if not file.stat().st_size:
+            raise _bad("empty", file, "no bytes")
+        return Image.open(file, formats=FORMATS)
+    return Image.open(io.BytesIO(read_image(file)), formats=FORMATS)
+
+
+def _bad(kind: str, file: Path | ImageFile, why: str) -> BadImage:
     kinds = ", ".join(FORMATS)
-    return DataError(f"{path} cannot be decoded as an image ({error}); expected {kinds}. Replace the file or take it out of samples.jsonl")
+    return BadImage(
+        kind,
+        f"{file} cannot be used as an image ({kind}: {why}); expected {kinds}. Replace it, take its sample out, or set data.on_bad_image=skip",
+    )

@@ -13,8 +13,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,33 +26,65 @@ from playbook.errors import ConfigError, DataError, PlaybookError
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
-from playbook_trainer.data.rows import Rows, Split, make_rows
+from playbook_trainer.data.decoder import ImageDecoder
+from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
+from playbook_trainer.data.plan import LaneState
+from playbook_trainer.data.rows import Rows, check_data, make_rows
+from playbook_trainer.data.streams import Split
 
 PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
+COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", "samples_shortened")
+"""What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
 _PR_SET_PDEATHSIG = 1
 
 
-def build_loader(config: TrainerConfig, *, dp_rank: int, dp_size: int, split: Split = "train", start_row: int = 0) -> Loader:
-    """The loader of one data-parallel rank, from row `start_row` of the run on.
+def build_loader(
+    config: TrainerConfig,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    split: Split = "train",
+    start_row: int = 0,
+    state: Mapping[str, Any] | None = None,
+) -> Loader:
+    """The loader of one data-parallel rank, from the start, from row `start_row`, or from where `state` (of `merge_states`) was taken.
+
+    A state holds the places of all lanes; with the row alone, the lengths of all samples before it are worked out again.
 
     Raises:
         DataError: missing or unreadable data.
-        ConfigError: data, model and batch sizes do not fit each other.
+        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size.
     """
-    return Loader(config, make_rows(config, split), dp_rank, dp_size, start_row)
+    lanes: dict[int, LaneState] = {}
+    if state is not None:
+        start_row = state["row"]
+        rows_per_step = state.get("rows_per_step", config.train.global_batch_size)
+        if rows_per_step != config.train.global_batch_size:
+            raise ConfigError(
+                f"the checkpoint's data stream has {rows_per_step} rows per step, train.global_batch_size is "
+                f"{config.train.global_batch_size}; resume with the batch size that saved it"
+            )
+        lanes = {int(number): list(place) for number, place in state.get("lanes", {}).items()}
+    return Loader(config, make_rows(config, split, lanes), dp_rank, dp_size, start_row)
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state from those of all data-parallel ranks: each knows its own lanes."""
+    merged: dict[str, Any] = {"lanes": {}}
+    for state in states:
+        merged = {**state, "lanes": {**merged["lanes"], **state["lanes"]}}
+    return merged
 
 
 def check(config: TrainerConfig) -> None:
-    """Find out whether this configuration's data can be read, before anything starts. Reads texts and image headers, decodes nothing.
+    """Find out whether this configuration's data can be read, before anything starts. Reads the first samples, decodes no image.
 
     Raises:
         DataError: missing or unreadable data.
         ConfigError: data and model do not fit each other.
     """
-    make_rows(config, "train")
-    if config.eval.every:
-        make_rows(config, "eval")
+    check_data(config, ["train", "eval"] if config.eval.every else ["train"])
 
 
 def data_sha(config: TrainerConfig, steps: int = 4) -> str:
@@ -63,11 +95,13 @@ def data_sha(config: TrainerConfig, steps: int = 4) -> str:
     rows, digest = make_rows(config, "train"), hashlib.sha256()
 
     @cache
-    def file_sha(path: Path) -> bytes:
+    def file_sha(file: Path | ImageFile) -> bytes:
         try:
-            return hashlib.sha256(path.read_bytes()).digest()
-        except OSError as e:
-            raise DataError(f"{path} cannot be read: {e.strerror or e}") from e
+            return hashlib.sha256(read_image(file)).digest()
+        except BadImage as e:
+            if config.data.on_bad_image == "fail":
+                raise
+            return e.kind.encode()
 
     for k in range(steps * config.train.global_batch_size):
         digest.update(b"row")
@@ -75,7 +109,7 @@ def data_sha(config: TrainerConfig, steps: int = 4) -> str:
             digest.update(f"document {len(document.tokens)} {document.loss_from} {len(document.images)}".encode())
             digest.update(document.tokens.astype("<i8").tobytes())
             for image in document.images:
-                digest.update(f"{image.height}x{image.width}".encode() + file_sha(image.path))
+                digest.update(f"{image.height}x{image.width}".encode() + file_sha(image.file))
     return digest.hexdigest()[:16]
 
 
@@ -83,7 +117,8 @@ class Loader:
     """Optimizer steps without end: each is the list of this rank's micro-batches.
 
     Iterating always starts at `start_row`, so an evaluation that iterates anew sees the same batches again. `state()` tells where the latest
-    iteration stands; its `row`, given to `build_loader` as `start_row`, resumes there.
+    iteration stands; given to `build_loader` (after `merge_states`, where several ranks load), it resumes there on any number of ranks and
+    workers.
     """
 
     def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
@@ -97,7 +132,8 @@ class Loader:
         self._start, self._step_rows = start_row, train.global_batch_size
         self._micro_batches = train.global_batch_size // per_round
         self._row = start_row
-        self._counters = {"images_decoded": 0, "padding_tokens": 0, "samples_shortened": rows.num_shortened}
+        self._lanes: dict[str, LaneState] = {}
+        self._counters = dict.fromkeys(COUNTERS, 0)
         workers = config.data.num_workers
         options: dict[str, Any] = {}
         if workers:
@@ -129,12 +165,12 @@ class Loader:
             self._row += self._step_rows
             yield step
 
-    def state(self) -> dict[str, int]:
-        """Where the run stands: `row` is the first row of the next step."""
-        return {"row": self._row}
+    def state(self) -> dict[str, Any]:
+        """Where the run stands: `row` is the first row of the next step, `lanes` the places of this rank's lanes, a few numbers each."""
+        return {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes)}
 
     def counters(self) -> dict[str, int]:
-        """Images decoded and padding tokens handed out so far by this rank; samples of the data set that were shortened to fit a row."""
+        """What this rank has handed out so far, by the names of COUNTERS: images, padding tokens, samples shortened to fit a row."""
         return dict(self._counters)
 
     def close(self) -> None:
@@ -145,25 +181,35 @@ class Loader:
         self._iterator = None
 
     def _next(self) -> Batch:
-        packet: _Packet = next(self._iterator)
+        try:
+            packet: _Packet = next(self._iterator)
+        except RuntimeError as e:
+            if "DataLoader worker" not in str(e):
+                raise
+            raise RuntimeError(
+                f"a data worker died: {str(e).splitlines()[0]} Most often it ran out of memory: lower data.num_workers or data.cache_gib; "
+                "a checkpoint resumes where the run stood"
+            ) from e
         if packet.batch is None:
             raise DataError(packet.error)
-        batch = packet.batch
-        self._counters["images_decoded"] += batch.num_images
-        self._counters["padding_tokens"] += len(batch.tokens_N) - batch.num_useful
-        return batch
+        for name, count in packet.counts.items():
+            self._counters[name] += count
+        self._lanes.update(packet.lanes)
+        return packet.batch
 
 
 @dataclass
 class _Packet:
-    """A micro-batch or the message of what went wrong, on its way from a worker."""
+    """A micro-batch with what was counted and where its lanes stand, or the message of what went wrong, on its way from a worker."""
 
     batch: Batch | None
     error: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    lanes: dict[str, LaneState] = field(default_factory=dict)
 
     def pin_memory(self) -> _Packet:
         """Called by the DataLoader's pinning thread."""
-        return _Packet(_map_tensors(self.batch, lambda tensor: tensor.pin_memory()), self.error)
+        return replace(self, batch=_map_tensors(self.batch, lambda tensor: tensor.pin_memory()))
 
 
 class _MicroBatches(Dataset[_Packet]):
@@ -171,6 +217,7 @@ class _MicroBatches(Dataset[_Packet]):
 
     def __init__(self, config: TrainerConfig, rows: Rows, dp_rank: int, dp_size: int, start_row: int) -> None:
         self._config, self._rows, self._rank, self._size, self._start = config, rows, dp_rank, dp_size, start_row
+        self._decoder = ImageDecoder(config.data)
 
     def __getitem__(self, m: int) -> _Packet:
         # Steps hold whole rounds of the ranks, so rounds can be counted through: step and micro-batch need not be told apart.
@@ -178,10 +225,18 @@ class _MicroBatches(Dataset[_Packet]):
         first = self._start + (m * self._size + self._rank) * mbs
         try:
             rows = [self._rows.row(k) for k in range(first, first + mbs)]
-            return _Packet(collate(rows, self._config.model, self._config.data))
+            batch = collate(rows, self._config.model, self._config.data, self._decoder)
         except PlaybookError as e:
             # As a value: an exception that crosses the process border loses its type to a traceback in text.
             return _Packet(None, str(e))
+        counts = {
+            **self._decoder.take_counts(),
+            "padding_tokens": len(batch.tokens_N) - batch.num_useful,
+            "samples_shortened": sum(d.shortened for row in rows for d in row),
+        }
+        lanes = self._config.train.global_batch_size
+        states = {str(k % lanes): self._rows.state(k) for k in range(first, first + mbs)}
+        return _Packet(batch, counts=counts, lanes={number: state for number, state in states.items() if state})
 
 
 class _Endless(Sampler[int]):

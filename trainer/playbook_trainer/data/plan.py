@@ -1,56 +1,130 @@
-"""Which samples share a row, for every row of a run: a function of lengths and seed alone, the same on every rank and worker."""
+"""Which samples share a row, for every row of a run: a function of the data and the seed alone, the same on every rank and worker.
+
+Rows are dealt to lanes, row k to lane k mod L, where L is the number of rows of a step. A lane draws chunks i, i + L, i + 2L, ... of the
+endless shuffled stream and packs what they hold, so that it needs to know the lengths of its own samples only. A rank plans the lanes of
+its own rows; where a lane stands is a few numbers, from which any rank and worker can go on.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-import numpy as np
+from playbook_trainer.data.order import order_key, permute
+from playbook_trainer.data.streams import Items, Stream
+
+T = TypeVar("T")
 
 
-def pack_rows(order: Sequence[int], lengths: Sequence[int], seq_len: int, buffer: int) -> Iterator[list[int]]:
-    """First fit with look-ahead: a row takes the earliest of the next `buffer` samples that still fits, until none does.
+class Sized(Protocol):
+    """What rows are packed from."""
 
-    Every length must be at most `seq_len`. Each sample appears once.
+    def __len__(self) -> int: ...
+
+
+D = TypeVar("D", bound=Sized)
+
+Place = tuple[int, int, int]
+"""A document within a lane: the how-manieth chunk drawn, the how-manieth sample of that chunk, the how-manieth piece of that sample."""
+
+LaneState = list[int]
+"""Rows made, then the place to draw from next, then the places of the documents that wait; three numbers a place."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows; `buffer` 0 puts one document into each row."""
+
+    seq_len: int
+    buffer: int
+
+
+def first_fit(waiting: Sequence[int], room: int) -> int | None:
+    """The first of the waiting lengths that fits into `room`."""
+    return next((i for i, length in enumerate(waiting) if length <= room), None)
+
+
+class Lane(Generic[T, D]):
+    """Every L-th row, one after the other.
+
+    First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
     """
-    coming = iter(order)
-    waiting: list[int] = []
 
-    def refill() -> None:
-        while len(waiting) < buffer and (following := next(coming, None)) is not None:
-            waiting.append(following)
+    def __init__(
+        self,
+        stream: Stream[T],
+        documents: Callable[[T], Sequence[D]],
+        packing: Packing,
+        *,
+        number: int,
+        lanes: int,
+        seed: Sequence[int],
+        state: LaneState | None = None,
+    ) -> None:
+        self._stream, self._documents, self._packing = stream, documents, packing
+        self._number, self._lanes, self._seed = number, lanes, tuple(seed)
+        self._chunk: tuple[int, Items[T]] = (-1, [])
+        self._sample: tuple[tuple[int, int], Sequence[D]] = ((-1, -1), [])
+        self._waiting: deque[tuple[Place, D]] = deque()
+        self.rows = 0
+        self._next: Place = (0, 0, 0)
+        if state is not None:
+            self.rows = state[0]
+            places = [(state[i], state[i + 1], state[i + 2]) for i in range(1, len(state), 3)]
+            self._next = places[0]
+            self._waiting.extend((place, self._at(place)) for place in places[1:])
 
-    refill()
-    while waiting:
-        row, room = [], seq_len
-        while (at := next((i for i, sample in enumerate(waiting) if lengths[sample] <= room), None)) is not None:
-            row.append(waiting.pop(at))
-            room -= lengths[row[-1]]
-            refill()
-        yield row
+    def row(self) -> list[D]:
+        """The next row."""
+        row, room, most = [], self._packing.seq_len, max(1, self._packing.buffer)
+        self._refill(most)
+        at: int | None = 0
+        while at is not None:
+            document = self._waiting[at][1]
+            del self._waiting[at]
+            row.append(document)
+            room -= len(document)
+            if not self._packing.buffer:
+                break
+            self._refill(most)
+            at = first_fit([len(d) for _, d in self._waiting], room)
+        self.rows += 1
+        return row
 
+    def state(self) -> LaneState:
+        """Where the lane stands, for a lane that goes on from here."""
+        return [self.rows, *self._next, *(number for place, _ in self._waiting for number in place)]
 
-class Plan:
-    """Rows of samples, epoch after epoch; each epoch shuffles anew and starts its own rows."""
+    def _refill(self, most: int) -> None:
+        while len(self._waiting) < most:
+            self._waiting.append(self._draw())
 
-    def __init__(self, lengths: Sequence[int], seq_len: int, *, pack: bool, buffer: int, seed: Sequence[int]) -> None:
-        self._lengths = list(lengths)
-        self._seq_len = seq_len
-        self._buffer = buffer if pack else 0
-        self._seed = list(seed)
-        self._starts = [0]  # first row of each epoch known so far, and of the one after
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+    def _draw(self) -> tuple[Place, D]:
+        while True:
+            drawn, sample, piece = self._next
+            if sample >= len(self._open(drawn)):
+                self._next = (drawn + 1, 0, 0)
+            elif piece >= len(self._read(drawn, sample)):
+                self._next = (drawn, sample + 1, 0)
+            else:
+                self._next = (drawn, sample, piece + 1)
+                return (drawn, sample, piece), self._read(drawn, sample)[piece]
 
-    def row(self, k: int) -> list[int]:
-        """The samples of row `k` of the run."""
-        while k >= self._starts[-1]:
-            self._starts.append(self._starts[-1] + len(self._rows(len(self._starts) - 1)))
-        epoch = bisect_right(self._starts, k) - 1
-        return self._rows(epoch)[k - self._starts[epoch]]
+    def _at(self, place: Place) -> D:
+        return self._read(place[0], place[1])[place[2]]
 
-    def _rows(self, epoch: int) -> list[list[int]]:
-        if self._epoch[0] != epoch:  # one epoch is kept; a run reads forward
-            order = np.random.default_rng([*self._seed, epoch]).permutation(len(self._lengths)).tolist()
-            packed = pack_rows(order, self._lengths, self._seq_len, self._buffer) if self._buffer else ([i] for i in order)
-            self._epoch = (epoch, list(packed))
-        return self._epoch[1]
+    def _read(self, drawn: int, sample: int) -> Sequence[D]:
+        if self._sample[0] != (drawn, sample):
+            items = self._open(drawn)
+            at = permute(sample, len(items), order_key(*self._seed, drawn, self._number))
+            self._sample = ((drawn, sample), self._documents(items[at]))
+        return self._sample[1]
+
+    def _open(self, drawn: int) -> Items[T]:
+        if self._chunk[0] != drawn:
+            epoch, place = divmod(self._number + drawn * self._lanes, self._stream.num_chunks)
+            number = permute(place, self._stream.num_chunks, order_key(*self._seed, epoch))
+            self._chunk = (drawn, self._stream.chunk(number))
+        return self._chunk[1]

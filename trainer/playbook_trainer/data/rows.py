@@ -2,110 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from playbook.errors import ConfigError, DataError
-from playbook.paths import data_root
 from playbook_trainer.config import DataConfig, ModelConfig, TrainerConfig
-from playbook_trainer.data.images import ImageRef
-from playbook_trainer.data.plan import Plan
-from playbook_trainer.data.text import Corpus, cut, read_documents
+from playbook_trainer.data.document import Document
+from playbook_trainer.data.plan import Lane, LaneState, Packing
+from playbook_trainer.data.sources import Text, open_text, open_vqa
+from playbook_trainer.data.streams import Flat, Sharded, Split
 from playbook_trainer.data.tokenizer import load_tokenizer
-from playbook_trainer.data.vqa import LEAST_VISUAL_TOKENS, Fitted, fit_samples, merge_factor, read_samples
+from playbook_trainer.data.vqa import LEAST_VISUAL_TOKENS, Sample, fit, merge_factor
 
 T = TypeVar("T")
-Split = Literal["train", "eval"]
-HOLD_OUT = 10
-"""Every tenth sample or document is held out for evaluation, whether or not the run evaluates."""
 
-
-@dataclass(frozen=True)
-class Document:
-    """What attention sees as one text: a packed sample, or a piece of one."""
-
-    tokens: NDArray[np.int64]
-    loss_from: int = 1
-    """The first token that is a target of the loss; no token can predict the very first."""
-    images: list[ImageRef] = field(default_factory=list)
+MOCK_LENGTHS = 1000
+"""Real samples whose lengths mock rows draw from."""
+CHECKED = 256
+"""Samples that are read before a run starts, to find out whether the data fits."""
 
 
 class Rows(Protocol):
-    """An endless run of rows."""
-
-    num_shortened: int
-    """Samples of one epoch that were scaled or cut to fit a row."""
+    """An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew."""
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`, at most seq_len tokens in all."""
         ...
 
+    def state(self, k: int) -> LaneState:
+        """Where the lane of row `k`, the last row asked of it, stands; empty where rows need no state."""
+        ...
 
-def make_rows(config: TrainerConfig, split: Split) -> Rows:
-    """The rows of one split.
+
+def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneState] | None = None) -> Rows:
+    """The rows of one split; `states`, by lane, let them go on without planning what came before.
 
     Raises:
         DataError: missing or unreadable data.
         ConfigError: data and model do not fit each other.
     """
-    data, model = config.data, config.model
-    if data.kind == "mock":
-        # Mock documents are as long as the real ones that the model would read, so only their content and the images are missing.
-        real = data.model_copy(update={"kind": "vqa" if model.vision is not None else "text"})
-        lengths = _text(model, real, "train")[1] if real.kind == "text" else [s.length for s in _vqa(model, real, "train")]
-        return MockRows(lengths, model, data, _seed(config, split))
-    if data.kind == "text":
-        corpus, lengths = _text(model, data, split)
-        return TextRows(corpus, _plan(lengths, config, split))
-    fitted = _vqa(model, data, split)
-    return VqaRows(fitted, model, _plan([s.length for s in fitted], config, split))
+    if config.data.kind == "mock":
+        return MockRows(_mock_lengths(config), config.model, config.data, _seed(config, split))
+    if config.data.kind == "text":
+        return LaneRows(open_text(config.data, config.model), text_documents(config.model, config.data), config, split, states or {})
+    documents = vqa_documents(config.model, config.data)
+    return LaneRows(open_vqa(config.data), documents, config, split, states or {})
 
 
-class TextRows:
-    """Pieces of text documents; the loss is everywhere."""
+def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
+    """Read the first samples, whatever split they belong to, and make sure that each split has some.
 
-    num_shortened = 0
+    Raises:
+        DataError: missing or unreadable data.
+        ConfigError: data and model do not fit each other.
+    """
+    for split in splits:
+        make_rows(config, split)
+    if config.data.kind == "text":
+        _read_first(open_text(config.data, config.model), text_documents(config.model, config.data))
+    elif config.data.kind == "vqa":
+        _read_first(open_vqa(config.data), vqa_documents(config.model, config.data))
 
-    def __init__(self, corpus: Corpus, plan: Plan) -> None:
-        self._corpus, self._plan = corpus, plan
+
+def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]]) -> None:
+    for sample in data.first(CHECKED):
+        documents(sample)
+
+
+class LaneRows(Generic[T]):
+    """Rows dealt to as many lanes as a step has rows; only the lanes that are asked for do any work."""
+
+    def __init__(
+        self,
+        data: Flat[T] | Sharded[T],
+        documents: Callable[[T], list[Document]],
+        config: TrainerConfig,
+        split: Split,
+        states: Mapping[int, LaneState],
+    ) -> None:
+        self._lanes_in_all = config.train.global_batch_size
+        self._stream, self._documents, self._states = data.stream(split, self._lanes_in_all), documents, states
+        self._packing = Packing(config.data.seq_len, config.data.pack_buffer if config.data.pack else 0)
+        self._seed = _seed(config, split)
+        self._lanes: dict[int, Lane[T, Document]] = {}
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`."""
-        pieces = [self._corpus.pieces[i] for i in self._plan.row(k)]
-        return [Document(self._corpus.tokens[p.start : p.start + p.length].astype(np.int64)) for p in pieces]
+        wanted, number = divmod(k, self._lanes_in_all)
+        lane = self._lanes.get(number)
+        if lane is None or lane.rows > wanted:
+            lane = self._lanes[number] = self._begin(number, wanted)
+        while lane.rows < wanted:
+            lane.row()
+        return lane.row()
 
+    def state(self, k: int) -> LaneState:
+        """Where the lane of row `k` stands."""
+        return self._lanes[k % self._lanes_in_all].state()
 
-class VqaRows:
-    """Images, question, answer; the loss is on the answer and eos."""
-
-    def __init__(self, samples: list[Fitted], model: ModelConfig, plan: Plan) -> None:
-        self._samples, self._model, self._plan = samples, model, plan
-        self.num_shortened = sum(s.shortened for s in samples)
-
-    def row(self, k: int) -> list[Document]:
-        """The documents of row `k`."""
-        return [self._document(self._samples[i]) for i in self._plan.row(k)]
-
-    def _document(self, sample: Fitted) -> Document:
-        model, factor = self._model, merge_factor(self._model)
-        ids: list[int | None] = []
-        for image in sample.images:
-            visual = image.height * image.width // factor**2
-            ids += [model.vision_start_token_id, *[model.image_token_id] * visual, model.vision_end_token_id]
-        ids += sample.question
-        loss_from = max(1, len(ids))
-        ids += [*sample.answer, model.eos_token_id]
-        return Document(np.asarray(ids, dtype=np.int64), loss_from, sample.images)
+    def _begin(self, number: int, wanted: int) -> Lane[T, Document]:
+        state = self._states.get(number)
+        return Lane(
+            self._stream,
+            self._documents,
+            self._packing,
+            number=number,
+            lanes=self._lanes_in_all,
+            seed=self._seed,
+            state=state if state is not None and state[0] <= wanted else None,
+        )
 
 
 class MockRows:
     """Random tokens in rows that are always full. It shows how far such data misleads; it is no substitute for real data."""
-
-    num_shortened = 0
 
     def __init__(self, lengths: list[int], model: ModelConfig, data: DataConfig, seed: list[int]) -> None:
         self._lengths, self._model, self._data, self._seed = np.asarray(lengths), model, data, seed
@@ -124,52 +136,63 @@ class MockRows:
         tokens = rng.integers(0, above, size=total, dtype=np.int64)
         return [Document(part) for part in np.split(tokens, cuts)]
 
+    def state(self, k: int) -> LaneState:
+        """Each row is a function of its number alone."""
+        return []
 
-def _plan(lengths: list[int], config: TrainerConfig, split: Split) -> Plan:
-    data = config.data
-    return Plan(lengths, data.seq_len, pack=data.pack, buffer=data.pack_buffer, seed=_seed(config, split))
+
+def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], list[Document]]:
+    """Tokenize a text, end it with eos and cut it into pieces of seq_len; the last piece is shorter. The loss is everywhere."""
+    tokenizer = load_tokenizer(data.tokenizer, model)
+
+    def documents(text: Text) -> list[Document]:
+        tokens = np.asarray([*(tokenizer.encode(text) if isinstance(text, str) else text), model.eos_token_id], dtype=np.int64)
+        if model.image_token_id is not None and bool((tokens == model.image_token_id).any()):
+            raise DataError(
+                f"data.path {data.path}: the tokenizer turns text into model.image_token_id {model.image_token_id}; "
+                "take the model's own tokenizer"
+            )
+        return [Document(tokens[at : at + data.seq_len]) for at in range(0, len(tokens), data.seq_len)]
+
+    return documents
+
+
+def vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], list[Document]]:
+    """Images, question, answer as one document; the loss is on the answer and eos.
+
+    Raises:
+        ConfigError: the model, or the sizes in the configuration, cannot take images.
+    """
+    _check_vision(model, data)
+    tokenizer, factor = load_tokenizer(data.tokenizer, model), merge_factor(model)
+
+    def documents(sample: Sample) -> list[Document]:
+        fitted = fit(sample, tokenizer, model, data)
+        ids: list[int | None] = []
+        for image in fitted.images:
+            visual = image.height * image.width // factor**2
+            ids += [model.vision_start_token_id, *[model.image_token_id] * visual, model.vision_end_token_id]
+        ids += fitted.question
+        loss_from = max(1, len(ids))
+        ids += [*fitted.answer, model.eos_token_id]
+        return [Document(np.asarray(ids, dtype=np.int64), loss_from, fitted.images, fitted.shortened)]
+
+    return documents
+
+
+def _mock_lengths(config: TrainerConfig) -> list[int]:
+    """Lengths of real documents that the model would read, so that only their content and the images are missing."""
+    model = config.model
+    real = config.model_copy(update={"data": config.data.model_copy(update={"kind": "vqa" if model.vision is not None else "text"})})
+    if real.data.kind == "text":
+        pieces = (d for text in open_text(real.data, model).first(MOCK_LENGTHS) for d in text_documents(model, real.data)(text))
+    else:
+        pieces = (d for sample in open_vqa(real.data).first(MOCK_LENGTHS) for d in vqa_documents(model, real.data)(sample))
+    return [len(d) for d in islice(pieces, MOCK_LENGTHS)]
 
 
 def _seed(config: TrainerConfig, split: Split) -> list[int]:
     return [config.seed, ("train", "eval").index(split)]
-
-
-def _text(model: ModelConfig, data: DataConfig, split: Split) -> tuple[Corpus, list[int]]:
-    path = Path(data.path) if data.path is not None else data_root("assets") / "text"
-    tokenizer = load_tokenizer(data.tokenizer, model)
-    documents = _held(read_documents(path), split, path)
-    corpus = cut(documents, tokenizer, model.eos_token_id, data.seq_len)
-    if model.image_token_id is not None and bool((corpus.tokens == model.image_token_id).any()):
-        raise DataError(
-            f"{path}: the tokenizer turns text into model.image_token_id {model.image_token_id}; take the model's own tokenizer"
-        )
-    return corpus, [p.length for p in corpus.pieces]
-
-
-def _vqa(model: ModelConfig, data: DataConfig, split: Split) -> list[Fitted]:
-    _check_vision(model, data)
-    path = Path(data.path) if data.path is not None else data_root("assets") / "vqa"
-    tokenizer = load_tokenizer(data.tokenizer, model)
-    samples = _held(read_samples(path), split, path)
-    fitted = fit_samples(samples, tokenizer, model, data)
-    for sample, fit in zip(samples, fitted, strict=True):
-        if model.image_token_id in fit.question or model.image_token_id in fit.answer:
-            raise DataError(
-                f"{sample.place}: the text contains model.image_token_id {model.image_token_id}; take the model's own tokenizer"
-            )
-    return fitted
-
-
-def _held(items: list[T], split: Split, path: Path) -> list[T]:
-    """The split's share: every tenth item is for evaluation; of fewer than ten, the last."""
-    last = len(items) - 1
-    held = {i for i in range(len(items)) if i % HOLD_OUT == HOLD_OUT - 1} or ({last} if last > 0 else set())
-    chosen = [item for i, item in enumerate(items) if (i in held) == (split == "eval")]
-    if not chosen:
-        raise DataError(
-            f"{path}: {len(items)} samples or documents leave none for '{split}'; expected at least 2, so that one can be held out"
-        )
-    return chosen
 
 
 def _check_vision(model: ModelConfig, data: DataConfig) -> None:

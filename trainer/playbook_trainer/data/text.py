@@ -1,89 +1,100 @@
-"""Text documents: from files to pieces of at most seq_len tokens."""
+"""Text documents from files: found, indexed, and read one at a time."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeGuard
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeGuard
 
 from playbook.errors import DataError
-from playbook_trainer.data.tokenizer import Tokenizer
+from playbook_trainer.data.streams import Items, Joined, Mapped
 
 # In a plain file, documents are set apart as books set apart chapters: by two or more blank lines.
 _BORDER = re.compile(r"\n[ \t\r]*\n(?:[ \t\r]*\n)+")
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A document, or the part of a long one that fits into a row."""
-
-    start: int
-    length: int
+Record = tuple[str, dict[str, Any]]
+"""Where an object stands (file:line), and the object."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """All documents of a split, end to end, each ended by eos, and the pieces into which they are cut."""
-
-    tokens: NDArray[np.int32]
-    pieces: list[Piece]
-
-
-def read_documents(path: Path) -> list[str]:
-    """The documents of a `.txt` or `.jsonl` (key `text`) file, or of all such files in a folder, by name.
+class JsonLines:
+    """The objects of a .jsonl file, by number; only the places of its lines are held.
 
     Raises:
-        DataError: nothing there, a file that is not text, or a line that is no document.
+        DataError: the file cannot be read; on access, a line that is no object.
     """
-    return [text for file in _files(path) for text in _documents(file)]
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._starts, self._numbers = file, array("q"), array("q")
+        start = 0
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.isspace():
+                        self._starts.append(start)
+                        self._numbers.append(number)
+                    start += len(line)
+        except OSError as e:
+            raise DataError(f"{file} cannot be read: {e.strerror or e}") from e
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, i: int) -> Record:
+        # Opened anew each time: workers are forks, and a shared file would have one position for all of them.
+        with self._file.open("rb") as file:
+            file.seek(self._starts[i])
+            line = file.readline()
+        place = f"{self._file}:{self._numbers[i]}"
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as e:
+            raise DataError(f"{place}: not UTF-8 text (byte {e.start} of the line); convert it to UTF-8") from e
+        except (ValueError, RecursionError) as e:
+            raise DataError(f"{place}: not JSON ({e}); expected one object per line") from e
+        if not isinstance(record, dict):
+            raise DataError(f"{place}: expected a JSON object, found {type(record).__name__}")
+        return place, record
 
 
-def cut(documents: list[str], tokenizer: Tokenizer, eos: int, seq_len: int) -> Corpus:
-    """Tokenize, end each document with eos and cut it into pieces of `seq_len`; the last piece of a document is shorter."""
-    encoded = [np.asarray([*tokenizer.encode(text), eos], dtype=np.int32) for text in documents]
-    pieces: list[Piece] = []
-    offset = 0
-    for tokens in encoded:
-        n = len(tokens)
-        pieces += [Piece(offset + at, min(seq_len, n - at)) for at in range(0, n, seq_len)]
-        offset += n
-    return Corpus(np.concatenate([np.empty(0, np.int32), *encoded]), pieces)
+def text_items(path: Path, key: str) -> Items[str]:
+    """The documents of a `.txt` or `.jsonl` file, or of all such files in a folder, by name.
+
+    Raises:
+        DataError: nothing there, or a file that is not text; on access, a line that is no document.
+    """
+    lots: list[Items[str]] = []
+    for file in _files(path):
+        lots.append(read_documents(file) if file.suffix == ".txt" else Mapped(lambda record: _text(record, key), JsonLines(file)))
+    return Joined(lots)
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        root = path.resolve()
-        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
-        if not files:
-            raise DataError(f"data.path: folder {path} holds no .txt or .jsonl file")
-        for file in files:
-            if not file.resolve().is_relative_to(root) or not file.is_file():
-                raise DataError(f"{file} is a link out of {path}, or no regular file; copy the text into the folder")
-        return files
-    if not path.is_file():
-        raise DataError(f"data.path: no file or folder {path}; expected a .txt or .jsonl file, or a folder of them")
-    if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(f"data.path: {path} ends in '{path.suffix}'; expected .txt, or .jsonl with a key 'text' on each line")
-    return [path]
+def read_documents(file: Path) -> list[str]:
+    """The documents of a plain text file.
+
+    Raises:
+        DataError: the file cannot be read, or is not UTF-8.
+    """
+    found = [part.strip("\r\n") for part in _BORDER.split(read_utf8(file))]
+    return [part for part in found if part.strip()]
 
 
-def _documents(file: Path) -> Iterator[str]:
-    text = read_utf8(file)
-    if file.suffix == ".txt":
-        found = [part.strip("\r\n") for part in _BORDER.split(text)]
-        yield from (part for part in found if part.strip())
-        return
-    for number, record in json_lines(file, text):
-        value = record.get("text")
-        if not is_text(value) or not value:
-            raise DataError(f"{file}:{number}: expected a non-empty string of valid Unicode under 'text'")
-        yield value
+def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files of a folder with one of the suffixes, by name; none may be a link out of the folder.
+
+    Raises:
+        DataError: none there, or one that is no regular file of the folder.
+    """
+    root = folder.resolve()
+    files = sorted(p for p in root.iterdir() if p.suffix in suffixes)
+    if not files:
+        raise DataError(f"data.path: folder {folder} holds no {' or '.join(suffixes)} file")
+    for file in files:
+        if not file.resolve().is_relative_to(root) or not file.is_file():
+            raise DataError(f"{file} is a link out of {folder}, or no regular file; copy it into the folder")
+    return files
 
 
 def read_utf8(file: Path) -> str:
@@ -107,15 +118,22 @@ def is_text(value: object) -> TypeGuard[str]:
     return True
 
 
-def json_lines(file: Path, text: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """Line number and object of each line that is not blank, or DataError with the place."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{file}:{number}: not JSON ({e}); expected one object per line") from e
-        if not isinstance(record, dict):
-            raise DataError(f"{file}:{number}: expected a JSON object, found {type(record).__name__}")
-        yield number, record
+def text_of(place: str, value: object, key: str) -> str:
+    """A document's text, or DataError with its place."""
+    if not is_text(value) or not value:
+        raise DataError(f"{place}: expected a non-empty string of valid Unicode under '{key}'; data.text_key names the key")
+    return value
+
+
+def _text(record: Record, key: str) -> str:
+    return text_of(record[0], record[1].get(key), key)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return files_in(path, (".txt", ".jsonl"))
+    if not path.is_file():
+        raise DataError(f"data.path: no file or folder {path}; expected a .txt or .jsonl file, or a folder of them")
+    if path.suffix not in (".txt", ".jsonl"):
+        raise DataError(f"data.path: {path} ends in '{path.suffix}'; expected .txt, or .jsonl with a key 'text' on each line")
+    return [path]

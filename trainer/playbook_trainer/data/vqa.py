@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 from playbook.errors import DataError
 from playbook_trainer.config import DataConfig, ModelConfig
-from playbook_trainer.data.images import ImageRef, header_size, target_size
-from playbook_trainer.data.text import is_text, json_lines, read_utf8
+from playbook_trainer.data.images import BadImage, ImageFile, ImageRef, header_size, target_size
+from playbook_trainer.data.streams import Items, Mapped
+from playbook_trainer.data.text import JsonLines, Record, is_text
 from playbook_trainer.data.tokenizer import Tokenizer
 
 LEAST_VISUAL_TOKENS = 4
@@ -18,12 +20,13 @@ LEAST_VISUAL_TOKENS = 4
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of samples.jsonl; image sizes are height and width of the file."""
+    """Images, a question and its answer; `place` names it in messages. Sizes are height and width, where the source knows them."""
 
     place: str
-    images: list[Path]
+    images: Sequence[Path | ImageFile]
     question: str
     answer: str
+    sizes: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,38 +41,59 @@ class Fitted:
     """Something of the sample was scaled, cut or left out to fit."""
 
 
-def read_samples(folder: Path) -> list[Sample]:
+def folder_samples(folder: Path) -> Items[Sample]:
     """The samples of `folder`/samples.jsonl.
 
     Raises:
-        DataError: no such file, a line that is no sample, or an image that is missing or lies outside the folder.
+        DataError: no such file; on access, a line that is no sample, or an image that is missing or lies outside the folder.
     """
     file = folder / "samples.jsonl"
     if not file.is_file():
         raise DataError(f"data.path: {folder} has no samples.jsonl; expected one JSON object per line with images, question, answer")
-    root = folder.resolve()
-    samples = []
-    for number, record in json_lines(file, read_utf8(file)):
-        place = f"{file}:{number}"
-        images, question, answer = (record.get(key) for key in ("images", "question", "answer"))
-        if not is_text(question) or not is_text(answer):
-            raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
-        if not isinstance(images, list) or not all(is_text(name) for name in images):
-            raise DataError(f"{place}: expected a list of file names under 'images'")
-        samples.append(Sample(place, [_inside(root, name, place) for name in images], question, answer))
-    if not samples:
+    root, lines = folder.resolve(), JsonLines(file)
+    if not len(lines):
         raise DataError(f"{file} holds no sample")
-    return samples
+    return Mapped(lambda record: _sample(record, root), lines)
 
 
-def fit_samples(samples: list[Sample], tokenizer: Tokenizer, model: ModelConfig, data: DataConfig) -> list[Fitted]:
-    """Every sample with its target sizes and tokens, so that its length is known; image files are opened for their headers only."""
-    size_of = cache(header_size)
-    fitted = []
-    for sample in samples:
-        sizes = [size_of(path) for path in sample.images]
-        fitted.append(_fit(sample, sizes, tokenizer.encode(sample.question), tokenizer.encode(sample.answer), model, data))
-    return fitted
+def question_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
+    """Question and answer of a record, or DataError with its place."""
+    refuse_video(place, record)
+    question, answer = record.get("question"), record.get("answer")
+    if not is_text(question) or not is_text(answer):
+        raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
+    return question, answer
+
+
+def refuse_video(place: str, keys: Any) -> None:
+    """Say clearly that video is out."""
+    if "video" in keys or "videos" in keys:
+        raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
+
+
+def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConfig) -> Fitted:
+    """The sample with its target sizes and tokens, so that its length is known; image files are opened for their headers only.
+
+    An image whose header is bad takes the least room where bad images are skipped; whatever decoding finds later changes no length.
+
+    Raises:
+        BadImage: a header is bad and the policy is to fail.
+    """
+    question, answer = tokenizer.encode(sample.question), tokenizer.encode(sample.answer)
+    if model.image_token_id in question or model.image_token_id in answer:
+        raise DataError(f"{sample.place}: the text contains model.image_token_id {model.image_token_id}; take the model's own tokenizer")
+    factor = merge_factor(model)
+    sizes, bad = [], []
+    for i, image in enumerate(sample.images[: data.max_images_per_sample]):
+        try:
+            sizes.append(sample.sizes[i] if sample.sizes else header_size(image, data.max_source_pixels))
+            bad.append("")
+        except BadImage as e:
+            if data.on_bad_image == "fail":
+                raise
+            sizes.append((factor, factor))
+            bad.append(e.kind)
+    return _fit(sample, sizes, bad, question, answer, model, data)
 
 
 def merge_factor(model: ModelConfig) -> int:
@@ -79,7 +103,13 @@ def merge_factor(model: ModelConfig) -> int:
 
 
 def _fit(
-    sample: Sample, sizes: list[tuple[int, int]], question: list[int], answer: list[int], model: ModelConfig, data: DataConfig
+    sample: Sample,
+    kept: list[tuple[int, int]],
+    bad: list[str],
+    question: list[int],
+    answer: list[int],
+    model: ModelConfig,
+    data: DataConfig,
 ) -> Fitted:
     """The rule for a sample that is too long, in this order, each step only as far as needed.
 
@@ -89,7 +119,6 @@ def _fit(
     4. the question is cut at its end; 5. the answer is cut at its end. Eos always stays.
     """
     factor = merge_factor(model)
-    kept = sizes[: data.max_images_per_sample]
     targets = [_target(size, factor, data) for size in kept]
     wanted = _length(targets, factor, len(question), len(answer))
     if wanted > data.seq_len:
@@ -100,11 +129,11 @@ def _fit(
     cut_answer = answer[:room]
     cut_question = question[: room - len(cut_answer)]
     return Fitted(
-        images=[ImageRef(path, *target) for path, target in zip(sample.images, targets, strict=False)],
+        images=[ImageRef(file, *target, kind) for file, target, kind in zip(sample.images, targets, bad, strict=False)],
         question=cut_question,
         answer=cut_answer,
         length=_length(targets, factor, len(cut_question), len(cut_answer)),
-        shortened=wanted > data.seq_len or len(kept) < len(sizes),
+        shortened=wanted > data.seq_len or len(kept) < len(sample.images),
     )
 
 
@@ -135,7 +164,16 @@ def _length(targets: list[tuple[int, int]], factor: int, question: int, answer: 
     return _visual(targets, factor) + 2 * len(targets) + question + answer + 1
 
 
-def _inside(root: Path, name: str, place: str) -> Path:
+def _sample(record: Record, root: Path) -> Sample:
+    place, fields = record
+    question, answer = question_answer(place, fields)
+    images = fields.get("images")
+    if not isinstance(images, list) or not all(is_text(name) for name in images):
+        raise DataError(f"{place}: expected a list of file names under 'images'")
+    return Sample(place, [inside(root, name, place) for name in images], question, answer)
+
+
+def inside(root: Path, name: str, place: str) -> Path:
     """The image's real path, which must lie in `root`: neither `..`, an absolute path nor a link may lead out."""
     try:
         path = (root / name).resolve()

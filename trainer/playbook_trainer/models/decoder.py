@@ -6,17 +6,22 @@ F expert width, K experts per token, R rows routed to this rank's experts, V vis
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, rms_norm, silu, softmax
+from torch.nn.functional import grouped_mm, linear
 from torch.utils.checkpoint import checkpoint
 
 from playbook_trainer.config import ModelConfig, VisionConfig
 from playbook_trainer.data.batch import Batch, VisionBatch
+from playbook_trainer.models import ops
 from playbook_trainer.models.attention import attend
+from playbook_trainer.models.memory import recomputed
+from playbook_trainer.models.ops import Ops
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel import context, dispatch, tensor
@@ -31,7 +36,15 @@ class Options:
     axes: Axes = field(default_factory=Axes)
     dispatcher: str = "alltoall"
     grouped: bool = False
-    recompute: bool = False
+    recompute: frozenset[str] = frozenset()
+    """Names of `train.recompute_modules`, or `full` for whole layers."""
+    attention: str = "auto"
+    router_wide: bool = True
+    """Route in float32, whatever the precision around it."""
+    fused_permutation: bool = False
+    loss_chunk: int = tensor.CHUNK
+    loss_rows: tensor.LossRows = tensor.plain_rows
+    ops: Ops = field(default_factory=Ops)
     vision_always: bool = False
     """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times."""
     chunks: tuple[range, ...] | None = None
@@ -51,16 +64,26 @@ class Sequence:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale, computed in float32."""
 
-    def __init__(self, size: int, eps: float, heads_axis: Axis | None = None) -> None:
+    def __init__(self, size: int, eps: float, heads_axis: Axis | None = None, options: Options | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.norm = (options or Options()).ops.norm
+        self.again = options is not None and "layernorm" in options.recompute
         # A norm over heads that ranks share out sees only this rank's heads: its gradient is summed over them.
         self.heads_axis = heads_axis or Axis("tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, (x.shape[-1],), copy_to(self.weight, self.heads_axis).to(x.dtype), self.eps)
+        return self.norm(x, self.scale(x.dtype), self.eps)
+
+    def scale(self, dtype: torch.dtype) -> Tensor:
+        """The weight, ready for use."""
+        return copy_to(self.weight, self.heads_axis).to(dtype)
+
+    def kept_until_read(self, x: Tensor) -> AbstractContextManager[Tensor]:
+        """As `forward`; where layernorm is recomputed, what reads the result inside the block does not keep it."""
+        return recomputed(self.again, partial(self.norm, eps=self.eps), x, self.scale(x.dtype))
 
 
 class Attention(nn.Module):
@@ -68,7 +91,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.axes = options.axes
+        self.axes, self.backend = options.axes, options.attention
+        self.norm_rotate, self.again = options.ops.norm_rotate, "core_attn" in options.recompute
         tp, hd = options.axes.tp.size, config.head_dim
         heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
         self.head_dim = hd
@@ -84,14 +108,20 @@ class Attention(nn.Module):
         with range_("attention") as r:
             x_ND = copy_to(r.enter(x_ND), self.axes.tp)
             q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-            q_NHd = rotate(self.q_norm(q_NHd), seq.cos_Nd, seq.sin_Nd)
-            k_NGd = rotate(self.k_norm(k_NGd), seq.cos_Nd, seq.sin_Nd)
-            if self.axes.cp.size > 1:
-                out_NHd = context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
-            else:
-                cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
-                out_NHd = attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True)
-            return r.exit(reduce_from(self.o_proj(out_NHd.flatten(1)), self.axes.tp))
+            q_NHd, k_NGd = (
+                self.norm_rotate(x, n.scale(x.dtype), seq.cos_Nd, seq.sin_Nd, n.eps)
+                for x, n in ((q_NHd, self.q_norm), (k_NGd, self.k_norm))
+            )
+            with recomputed(self.again, partial(self.core, seq=seq), q_NHd, k_NGd, v_NGd) as out_NHd:
+                out_ND = self.o_proj(out_NHd.flatten(1))
+            return r.exit(reduce_from(out_ND, self.axes.tp))
+
+    def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
+        """The attention itself, (N, H, d)."""
+        if self.axes.cp.size > 1:
+            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
+        cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
+        return attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True, backend=self.backend)
 
 
 class Mlp(nn.Module):
@@ -99,32 +129,30 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.tp = options.axes.tp
+        self.tp, self.swiglu = options.axes.tp, options.ops.swiglu
         width = config.ffn_size // self.tp.size
         self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
         self.w2 = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
-        gate, up = self.w13(copy_to(x_ND, self.tp)).chunk(2, dim=1)
-        return reduce_from(self.w2(silu(gate) * up), self.tp)
+        return reduce_from(self.w2(self.swiglu(self.w13(copy_to(x_ND, self.tp)))), self.tp)
 
 
 class Router(nn.Module):
-    """Top-k routing in float32, whatever the precision around it."""
+    """Top-k routing, by default in float32, whatever the precision around it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.top_k, self.normalize = config.top_k, config.norm_topk_prob
+        self.product = ops.wide_linear if options.router_wide else linear
+        self.route = options.ops.route
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts (N, K) and their probabilities (N, K, float32)."""
+        """Experts (N, K) and their probabilities (N, K), float32 unless the router is narrow."""
         with range_("router") as r:
-            scores_NE = softmax(linear(r.enter(x_ND).float(), self.weight.float()), dim=1)
-            prob_NK, expert_NK = scores_NE.topk(self.top_k, dim=1)
-            if self.normalize:
-                prob_NK = prob_NK / prob_NK.sum(1, keepdim=True)
+            expert_NK, prob_NK = self.route(self.product(r.enter(x_ND), self.weight), self.top_k, self.normalize)
             return expert_NK, r.exit(prob_NK)
 
 
@@ -138,6 +166,7 @@ class Experts(nn.Module):
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
         self.grouped = options.grouped
+        self.swiglu, self.again = options.ops.swiglu, "moe_act" in options.recompute
 
     def forward(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         """Each expert's SwiGLU on its own rows; `counts` gives the rows per expert, in order."""
@@ -147,15 +176,16 @@ class Experts(nn.Module):
 
     def _grouped(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = grouped_mm(rows_RD, self.w13.to(rows_RD.dtype).transpose(1, 2), offs=ends).chunk(2, dim=1)
-        return grouped_mm(silu(gate) * up, self.w2.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+        h_RF = grouped_mm(rows_RD, self.w13.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+        with recomputed(self.again, self.swiglu, h_RF) as act_RF:
+            return grouped_mm(act_RF, self.w2.to(rows_RD.dtype).transpose(1, 2), offs=ends)
 
     def _loop(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         outs = []
         w13, w2 = self.w13.to(rows_RD.dtype), self.w2.to(rows_RD.dtype)
         for e, rows in enumerate(rows_RD.split(counts.tolist())):
-            gate, up = linear(rows, w13[e]).chunk(2, dim=1)
-            outs.append(linear(silu(gate) * up, w2[e]))
+            with recomputed(self.again, self.swiglu, linear(rows, w13[e])) as act_RF:
+                outs.append(linear(act_RF, w2[e]))
         return torch.cat(outs)
 
 
@@ -164,9 +194,11 @@ class Moe(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.router = Router(config)
+        self.router = Router(config, options)
         self.experts = Experts(config, options)
-        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep, options.axes.tp)
+        self.dispatcher = dispatch.make(
+            options.dispatcher, config.num_experts, options.axes.ep, options.axes.tp, fused=options.fused_permutation
+        )
         self.tp = options.axes.tp
 
     def forward(self, x_ND: Tensor) -> Tensor:
@@ -181,9 +213,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options=options)
         self.attn = Attention(config, options)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options=options)
+        self.again = ("moe" if config.num_experts else "mlp") in options.recompute
         if config.num_experts:
             self.moe = Moe(config, options)
         else:
@@ -191,9 +224,11 @@ class Layer(nn.Module):
 
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """One decoder layer."""
-        x_ND = x_ND + self.attn(self.attn_norm(x_ND), seq)
-        h_ND = self.mlp_norm(x_ND)
-        return x_ND + (self.moe(h_ND) if hasattr(self, "moe") else self.mlp(h_ND))
+        with self.attn_norm.kept_until_read(x_ND) as h_ND:
+            x_ND = x_ND + self.attn(h_ND, seq)
+        mlp = self.moe if hasattr(self, "moe") else self.mlp
+        with self.mlp_norm.kept_until_read(x_ND) as h_ND:
+            return x_ND + (checkpoint(mlp, h_ND, use_reentrant=False) if self.again else mlp(h_ND))
 
 
 class VocabWeight(nn.Module):
@@ -220,14 +255,23 @@ class Decoder(nn.Module):
         self.activation_dtype = torch.float32
         axes = self.options.axes
         self.chunks = self.options.chunks or (range(config.num_layers),)
-        if axes.is_first_stage:
+        # Tied, the matrix has one name on every stage that holds it; on one stage it is one parameter.
+        if axes.is_first_stage or (config.tie_word_embeddings and axes.is_last_stage):
             self.embed = VocabWeight(config, self.options)
-            if config.vision is not None:
-                self.vision = VisionTower(config.vision, config.hidden_size)
+        if axes.is_first_stage and config.vision is not None:
+            self.vision = VisionTower(
+                config.vision, config.hidden_size, recompute="vision" in self.options.recompute, attention=self.options.attention
+            )
         self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for stretch in self.chunks for i in stretch})
         if axes.is_last_stage:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = VocabWeight(config, self.options)
+            if not config.tie_word_embeddings:
+                self.head = VocabWeight(config, self.options)
+
+    @property
+    def output(self) -> VocabWeight:
+        """The output layer's matrix: the embedding's, where the two are tied."""
+        return self.embed if self.config.tie_word_embeddings else self.head
 
     def forward(self, batch: Batch, x_ND: Tensor | None = None, *, chunk: int = 0, logits: bool = False) -> Tensor:
         """The summed loss (last chunk of the last stage), or the hidden states for the next stage.
@@ -248,10 +292,10 @@ class Decoder(nn.Module):
                 x_ND = x_ND + 0 * sum(t.sum() for t in (image_VD, *unused))
         with range_("decoder") as r:
             x_ND = r.enter(x_ND)
-            seq = self.sequence(batch, dtype)
+            seq, whole = self.sequence(batch, dtype), "full" in self.options.recompute
             for number in self.chunks[chunk]:
                 layer = self.layers[str(number)]
-                x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if self.options.recompute else layer(x_ND, seq)
+                x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if whole else layer(x_ND, seq)
                 if number < len(visual) and index is not None:
                     x_ND = x_ND.index_add(0, index, visual[number].to(dtype))
             x_ND = r.exit(x_ND)
@@ -259,10 +303,11 @@ class Decoder(nn.Module):
             return x_ND
         x_ND = self.norm(x_ND)
         if logits:
-            return self.head(lambda w, x: x @ w.t(), x_ND)
+            return self.output(lambda w, x: x @ w.t(), x_ND)
         with range_("loss") as r:
-            loss = self.head(lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp), r.enter(x_ND))
-            return r.exit(loss)
+            size, rows = self.options.loss_chunk, self.options.loss_rows
+            use = lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp, size, rows)  # noqa: E731
+            return r.exit(self.output(use, r.enter(x_ND)))
 
     def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
         """The visual tokens among this rank's tokens, for the input and for the first layers."""
@@ -311,9 +356,3 @@ def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
             angle[:, axis:stop:3] = angle_3N[axis, :, axis:stop:3]
     angle = torch.cat([angle, angle], dim=1)
     return angle.cos(), angle.sin()
-
-
-def rotate(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:
-    """Rotary embedding: halves of the head are rotated against each other."""
-    a, b = x_NHd.chunk(2, dim=-1)
-    return x_NHd * cos_Nd.unsqueeze(1) + torch.cat([-b, a], dim=-1) * sin_Nd.unsqueeze(1)

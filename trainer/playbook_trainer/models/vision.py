@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu
+from torch.utils.checkpoint import checkpoint
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import VisionConfig
@@ -29,16 +30,17 @@ class VisionTower(nn.Module):
         ConfigError: sizes that do not fit together.
     """
 
-    def __init__(self, config: VisionConfig, out_size: int) -> None:
+    def __init__(self, config: VisionConfig, out_size: int, *, recompute: bool = False, attention: str = "auto") -> None:
         super().__init__()
         _check(config)
+        self.recompute = recompute
         self.head_dim = config.hidden_size // config.num_heads
         self.taps = list(config.deepstack_layers)
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         # A Conv3d whose stride equals its kernel is a linear map of the flattened patch; as a Linear it is one matrix product.
         self.patch_embed = nn.Linear(patch, config.hidden_size)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, attention) for _ in range(config.depth))
         self.merger = Merger(config, out_size, norm_after=False)
         self.deepstack = nn.ModuleList(Merger(config, out_size, norm_after=True) for _ in self.taps)
 
@@ -57,7 +59,8 @@ class VisionTower(nn.Module):
             cos_Pr, sin_Pr = rotation(vision.rotary_P2, self.head_dim)
             tapped = []
             for number, block in enumerate(self.blocks):
-                x_PD = block(x_PD, cos_Pr, sin_Pr, vision.cu_seqlens, vision.max_seqlen)
+                inputs = (x_PD, cos_Pr, sin_Pr, vision.cu_seqlens, vision.max_seqlen)
+                x_PD = checkpoint(block, *inputs, use_reentrant=False) if self.recompute else block(*inputs)
                 if number in self.taps:
                     tapped.append(x_PD)
             # A span that could not be marked at its beginning (frozen patch embedding) must not be marked at its end.
@@ -77,9 +80,9 @@ class VisionBlock(nn.Module):
     `before` and `after` are everything but the attention: plain tensor code without data-dependent control flow, for torch.compile.
     """
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, attention: str = "auto") -> None:
         super().__init__()
-        size = config.hidden_size
+        size, self.attention = config.hidden_size, attention
         self.num_heads = config.num_heads
         self.norm1 = nn.LayerNorm(size, eps=NORM_EPS)
         self.norm2 = nn.LayerNorm(size, eps=NORM_EPS)
@@ -91,7 +94,7 @@ class VisionBlock(nn.Module):
     def forward(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """The block's output, (P, D)."""
         q_PHd, k_PHd, v_PHd = self.before(x_PD, cos_Pr, sin_Pr)
-        a_PHd = attend(q_PHd, k_PHd, v_PHd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=False)
+        a_PHd = attend(q_PHd, k_PHd, v_PHd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=False, backend=self.attention)
         return self.after(x_PD, a_PHd)
 
     def before(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,8 @@ from playbook_trainer.parallel.comm import all_gather, all_to_all, copy_to, exch
 class Dispatcher(Protocol):
     """What a dispatcher offers."""
 
+    fused: bool = False
+
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Rows (R, D) sorted by local expert, rows per local expert (E / ep), and what `combine` needs."""
 
@@ -30,9 +32,11 @@ class Dispatcher(Protocol):
         """Weighted expert outputs back at their tokens (N, D)."""
 
 
-def make(name: str, num_experts: int, ep: Axis, tp: Axis) -> Dispatcher:
-    """The dispatcher of the configuration; one rank needs none but the local sort."""
-    return DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep, tp)
+def make(name: str, num_experts: int, ep: Axis, tp: Axis, *, fused: bool = False) -> Dispatcher:
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels."""
+    dispatcher: Dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep, tp)
+    dispatcher.fused = fused
+    return dispatcher
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Route:
     prob_NK: Tensor
     send: list[int]
     receive: list[int]
+    fused: bool = False
     order_R: Tensor | None = None
     inverse_R: Tensor | None = None
 
@@ -52,14 +57,16 @@ class Route:
 class Local:
     """All experts are here: sort the rows by expert, and unsort them."""
 
+    fused = False
+
     def __init__(self, num_experts: int, ep: Axis, tp: Axis) -> None:
         self.num_experts, self.ep, self.tp = num_experts, ep, tp
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Rows sorted by expert."""
         with range_("dispatch") as r:
-            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts)
-            rows = _Expand.apply(r.enter(copy_to(x_ND, self.tp)), route.order, route.inverse, route.shape[1])
+            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts, self.fused)
+            rows = _expand(r.enter(copy_to(x_ND, self.tp)), route)
             return r.exit(rows), counts, route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
@@ -71,17 +78,19 @@ class Local:
 class AllToAll:
     """Each (token, expert) row travels to the expert's rank and its output travels back; probabilities stay at home."""
 
+    fused = False
+
     def __init__(self, num_experts: int, ep: Axis, tp: Axis) -> None:
         self.num_experts, self.ep, self.tp = num_experts, ep, tp
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Exchange the rows; one wait for the device per layer, to learn how many come."""
         with range_("dispatch") as r:
-            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts)
+            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts, self.fused)
             sent = counts.view(self.ep.size, -1)
             received = exchange_counts(sent, self.ep)
             route.send, route.receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-            rows = _Expand.apply(r.enter(copy_to(x_ND, self.tp)), route.order, route.inverse, route.shape[1])
+            rows = _expand(r.enter(copy_to(x_ND, self.tp)), route)
             rows = all_to_all(rows, route.send, route.receive, self.ep)
             local = torch.arange(received.shape[1], device=rows.device).repeat(self.ep.size)
             expert_R = torch.repeat_interleave(local, received.flatten(), output_size=rows.shape[0])
@@ -131,12 +140,12 @@ class AllGather:
 DISPATCHERS: dict[str, Any] = {"local": Local, "alltoall": AllToAll, "allgather": AllGather}
 
 
-def _sort(x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor, num_experts: int) -> tuple[Route, Tensor]:
+def _sort(x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor, num_experts: int, fused: bool) -> tuple[Route, Tensor]:
     flat = expert_NK.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts)
     shape = (x_ND.shape[0], expert_NK.shape[1], x_ND.shape[1])
-    return Route(shape, order, _invert(order), prob_NK, [], []), counts
+    return Route(shape, order, _invert(order), prob_NK, [], [], fused), counts
 
 
 def _invert(order: Tensor) -> Tensor:
@@ -145,7 +154,19 @@ def _invert(order: Tensor) -> Tensor:
     return inverse
 
 
+def _expand(x_ND: Tensor, route: Route) -> Tensor:
+    if route.fused:
+        from playbook_trainer.models.kernels import permute
+
+        return permute.expand(x_ND, route.inverse, route.shape[1])
+    return _Expand.apply(x_ND, route.order, route.inverse, route.shape[1])
+
+
 def _weigh(rows: Tensor, route: Route) -> Tensor:
+    if route.fused:
+        from playbook_trainer.models.kernels import permute
+
+        return permute.weigh(rows, route.inverse, route.prob_NK)
     rows_NKD = _Permute.apply(rows, route.inverse, route.order).view(route.shape)
     return _WeightedSum.apply(rows_NKD, route.prob_NK)
 

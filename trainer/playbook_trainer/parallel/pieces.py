@@ -1,13 +1,10 @@
 """A parameter as boxes of the whole tensor: what a checkpoint stores, so that any layout can read what another has written.
 
-Where a box lies is asked from `sharding.part` itself: the coordinates of the whole parameter are cut as its values are, and FSDP's part of that is
-added. Consecutive coordinates are one box, so the two halves of `w13` under tensor parallelism become two.
+Where a box lies is asked from `sharding.local_boxes`, so the two halves of `w13` under tensor parallelism are two.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import full_shape, part, shard_of
+from playbook_trainer.parallel.sharding import full_shape, local_boxes
 
 
 @dataclass(frozen=True)
@@ -72,35 +68,5 @@ class Pieces:
 
 def place(name: str, param: Tensor, axes: Axes) -> Place:
     """Where this rank's part of the parameter lies; no boxes where FSDP leaves it nothing."""
-    shape = tuple(full_shape(param, name, axes))
-    if isinstance(param, DTensor):
-        chunk = param.__create_chunk_list__()[0]
-        first, sizes = list(chunk.offsets), list(chunk.sizes)
-    else:
-        first, sizes = [0] * param.dim(), list(param.shape)
-    held = _coordinates(name, shape, axes)
-    runs = [_runs(c[o : o + n]) for c, o, n in zip(held, first, sizes, strict=True)]
-    boxes = [Box(tuple(slice(a, a + n) for a, _, n in box), tuple(at for _, at, _ in box)) for box in itertools.product(*runs)]
-    return Place(shape, tuple(boxes))
-
-
-def _coordinates(name: str, shape: tuple[int, ...], axes: Axes) -> list[Tensor]:
-    """For each dimension, the coordinates in the whole parameter that this rank's part (before FSDP) has there."""
-    rule = shard_of(name)
-    cut = {d for d, wanted in ((0, rule.ep), (rule.tp_dim, rule.tp_dim is not None)) if wanted and d is not None}
-    out = [torch.arange(n) for n in shape]
-    # Dimensions that are never cut shrink to one, so that the probe stays small whatever the parameter's size.
-    lean = [n if d in cut else 1 for d, n in enumerate(shape)]
-    probe = part(torch.arange(math.prod(lean)).view(lean), name, axes) if cut else None
-    for d in cut:
-        assert probe is not None
-        out[d] = probe.movedim(d, 0).flatten(1)[:, 0] // math.prod(lean[d + 1 :]) % shape[d]
-    return out
-
-
-def _runs(coordinates: Tensor) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive coordinates: (place among them, first coordinate, length)."""
-    if not len(coordinates):
-        return []
-    starts = [0, *((coordinates.diff() != 1).nonzero().flatten() + 1).tolist(), len(coordinates)]
-    return [(a, int(coordinates[a]), b - a) for a, b in itertools.pairwise(starts)]
+    boxes = (Box(tuple(slice(a, b) for a, b in own), tuple(first for first, _ in whole)) for own, whole in local_boxes(param, name, axes))
+    return Place(tuple(full_shape(param, name, axes)), tuple(boxes))

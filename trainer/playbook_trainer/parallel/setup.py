@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from playbook_trainer.config import CompileConfig, TrainerConfig
+from playbook.errors import ConfigError
+from playbook_trainer.config import CompileConfig, TrainConfig, TrainerConfig
+from playbook_trainer.models.attention import has_packed_cudnn
 from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.models.ops import Ops, compiled
+from playbook_trainer.parallel import weights
 from playbook_trainer.parallel.axes import Axes, Axis
 from playbook_trainer.parallel.sharding import fill, initial_value
+from playbook_trainer.parallel.tensor import LossRows, plain_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -21,13 +29,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     """This rank's stage of the model, sharded and initialised."""
     train = config.train
+    check_device(config, device)
     meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
     options = Options(
         axes=axes,
         dispatcher=config.moe.dispatcher,
         grouped=grouped,
-        recompute=train.recompute == "full",
+        recompute=frozenset(train.recompute_modules if train.recompute == "selective" else [train.recompute]),
+        attention=train.attention,
+        router_wide=config.moe.router_dtype == "fp32",
+        fused_permutation=config.moe.fused_permutation,
+        loss_chunk=train.loss_chunk,
+        loss_rows=loss_rows(train),
+        ops=compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops(),
         vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
@@ -38,8 +53,41 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=device)
-    fill(model, axes, initial_value(config.model, config.seed))
+    if config.init.weights is None:
+        fill(model, axes, initial_value(config.model, config.seed))
+    else:
+        weights.load(model, axes, Path(config.init.weights))
     return model
+
+
+def check_device(config: TrainerConfig, device: torch.device) -> None:
+    """Refuse switches that this rank's device or its packages cannot serve.
+
+    Raises:
+        ConfigError: one message for all of them.
+    """
+    train, problems = config.train, []
+    fused = {"train.fused_loss": train.fused_loss, "moe.fused_permutation": config.moe.fused_permutation}
+    if device.type != "cuda":
+        problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on]
+        if train.attention in ("flash", "cudnn"):
+            problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
+    elif train.attention == "cudnn" and not has_packed_cudnn() and (config.data.pack or config.data.pad or config.model.vision):
+        problems.append(
+            "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
+            "install perf-playbook with the extra 'gpu', or set train.attention: auto"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def loss_rows(train: TrainConfig) -> LossRows:
+    """How a chunk of logits becomes loss and gradient."""
+    if train.fused_loss:
+        from playbook_trainer.models.kernels.cross_entropy import fused_rows
+
+        return fused_rows
+    return _compiled(plain_rows, config=train.compile) if train.compile.loss else plain_rows
 
 
 def meet(axes: Axes, device: torch.device) -> None:
@@ -115,6 +163,10 @@ def compile_regions(model: Decoder, config: CompileConfig) -> None:
 
 
 def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
-    dynamic = {"auto": None, "static": False, "marked": True}[config.dynamic]
     for name in methods:
-        setattr(module, name, torch.compile(getattr(module, name), backend=config.backend, dynamic=dynamic))
+        setattr(module, name, _compiled(getattr(module, name), config=config))
+
+
+def _compiled(f: Callable[..., Any], *, config: CompileConfig) -> Callable[..., Any]:
+    dynamic = {"auto": None, "static": False, "marked": True}[config.dynamic]
+    return torch.compile(f, backend=config.backend, dynamic=dynamic)

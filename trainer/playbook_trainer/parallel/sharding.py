@@ -6,19 +6,27 @@ keeps its part. Drawing all 16 billion values of a large model takes a GPU a fra
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from playbook_trainer.config import ModelConfig
 from playbook_trainer.parallel.axes import Axes
+
+Interval = tuple[int, int]
+"""First and last + 1."""
+Box = tuple[Interval, ...]
+"""A part of a tensor: an interval of each dimension."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,56 @@ def is_replicated_over_tp(name: str) -> bool:
     return shard_of(name).tp_dim is None
 
 
+def held(shape: Sequence[int], name: str, axes: Axes) -> list[list[Interval]]:
+    """The intervals of each dimension of a whole parameter that this rank holds before FSDP cuts further; end to end they are its part."""
+    shard = shard_of(name)
+    out = [[(0, size)] for size in shape]
+    if shard.ep:
+        size = shape[0] // axes.ep.size
+        out[0] = [(axes.ep.rank * size, (axes.ep.rank + 1) * size)]
+    if shard.tp_dim is not None and axes.tp.size > 1:
+        block = shape[shard.tp_dim] // shard.blocks
+        size = block // axes.tp.size
+        starts = [i * block + axes.tp.rank * size for i in range(shard.blocks)]
+        out[shard.tp_dim] = [(start, start + size) for start in starts]
+    return out
+
+
 def part(full: Tensor, name: str, axes: Axes) -> Tensor:
     """This rank's part of a whole parameter, before FSDP cuts it further."""
-    shard = shard_of(name)
-    if shard.ep:
-        full = full.chunk(axes.ep.size, dim=0)[axes.ep.rank]
-    if shard.tp_dim is not None and axes.tp.size > 1:
-        blocks = full.chunk(shard.blocks, dim=shard.tp_dim)
-        full = torch.cat([b.chunk(axes.tp.size, dim=shard.tp_dim)[axes.tp.rank] for b in blocks], dim=shard.tp_dim)
+    for dim, intervals in enumerate(held(full.shape, name, axes)):
+        if intervals != [(0, full.shape[dim])]:
+            full = torch.cat([full.narrow(dim, start, stop - start) for start, stop in intervals], dim=dim)
     return full
+
+
+def local_boxes(param: Tensor, name: str, axes: Axes) -> list[tuple[Box, Box]]:
+    """Where this rank's values lie: each box of its own tensor, and the same box of the whole parameter."""
+    shape, offset = tuple(param.shape), (0,) * param.dim()
+    if isinstance(param, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    if math.prod(shape) == 0:
+        return []
+    windows = zip(held(full_shape(param, name, axes), name, axes), offset, shape, strict=True)
+    pairs = [_inside(intervals, first, first + size) for intervals, first, size in windows]
+    return [(tuple(a for a, _ in choice), tuple(b for _, b in choice)) for choice in itertools.product(*pairs)]
+
+
+def _inside(intervals: Sequence[Interval], first: int, last: int) -> list[tuple[Interval, Interval]]:
+    """The stretch first..last of the intervals laid end to end: as intervals counted from `first`, and as parts of the originals."""
+    out, at = [], 0
+    for start, stop in intervals:
+        a, b = max(first, at), min(last, at + stop - start)
+        if a < b:
+            out.append(((a - first, b - first), (start + a - at, start + b - at)))
+        at += stop - start
+    return out
+
+
+def is_second_copy(model: Any, name: str) -> bool:
+    """Whether this rank holds a tied embedding for the output layer, while another stage holds it for the input and counts it."""
+    axes: Axes = model.options.axes
+    return name == "embed.weight" and bool(model.config.tie_word_embeddings) and not axes.is_first_stage
 
 
 def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
@@ -79,7 +128,7 @@ def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tupl
     """Parameters of the whole model and those of them that are trained, whatever share of them this rank holds."""
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for name, param in model.named_parameters():
-        size = math.prod(full_shape(param, name, axes))
+        size = 0 if is_second_copy(model, name) else math.prod(full_shape(param, name, axes))
         counts += torch.tensor([size, size if param.requires_grad else 0], device=device)
     if axes.pp.size > 1:
         dist.all_reduce(counts, group=axes.pp.group)

@@ -5,6 +5,7 @@ Suffixes: N tokens, D hidden size, W vocabulary rows of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,55 +31,65 @@ def embed(tokens_N: Tensor, weight_WD: Tensor, tp: Axis) -> Tensor:
     return reduce_from(x_ND, tp)
 
 
-def linear_cross_entropy(x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis) -> Tensor:
+LossRows = Callable[[Tensor, Tensor, Tensor, Axis, bool], tuple[Tensor, Tensor]]
+"""(logits, targets among this rank's rows, which labels count, axis, whether gradients are wanted) to the summed loss and the gradient of
+the logits, in their precision; it may overwrite them."""
+
+
+def linear_cross_entropy(
+    x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis, chunk: int = CHUNK, rows: LossRows | None = None
+) -> Tensor:
     """The summed cross-entropy of `x @ weight.T` against the labels, in float32, a chunk of tokens at a time.
 
     Loss and gradients are made in one pass over the logits, so that no more than a chunk of them ever exists.
     With tensor parallelism each rank holds the logits of its own vocabulary rows; maxima and sums are joined over the axis.
     """
-    return _LinearCrossEntropy.apply(x_ND, weight_WD, labels_N, tp)
+    return _LinearCrossEntropy.apply(x_ND, weight_WD, labels_N, tp, chunk, rows or plain_rows)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_WD: Tensor, labels_N: Tensor, tp: Axis, chunk: int, rows: LossRows) -> Tensor:
         loss = x_ND.new_zeros((), dtype=torch.float32)
-        need = torch.is_grad_enabled() or x_ND.requires_grad or weight_WD.requires_grad
+        need = x_ND.requires_grad or weight_WD.requires_grad
         grad_x = torch.empty_like(x_ND) if need else None
         grad_w = torch.zeros_like(weight_WD, dtype=torch.float32) if need else None
-        for start in range(0, x_ND.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            x, labels = x_ND[part], labels_N[part]
-            logits, target, valid = _logits(x, weight_WD, labels, tp)
-            lse = _logsumexp(logits, tp)
-            loss += ((lse - _target_logit(logits, target, tp)) * valid).sum()
-            if grad_x is None or grad_w is None:
-                continue
-            probs = logits.sub_(lse.unsqueeze(1)).exp_()
-            inside = (target >= 0) & (target < probs.shape[1])
-            probs.scatter_add_(1, target.clamp(0, probs.shape[1] - 1).unsqueeze(1), -inside.to(probs.dtype).unsqueeze(1))
-            probs = probs.mul_(valid.unsqueeze(1)).to(x.dtype)
-            grad_x[part] = probs @ weight_WD
-            grad_w += probs.t() @ x
+        for x, labels, grad in zip(
+            x_ND.split(chunk), labels_N.split(chunk), (x_ND if grad_x is None else grad_x).split(chunk), strict=True
+        ):
+            target = labels - tp.rank * weight_WD.shape[0]
+            part, probs = rows(x @ weight_WD.t(), target, labels != IGNORE, tp, need)
+            loss += part
+            if grad_w is not None:
+                torch.mm(probs, weight_WD, out=grad)
+                grad_w += probs.t() @ x
         if need:
             ctx.save_for_backward(grad_x, grad_w)
         ctx.tp = tp
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
         scale = grads[0]
         grad_x = grad_x * scale.to(grad_x.dtype)
         if ctx.tp.size > 1:
             dist.all_reduce(grad_x, group=ctx.tp.group)
-        return grad_x, (grad_w * scale).to(grad_x.dtype), None, None
+        return grad_x, (grad_w * scale).to(grad_x.dtype), None, None, None, None
 
 
-def _logits(x: Tensor, weight: Tensor, labels: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 logits of this rank's rows, the target's place among them, and which labels count."""
-    logits = (x @ weight.t()).float()
-    return logits, labels - tp.rank * weight.shape[0], (labels != IGNORE).to(logits.dtype)
+def plain_rows(logits: Tensor, target: Tensor, valid: Tensor, tp: Axis, need: bool) -> tuple[Tensor, Tensor]:
+    """The reference: softmax in float32, one operator after the other."""
+    wide, keep = logits.float(), valid.float()
+    lse = _logsumexp(wide, tp)
+    loss = ((lse - _target_logit(wide, target, tp)) * keep).sum()
+    if not need:
+        return loss, logits
+    # In 32 bits `wide` is `logits` itself, which nobody reads again.
+    probs = wide.sub_(lse.unsqueeze(1)).exp_()
+    inside = (target >= 0) & (target < probs.shape[1])
+    probs.scatter_add_(1, target.clamp(0, probs.shape[1] - 1).unsqueeze(1), -inside.to(probs.dtype).unsqueeze(1))
+    return loss, probs.mul_(keep.unsqueeze(1)).to(logits.dtype)
 
 
 def _logsumexp(logits: Tensor, tp: Axis) -> Tensor:

@@ -1,0 +1,224 @@
+"""Switches of memory and speed that need a GPU, against the plain path and float64; figures are printed (pytest -s)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+from ranks import run, steps, summary
+
+from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.models import attention
+from playbook_trainer.parallel import dispatch
+from playbook_trainer.parallel.axes import Axis
+from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+def milliseconds(f, repeats: int = 10) -> float:
+    for _ in range(3):
+        f()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        f()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began) / repeats
+
+
+@pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
+def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
+    from playbook_trainer.models.kernels.cross_entropy import fused_rows
+
+    torch.manual_seed(0)
+    n, width, size = shape
+    x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16) * 0.5 for s in ((n, size), (width, size)))
+    labels = torch.randint(0, width, (n,), device=DEVICE)
+    labels[::5] = IGNORE
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    reference = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum", ignore_index=IGNORE)
+    reference.backward()
+    for rows in (plain_rows, fused_rows):
+        ours = [t.clone().requires_grad_() for t in (x, w)]
+        loss = linear_cross_entropy(*ours, labels, Axis("tp"), 20, rows)
+        loss.backward()
+        errors = [relative(loss.detach(), reference.detach()), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+        print(rows.__name__, shape, "relative errors of loss, x, w:", *(f"{e:.2e}" for e in errors))
+        assert errors[0] < 1e-3
+        assert max(errors[1:]) < 2e-2
+
+
+def test_fused_loss_is_timed() -> None:
+    from playbook_trainer.models.kernels.cross_entropy import fused_rows
+
+    x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in ((8192, 2048), (151_936, 2048)))
+    labels = torch.randint(0, 151_936, (8192,), device=DEVICE)
+    for rows in (plain_rows, fused_rows):
+        torch.cuda.reset_peak_memory_stats()
+        ms = milliseconds(lambda r=rows: linear_cross_entropy(x, w, labels, Axis("tp"), 4096, r).backward(), 5)
+        print(f"loss of 8192 tokens, {rows.__name__}: {ms:.1f} ms, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+@pytest.mark.parametrize("shape", [(50, 8, 16, 256), (1, 4, 8, 96), (129, 2, 128, 2048), (64, 1, 4, 33), (300, 8, 8, 640)])
+@pytest.mark.parametrize("skew", [False, True])
+def test_fused_permutation_against_the_plain_path(shape: tuple[int, int, int, int], skew: bool) -> None:
+    """Random routing, and routing that leaves half of the experts empty; odd widths."""
+    torch.manual_seed(0)
+    n, k, experts, size = shape
+    scores = torch.rand(n, experts, device=DEVICE)
+    if skew and experts >= 2 * k:
+        scores[:, experts // 2 :] = -1
+    prob, expert = scores.topk(k, dim=1)
+    x = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16)
+    gain = torch.randn(n * k, size, device=DEVICE, dtype=torch.bfloat16)
+    grad = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16)
+    found = {}
+    for name, fused, dtype in (("plain", False, torch.bfloat16), ("fused", True, torch.bfloat16), ("exact", False, torch.float64)):
+        local = dispatch.make("alltoall", experts, Axis("ep"), Axis("tp"), fused=fused)
+        x_ = x.detach().to(dtype).clone().requires_grad_()
+        p_ = prob.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).clone().requires_grad_()
+        rows, counts, route = local.dispatch(x_, expert, p_)
+        assert counts.tolist() == torch.bincount(expert.flatten(), minlength=experts).tolist()
+        out = local.combine(rows * gain.to(dtype), route)
+        out.backward(grad.to(dtype))
+        found[name] = (rows, out, x_.grad, p_.grad)
+    assert torch.equal(found["fused"][0], found["plain"][0])
+    for what, plain, fused, exact in zip(("out", "x", "prob"), *(found[m][1:] for m in ("plain", "fused", "exact")), strict=True):
+        print(what, shape, f"plain {relative(plain, exact):.2e} fused {relative(fused, exact):.2e}")
+        assert relative(fused, exact) < max(4e-3, 1.1 * relative(plain, exact))
+
+
+def test_fused_permutation_is_timed() -> None:
+    n, k, experts, size = 16_384, 8, 128, 2048
+    prob, expert = torch.rand(n, experts, device=DEVICE).topk(k, dim=1)
+    x = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    prob = prob.detach().requires_grad_()
+    for fused in (False, True):
+        local = dispatch.make("alltoall", experts, Axis("ep"), Axis("tp"), fused=fused)
+
+        def there_and_back(local=local) -> None:
+            rows, _, route = local.dispatch(x, expert, prob)
+            local.combine(rows, route).sum().backward()
+
+        print(f"dispatch and combine on one rank, 16k tokens, top-8 of 128, fused={fused}: {milliseconds(there_and_back):.2f} ms")
+
+
+BACKENDS = ("flash", "cudnn", "cudnn_packed")
+
+
+def call(name: str, q, k, v, cu, top: int):
+    if name == "flash":
+        return attention._flash(q, k, v, cu, cu, top, top, True)
+    if name == "cudnn":
+        return attention._cudnn_dense(q, k, v, top, True)
+    return attention._cudnn_packed(q, k, v, cu, cu, top, top, True)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("lengths", [[512], [256] * 4, [1, 700, 3, 320]])
+def test_attention_backends_against_float64(name: str, lengths: list[int]) -> None:
+    if name == "cudnn" and len(set(lengths)) > 1:
+        pytest.skip("the dense call takes documents of one length")
+    if name == "cudnn_packed":
+        pytest.importorskip("transformer_engine")
+    torch.manual_seed(0)
+    n = sum(lengths)
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    fast = [torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in ((n, 8, 128), (n, 2, 128), (n, 2, 128))]
+    exact = [t.detach().double().requires_grad_() for t in fast]
+    grad = torch.randn(n, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    out, reference = call(name, *fast, cu, max(lengths)), attention._plain(*exact, cu, cu, True)
+    out.backward(grad)
+    reference.backward(grad.double())
+    errors = [relative(out, reference), *(relative(a.grad, b.grad) for a, b in zip(fast, exact, strict=True))]
+    print(name, lengths, *(f"{e:.2e}" for e in errors))
+    assert max(errors) < 2e-2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("lengths", [[8192], [4096] * 4, [100, 4000, 1300, 92, 2700]], ids=["1x8192", "4x4096", "packed-8192"])
+def test_attention_backends_are_timed(name: str, lengths: list[int]) -> None:
+    if name == "cudnn" and len(set(lengths)) > 1:
+        pytest.skip("the dense call takes documents of one length")
+    if name == "cudnn_packed":
+        pytest.importorskip("transformer_engine")
+    n = sum(lengths)
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    q, k, v = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in ((n, 32, 128), (n, 4, 128), (n, 4, 128)))
+    grad = torch.randn(n, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    ms = milliseconds(lambda: call(name, q, k, v, cu, max(lengths)).backward(grad))
+    # Two products forward, five backward (one is a recomputation, not counted: 4), half of the square: 3.5 x 4 x S^2 / 2 x heads x size.
+    flops = sum(3.5 * 4 * s * s / 2 * 32 * 128 for s in lengths)
+    print(f"{name} {lengths[:3]}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s forward and backward")
+
+
+COMMON = [
+    "trainer/configs/qwen3_30b_a3b_24l.yaml",
+    "model.num_layers=4",
+    "parallel.ep=1",
+    "train.steps=9",
+    "train.warmup_steps=4",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=2",
+    "train.log_every=1",
+    "optimizer.lr=1e-5",
+]
+SELECTIVE = ["train.recompute=selective"]
+SWITCHES: dict[str, list[str]] = {
+    "plain": ["train.attention=flash"],
+    "attention auto": [],
+    "attention cudnn": ["train.attention=cudnn"],
+    "recompute layernorm": [*SELECTIVE, "train.recompute_modules=[layernorm]"],
+    "recompute moe_act": [*SELECTIVE, "train.recompute_modules=[moe_act]"],
+    "recompute both": [*SELECTIVE, "train.recompute_modules=[layernorm,moe_act]"],
+    "recompute core_attn": [*SELECTIVE, "train.recompute_modules=[core_attn]"],
+    "recompute moe": [*SELECTIVE, "train.recompute_modules=[moe]"],
+    "recompute full": ["train.recompute=full"],
+    "bf16 moments": ["optimizer.moments_dtype=bf16"],
+    "narrow router": ["moe.router_dtype=bf16"],
+    "fused permutation": ["moe.fused_permutation=true"],
+    "fused loss": ["train.fused_loss=true"],
+    "loss in chunks of 1024": ["train.loss_chunk=1024"],
+    "compiled loss": ["train.compile.loss=true", "train.compile.dynamic=marked"],
+    "compiled decoder": ["train.compile.decoder=true", "train.compile.dynamic=marked"],
+}
+
+
+@pytest.mark.slow
+def test_table_of_switches(tmp_path: Path) -> None:
+    """Each switch on four layers of Qwen3-30B-A3B: step time, peak memory, saved activations, recompiles, and the loss next to the plain one's."""
+    plain: dict[str, float] = {}
+    failed = []
+    for name, words in SWITCHES.items():
+        out = tmp_path / name.replace(" ", "_")
+        code, _, errors = run([*COMMON, *words, f"output={out}"], timeout=300)[0]
+        if code:
+            failed.append(f"{name}: exit code {code}: {errors.strip().splitlines()[-1:]}")
+            continue
+        rows, s = steps(out), summary(out)
+        seconds = sorted(r["seconds"] for r in rows if r["timed"])[2]
+        loss, norm = rows[-1]["loss"], rows[0]["grad_norm"]
+        plain = plain or {"loss": loss, "norm": norm}
+        print(
+            f"{name:24s} {1000 * seconds:7.1f} ms  {s['metrics']['peak_memory_bytes'] / 2**30:6.1f} GiB"
+            f"  saved {s['metrics']['saved_activation_bytes_per_rank'] / 2**30:5.2f} GiB  recompiles {s['metrics']['recompiles']}"
+            f"  loss {loss:.4f} ({loss - plain['loss']:+.1e})  first norm {norm:.4f}"
+        )
+        if abs(loss - plain["loss"]) > 0.02 * plain["loss"] or abs(norm - plain["norm"]) > 0.02 * plain["norm"]:
+            failed.append(f"{name}: loss {loss}, first gradient norm {norm}; plain {plain}")
+        if name.startswith("compiled") and s["metrics"]["recompiles"]:
+            failed.append(f"{name}: {s['metrics']['recompiles']} recompiles after the warm-up")
+    assert not failed, "\n".join(failed)

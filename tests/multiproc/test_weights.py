@@ -1,0 +1,73 @@
+"""Hugging Face weights into the shards of several ranks and out again: every byte comes back, and no rank reads more than it holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import ROOT, run, steps
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+import parity
+
+from playbook_trainer.models import hf
+
+CASES = {
+    "moe-ep2-dp2": ("qwen3_moe_tiny", 4, ["parallel.ep=2"]),
+    "tied-pp2-dp2": ("qwen3_tiny", 4, ["parallel.pp=2"]),
+    "tied-tp2-dp2": ("qwen3_tiny", 4, ["parallel.tp=2"]),
+    "vision-fsdp3": ("qwen3_vl_moe_tiny", 3, ["train.global_batch_size=3"]),
+}
+
+
+def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    config = parity.tiny(name)
+    hf.save_safetensors(config, parity.random_state(config), folder)
+    return load_file(folder / hf.SINGLE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
+    name, ranks, words = CASES[case]
+    given = folder_of(name, tmp_path / "in")
+    script = [sys.executable, str(ROOT / "tests" / "multiproc" / "weights_ranks.py")]
+    line = [f"trainer/configs/{name}.yaml", str(tmp_path / "out"), f"init.weights={tmp_path / 'in'}", *words]
+    results = run(line, ranks, command=script, timeout=280)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    counts = [tuple(map(int, out.split()[-2:])) for _, out, _ in results]
+    assert all(read == held for read, held in counts)
+    whole = sum(t.nbytes for t in given.values())
+    assert max(held for _, held in counts) < 0.6 * whole, "no rank holds the model"
+    found = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[k], given[k]) for k in given)
+
+
+def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> None:
+    folder_of("qwen3_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
+    for out, ranks, more in (("one", 1, []), ("two", 2, ["parallel.pp=2"]), ("seed", 1, ["init.weights=null"])):
+        results = run([*words, *more, f"output={tmp_path / out}"], ranks, timeout=280)
+        assert [r[0] for r in results] == [0] * ranks, results[0][2]
+    one, two, seed = (steps(tmp_path / out) for out in ("one", "two", "seed"))
+    assert abs(one[0]["loss"] - seed[0]["loss"]) > 1e-3, "from scratch is another start"
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    given = folder_of("qwen3_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_tiny.yaml", f"init.weights={tmp_path / 'in'}", f"output={tmp_path / 'out'}"]
+    code, _, err = run([*words, "model.num_layers=2"])[0]
+    assert code == 2
+    assert "model.num_layers" in err
+    save_file({k: v for k, v in given.items() if "layers.3" not in k}, tmp_path / "in" / hf.SINGLE)
+    code, _, err = run(words)[0]
+    assert code == 2
+    assert "missing: model.layers.3" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()

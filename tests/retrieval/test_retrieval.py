@@ -1,0 +1,240 @@
+"""The search against questions that were written without looking at the cards: half of them were never used for tuning."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from playbook import cli, search
+from playbook.errors import PlaybookError
+from playbook.paths import repo_root
+from playbook.search_terms import Facts, facts, stated, terms
+from playbook.validate import load_all
+
+QUESTIONS = Path(__file__).parent / "questions.yaml"
+TOP = 10
+
+
+@dataclass(frozen=True)
+class Question:
+    ask: str
+    claims: frozenset[str]
+
+    @property
+    def held_out(self) -> bool:
+        """By a hash, so that nobody chooses."""
+        return int(hashlib.sha256(self.ask.encode()).hexdigest(), 16) % 2 == 1
+
+
+@dataclass(frozen=True)
+class Score:
+    answerable: int
+    recall_1: float
+    recall_3: float
+    mrr: float
+    unanswerable: int
+    abstention_precision: float
+    """Of the questions that got no answer, the share that has none."""
+    abstention_recall: float
+
+
+def questions() -> list[Question]:
+    return [Question(q["ask"], frozenset(q["claims"])) for q in yaml.safe_load(QUESTIONS.read_text(encoding="utf-8"))]
+
+
+def rank(index: search.Index, question: Question) -> int | None:
+    """The place of the first right card; 0 where it is not among the first; None for no answer at all."""
+    hits = search.search(index, question.ask, limit=TOP)
+    if not hits:
+        return None
+    return next((i for i, h in enumerate(hits, 1) if question.claims & {c.id for c in index.cards[h.id].claims}), 0)
+
+
+def score(index: search.Index, asked: list[Question]) -> Score:
+    ranks = {q: rank(index, q) for q in asked}
+    right = [ranks[q] or 0 for q in asked if q.claims]
+    silent = [q for q in asked if ranks[q] is None]
+    none = [q for q in asked if not q.claims]
+    return Score(
+        answerable=len(right),
+        recall_1=sum(r == 1 for r in right) / len(right),
+        recall_3=sum(1 <= r <= 3 for r in right) / len(right),
+        mrr=sum(1 / r for r in right if r) / len(right),
+        unanswerable=len(none),
+        abstention_precision=sum(not q.claims for q in silent) / len(silent) if silent else 0.0,
+        abstention_recall=sum(ranks[q] is None for q in none) / len(none),
+    )
+
+
+@pytest.fixture(scope="module")
+def index() -> search.Index:
+    return search.index(load_all())
+
+
+def covered(index: search.Index) -> list[Question]:
+    """The questions whose claims a card holds, and those without an answer."""
+    held = {c.id for card in index.cards.values() for c in card.claims}
+    return [q for q in questions() if not q.claims or q.claims & held]
+
+
+def test_the_questions_are_many_and_split_in_halves() -> None:
+    every = questions()
+    assert len({q.ask for q in every}) == len(every) >= 120
+    assert sum(not q.claims for q in every) >= 0.15 * len(every)
+    assert 0.4 < sum(q.held_out for q in every) / len(every) < 0.6
+
+
+# (recall@3, MRR, recall@1, abstention precision and recall). The aim on either half is 0.9 and 0.8. The held-out half reached 0.79 and 0.77
+# with the first four cards (19 of 24 questions), so its floor lies below the aim; raise it as cards land, and tune on the other half only.
+FLOORS = {"tuned": (0.9, 0.8, 0.8, 0.8, 0.8), "held out": (0.75, 0.7, 0.7, 0.6, 0.8)}
+
+
+@pytest.mark.parametrize("half", list(FLOORS))
+def test_questions_find_their_card(index: search.Index, half: str) -> None:
+    found = score(index, [q for q in covered(index) if q.held_out == (half == "held out")])
+    print(found)
+    reached = (found.recall_3, found.mrr, found.recall_1, found.abstention_precision, found.abstention_recall)
+    assert all(a >= b for a, b in zip(reached, FLOORS[half], strict=True)), found
+
+
+def test_a_search_takes_milliseconds(index: search.Index) -> None:
+    took = []
+    for question in questions():
+        began = time.perf_counter()
+        search.search(index, question.ask)
+        took.append(time.perf_counter() - began)
+    assert statistics.median(took) < 0.010
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "x" * 100_000,
+        "a" * 2000,
+        "((((a+)+)+)+$" * 100,
+        "\x00\x01\x02 dispatcher \x1b[31m\u202e",
+        "9" * 2000,
+        "1,234," * 300,
+        ("all-to-all " * 200)[:2000],
+        "\ud800",
+        "ﷺ" * 2000,
+        "'; DROP TABLE cards; --",
+        "{{7*7}} ${jndi:ldap://x} ../../etc/passwd",
+        "\n" * 1999,
+        "to_be",
+    ],
+    ids=range(13),
+)
+def test_hostile_questions_are_answered_or_refused_within_a_second(index: search.Index, query: str) -> None:
+    began = time.perf_counter()
+    try:
+        hits = search.search(index, query)
+    except PlaybookError as e:
+        refusal = str(e)
+    else:
+        refusal = ""
+        assert all(h.id in index.cards for h in hits)
+    assert len(refusal) < 300
+    assert time.perf_counter() - began < 1
+
+
+@settings(max_examples=60, deadline=1000, database=None)
+@given(query=st.text(max_size=400), hardware=st.none() | st.text(max_size=40), gpus=st.none() | st.integers(0, 10**6))
+def test_any_text_is_answered_or_refused(query: str, hardware: str | None, gpus: int | None) -> None:
+    with contextlib.suppress(PlaybookError):
+        search.search(small(), query, stated(hardware, None, gpus))
+
+
+@cache
+def small() -> search.Index:
+    return search.index(dict(list(load_all().items())[:3]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("oom at 128k on h100 moe", Facts(("h100",), None, None, 131072)),
+        ("131,072 tokens on 256 GPUs of GB200", Facts(("gb200",), 256, None, 131072)),
+        ("DeepSeek-V3 on 4xH200", Facts(("h200",), 4, "deepseek_v3", None)),
+        ("from 4k to 128k", Facts()),
+        ("does it change between H100 and GB200", Facts(("gb200", "h100"), None, None, None)),
+        ("hopper", Facts(("h100", "h200", "h800", "h20", "gh200"))),
+        ("40k tokens/s", Facts()),
+    ],
+)
+def test_a_question_says_where_it_runs(text: str, expected: Facts) -> None:
+    assert facts(text) == expected
+
+
+def test_options_go_before_the_question() -> None:
+    assert stated("b200", None, 8).over(facts("H100, 4 gpus, 32k")) == Facts(("b200",), 8, None, 32768)
+    assert stated("cpu", None, None) == Facts(("cpu",), 0)
+    assert stated("h200x4", "qwen3_30b_a3b", None) == Facts(("h200",), 4, "qwen3_30b_a3b")
+    with pytest.raises(PlaybookError, match="did you mean 'deepseek_v3'"):
+        stated(None, "deepseek_v2", None)
+
+
+def test_the_same_thing_in_other_words_is_the_same_term() -> None:
+    for one, other in (("128K", "131072"), ("a2a", "all-to-all"), ("OOM", "out of memory"), ("ViT", "vision tower"), ("ZeRO-3", "FSDP2")):
+        assert set(terms(one)) & set(terms(other)), (one, other)
+    assert "launch" in terms("cudaLaunchKernel")
+    assert "moe_token_dispatcher_type" in terms("moe_token_dispatcher_type=flex")
+
+
+def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
+    hits = search.search(index, "flex dispatcher with DeepEP or HybridEP", stated("gb200", None, None))
+    first = hits[0]
+    assert {"W10", "V5"} <= set(first.claims)
+    assert first.applies
+    assert any(limit.startswith("W10: gpu: found gb200") for limit in first.limits)
+    assert not any(limit.startswith("V5") for limit in first.limits)
+
+
+def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
+    """Claims that speak of one GPU only, asked for another one."""
+    card = index.cards["moe-dispatcher-choice"]
+    alone = card.model_copy(update={"claims": [c for c in card.claims if c.id == "V5"]})
+    one = search.index({card.id: alone})
+    assert search.search(one, "HybridEP dispatcher", stated("gb200", None, None))
+    assert search.search(one, "HybridEP dispatcher", stated("h100", None, None)) == []
+    assert search.search(one, "HybridEP dispatcher")[0].applies
+
+
+def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.Index) -> None:
+    hits = search.search(index, "token dispatcher all-to-all", only=frozenset({"W9.m"}))
+    assert [(h.id, h.claims) for h in hits] == [("moe-dispatcher-choice", ["W9"])]
+
+
+def test_the_command_is_quick_when_cold_and_prints_a_list() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    command = [sys.executable, "-m", "playbook", "search", "tokens cross nodes in the expert layers", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(done.stdout))
+    # 0.7 s on idle cores. Processor time, since the clock tells how busy the machine is; shared cores still get some slack.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.4
+
+
+def test_the_command_refuses_what_is_too_long_and_prints_an_empty_list(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code, out in ((["search", "x y " * 5000], 2, ""), (["search", "sourdough bread recipe", "--json"], 0, "[]\n")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert (stop.value.code or 0) == code
+        assert capsys.readouterr().out == out

@@ -1,0 +1,271 @@
+"""Each switch of memory and speed against the plain path, on the CPU; those that need a GPU are in tests/gpu/test_switches_gpu.py."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import parity
+import pytest
+import torch
+
+from playbook.errors import ConfigError, FileError
+from playbook.paths import data_root
+from playbook_trainer import adamw, checks
+from playbook_trainer.config import CompileConfig, OptimizerConfig, load
+from playbook_trainer.metrics import compile_counters
+from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.models.memory import recomputed
+from playbook_trainer.models.ops import compiled
+from playbook_trainer.optimizer import make, shards
+from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.setup import _compiled, check_device, compile_regions
+from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
+from playbook_trainer.receipt import Observer, observing
+
+TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
+VISION = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
+
+
+def build(config, options=None):
+    with torch.device("meta"):
+        model = Decoder(config, options or Options())
+    model.load_state_dict(parity.random_state(config), assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model
+
+
+def observed(config, batch, options=None):
+    """Loss, gradients, and peak bytes saved for the backward pass."""
+    model = build(config, options)
+    observer = Observer(model, {})
+    with observing(observer):
+        loss = model(batch)
+        loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}, observer.saved.peak, observer.ranges
+
+
+def document_batch(config, grids=()):
+    return parity.pack([parity.Document(config, 40, list(grids), 0), parity.Document(config, 23, [], 1)])
+
+
+MODELS = {
+    "moe": lambda: parity.tiny("qwen3_moe_tiny"),
+    "dense": lambda: parity.dense("qwen3_moe_tiny"),
+    "vision": lambda: parity.tiny("qwen3_vl_moe_tiny"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [
+        ("moe", ["layernorm"]),
+        ("moe", ["core_attn"]),
+        ("moe", ["moe_act"]),
+        ("moe", ["moe"]),
+        ("dense", ["mlp"]),
+        ("vision", ["vision"]),
+        ("moe", ["layernorm", "core_attn", "moe_act"]),
+        ("moe", ["layernorm", "core_attn", "moe"]),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_selective_recompute_keeps_less_and_changes_no_bit(model, modules, grouped):
+    config = MODELS[model]()
+    batch = document_batch(config, [(1, 4, 6)] if model == "vision" else [])
+    plain = Options(grouped=grouped)
+    loss, gradients, saved, ranges = observed(config, batch, plain)
+    again, same, less, more = observed(config, batch, replace(plain, recompute=frozenset(modules)))
+    assert torch.equal(again, loss)
+    # Off the GPU a norm is several operators, whose gradients reach its input one by one: recomputed, they are added up before they do.
+    tolerance = 1e-6 if "layernorm" in modules else 0.0
+    for name, gradient in gradients.items():
+        assert float((same[name] - gradient).norm() / gradient.norm()) <= tolerance, name
+    assert less < saved
+    once = len([m for m in modules if m in ("layernorm", "core_attn")])
+    assert ranges["recompute"] == 0
+    if once:
+        assert more["recompute"] >= once * config.num_layers
+
+
+def test_what_a_norm_makes_is_not_kept():
+    config = parity.dense("qwen3_moe_tiny")
+    batch = document_batch(config)
+    saved = observed(config, batch)[2]
+    less = observed(config, batch, Options(recompute=frozenset({"layernorm"})))[2]
+    # Off the GPU, what the operators of a norm keep among themselves goes as well.
+    assert saved - less >= 2 * config.num_layers * batch.tokens_N.numel() * config.hidden_size * 4
+
+
+def test_a_recomputed_output_may_be_read_through_views_and_by_several():
+    torch.manual_seed(0)
+    x, w, a, b = (torch.randn(6, 6, requires_grad=True) for _ in range(4))
+
+    def run(on):
+        for t in (x, w, a, b):
+            t.grad = None
+        with recomputed(on, lambda s, t: torch.tanh(s @ t), x, w) as y:
+            z = (y[1:3] @ a).sum() + (y.t() @ b).square().sum() + (y * y).sum()
+        z.backward()
+        return z.detach(), [t.grad.clone() for t in (x, w, a, b)]
+
+    (one, plain), (two, again) = run(False), run(True)
+    assert torch.equal(one, two)
+    assert all(torch.equal(p, q) for p, q in zip(plain, again, strict=True))
+
+
+def test_recompute_leaves_nothing_behind():
+    config = parity.tiny("qwen3_moe_tiny")
+    model = build(config, Options(recompute=frozenset({"layernorm", "moe_act", "core_attn"})))
+    batch = document_batch(config)
+    model(batch).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len([o for o in gc.get_objects() if isinstance(o, torch.Tensor)])
+        for _ in range(3):
+            model(batch).backward()
+        assert len([o for o in gc.get_objects() if isinstance(o, torch.Tensor)]) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("given", ["up_proj", "norm", "attention", "swiglu", "moe_actt"])
+def test_a_wrong_module_name_is_answered_with_the_right_one(given):
+    right = {"up_proj": "mla_up_proj", "norm": "layernorm", "attention": "core_attn", "swiglu": "moe_act", "moe_actt": "moe_act"}[given]
+    with pytest.raises((ConfigError, FileError), match=f"did you mean '{right}'"):
+        load(TEXT, {"train.recompute": "selective", "train.recompute_modules": [given]})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"train.recompute": "selective"}, "names no modules"),
+        ({"train.recompute": "full", "train.recompute_modules": ["moe"]}, "needs train.recompute: selective"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["mla_up_proj"]}, "grouped-query attention"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["shared_experts"]}, "no shared experts"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["mlp"]}, "they are 'moe'"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["vision"]}, "no vision tower"),
+        ({"train.recompute": "selective", "train.recompute_modules": ["moe", "moe_act"]}, "leave out 'moe_act'"),
+        ({"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.999]}, "stand still"),
+        ({"train.fused_loss": True, "train.dtype": "fp32"}, "16-bit logits"),
+        ({"train.fused_loss": True, "train.compile.loss": True, "train.dtype": "bf16"}, "choose one"),
+        ({"train.fused_loss": True, "train.dtype": "bf16", "train.device": "cpu"}, "needs a GPU"),
+        ({"moe.fused_permutation": True, "train.device": "cpu"}, "needs a GPU"),
+        ({"moe.fused_permutation": True, "parallel.ep": 2, "moe.dispatcher": "allgather"}, "not allgather"),
+        ({"train.attention": "cudnn"}, "16-bit numbers"),
+        ({"train.compile.loss": True, "parallel.tp": 2}, "no collectives"),
+    ],
+)
+def test_switches_that_cannot_work_are_refused_by_rule(words, expected):
+    config = load(TEXT, words)
+    with pytest.raises(ConfigError, match=expected):
+        checks.check(config, 2)
+
+
+@pytest.mark.parametrize("words", [{"moe.fused_permutation": True}, {"train.fused_loss": True}, {"train.attention": "cudnn"}])
+def test_switches_that_need_a_gpu_are_refused_without_one(words):
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        check_device(load(TEXT, {"train.dtype": "bf16", **words}), torch.device("cpu"))
+
+
+def test_bf16_moments_take_half_the_bytes_and_the_update_is_that_of_adamw_but_for_rounding():
+    torch.manual_seed(0)
+    config = OptimizerConfig(lr=1e-2)
+    models = [torch.nn.Linear(64, 48) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        make(shards(m, Axes()), c) for m, c in zip(models, (config, config.model_copy(update={"moments_dtype": "bf16"})), strict=True)
+    ]
+    exact = {n: p.detach().double() for n, p in models[0].named_parameters()}
+    for _ in range(5):
+        gradients = {n: torch.randn_like(p) for n, p in models[0].named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for local in group["params"]:
+                    name = "weight" if local.ndim > 1 else "bias"
+                    local.grad = gradients[name].clone()
+            optimizer.step()
+    for name, start in exact.items():
+        moved = [m.get_parameter(name).detach().double() - start for m in models]
+        assert 1e-7 < float((moved[1] - moved[0]).norm() / moved[0].norm()) < 5e-3
+    state = next(iter(optimizers[1].state.values()))
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+
+
+def test_adamw_in_float32_is_torchs(monkeypatch):
+    monkeypatch.setattr(adamw, "PIECE", 7)
+    torch.manual_seed(0)
+    one, two = (torch.nn.Parameter(torch.ones(5, 5)) for _ in range(2))
+    how = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    theirs, ours = torch.optim.AdamW([one], **how), adamw.AdamW([{"params": [two]}], moments=torch.float32, **how)
+    for _ in range(5):
+        one.grad = torch.randn(5, 5)
+        two.grad = one.grad.clone()
+        theirs.step()
+        ours.step()
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_moments_survive_saving():
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    first, second = (adamw.AdamW([{"params": [parameter]}], moments=torch.bfloat16, lr=0.1) for _ in range(2))
+    parameter.grad = torch.randn(4, 4)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        a, b = (o.state[parameter][name] for o in (first, second))
+        assert b.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 4096])
+def test_chunked_loss_against_float64(chunk):
+    torch.manual_seed(0)
+    x, w = torch.randn(48, 16), torch.randn(96, 16)
+    labels = torch.randint(0, 96, (48,))
+    labels[::7] = -100
+    ours = [t.clone().requires_grad_() for t in (x, w)]
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    loss = linear_cross_entropy(*ours, labels, Axis("tp"), chunk)
+    loss.backward()
+    reference = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
+    reference.backward()
+    assert float((loss - reference).abs() / reference) < 1e-6
+    for a, b in zip(ours, exact, strict=True):
+        assert float((a.grad - b.grad).norm() / b.grad.norm()) < 1e-6
+
+
+def test_narrow_router_differs_by_rounding_only():
+    config = parity.tiny("qwen3_moe_tiny")
+    batch = document_batch(config)
+    wide, narrow = (build(config, Options(router_wide=w)) for w in (True, False))
+    torch.testing.assert_close(narrow(batch), wide(batch), rtol=1e-6, atol=0)  # in 32 bits both are the same computation
+
+
+LENGTHS = [(40, 23), (31, 8), (50, 50), (12, 61), (44, 9)]
+
+
+@pytest.mark.parametrize("model", ["moe", "vision"])
+def test_marked_shapes_compile_once_and_static_ones_for_ever(model):
+    config = MODELS[model]()
+    grown = {}
+    for dynamic in ("marked", "static"):
+        torch._dynamo.reset()
+        settings = CompileConfig(decoder=True, loss=True, vision=model == "vision", backend="eager", dynamic=dynamic)
+        ops = compiled(lambda f, s=settings: _compiled(f, config=s))
+        compiled_model = build(config, Options(ops=ops, loss_rows=_compiled(plain_rows, config=settings)))
+        compile_regions(compiled_model, settings)
+        counts = []
+        for number, (a, b) in enumerate(LENGTHS):
+            grids = [(1, 4, 4 + 2 * number)] if model == "vision" else []
+            batch = parity.pack([parity.Document(config, a, grids, number), parity.Document(config, b, [], number + 9)])
+            loss = compiled_model(batch)
+            loss.backward()
+            compiled_model.zero_grad()
+            counts.append(compile_counters()["recompiles"])
+            torch.testing.assert_close(loss.detach(), build(config)(batch).detach(), rtol=1e-5, atol=0)
+        grown[dynamic] = counts[-1] - counts[1]
+    assert grown["marked"] == 0
+    assert grown["static"] >= 3

@@ -1,0 +1,183 @@
+"""Where samples come from: chunks that are read whole, each by one lane, without reading the data set up front."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, Literal, Protocol, TypeVar
+
+from playbook.errors import DataError
+
+S = TypeVar("S")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Split = Literal["train", "eval"]
+HOLD_OUT = 10
+"""Every tenth sample or document is held out for evaluation, whether or not the run evaluates."""
+PARTS_PER_LANE = 8
+"""Shards are cut into at least this many chunks for each lane, so that a few large files still feed many lanes."""
+
+
+class Items(Protocol[T_co]):
+    """Samples by number, each read when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> T_co: ...
+
+
+class Stream(Protocol[T_co]):
+    """One split of a data set as numbered chunks; a chunk is opened only by the lane that draws it."""
+
+    num_chunks: int
+
+    def chunk(self, number: int) -> Items[T_co]:
+        """The samples of a chunk, read when they are indexed; may be empty."""
+        ...
+
+
+class Picked(Generic[T]):
+    """Some of the items, in the order of `positions`."""
+
+    def __init__(self, items: Items[T], positions: Sequence[int]) -> None:
+        self._items, self._positions = items, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, i: int) -> T:
+        return self._items[self._positions[i]]
+
+
+class FlatStream(Generic[T]):
+    """Samples that can be read one by one in any order: each is a chunk of its own, so the shuffle is over all.
+
+    Raises:
+        DataError: no sample is left for the split.
+    """
+
+    def __init__(self, items: Items[T], split: Split, name: str) -> None:
+        self._items, self._split, self._total = items, split, len(items)
+        held = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
+        self.num_chunks = held if split == "eval" else len(items) - held
+        if not self.num_chunks:
+            raise DataError(
+                f"{name}: {len(items)} samples or documents leave none for '{split}'; expected at least 2, so that one can be held out"
+            )
+
+    def chunk(self, number: int) -> Items[T]:
+        """The one sample."""
+        return Picked(self._items, [self._position(number)])
+
+    def _position(self, number: int) -> int:
+        if self._total < HOLD_OUT:
+            return number if self._split == "train" else self._total - 1
+        return number + number // (HOLD_OUT - 1) if self._split == "train" else number * HOLD_OUT + HOLD_OUT - 1
+
+
+class ShardStream(Generic[T]):
+    """Samples in shards (files, row groups) that cost something to open: a lane reads a part of a shard, shuffled, then draws another.
+
+    Raises:
+        DataError: no sample is left for the split.
+    """
+
+    def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], split: Split, name: str, lanes: int) -> None:
+        self._open, self._split = open_shard, split
+        self._parts = -(-PARTS_PER_LANE * lanes // max(1, num_shards))
+        self.num_chunks = num_shards * self._parts
+        if not any(len(self.chunk(part * num_shards + shard)) for shard in range(num_shards) for part in range(self._parts)):
+            raise DataError(f"{name} leaves no sample for '{split}'; expected at least {HOLD_OUT}, so that one can be held out")
+
+    def chunk(self, number: int) -> Items[T]:
+        """Every so-manieth sample of a shard that belongs to the split."""
+        part, shard = divmod(number, self.num_chunks // self._parts)
+        items = self._open(shard)
+        # The tenth place turns with the shard, so that many small shards hold out a tenth too.
+        own = [i for i in range(len(items)) if ((i + shard) % HOLD_OUT == HOLD_OUT - 1) == (self._split == "eval")]
+        return Picked(items, own[part :: self._parts])
+
+
+@dataclass(frozen=True)
+class Flat(Generic[T_co]):
+    """A data set whose samples can be read one by one in any order."""
+
+    items: Items[T_co]
+    name: str
+
+    def stream(self, split: Split, lanes: int) -> Stream[T_co]:
+        """One split."""
+        return FlatStream(self.items, split, self.name)
+
+    def first(self, count: int) -> Iterator[T_co]:
+        """The first samples, whatever split they belong to."""
+        return (self.items[i] for i in range(min(count, len(self.items))))
+
+
+@dataclass(frozen=True)
+class Sharded(Generic[T_co]):
+    """A data set in shards that cost something to open."""
+
+    num_shards: int
+    open: Callable[[int], Items[T_co]]
+    name: str
+
+    def stream(self, split: Split, lanes: int) -> Stream[T_co]:
+        """One split."""
+        return ShardStream(self.num_shards, self.open, split, self.name, lanes)
+
+    def first(self, count: int) -> Iterator[T_co]:
+        """The first samples of the first shard, whatever split they belong to."""
+        shard = self.open(0)
+        return (shard[i] for i in range(min(count, len(shard))))
+
+
+class Joined(Generic[T]):
+    """Several lots of items, end to end."""
+
+    def __init__(self, lots: Sequence[Items[T]]) -> None:
+        self._lots = lots
+        self._ends = list(accumulate(len(lot) for lot in lots))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, i: int) -> T:
+        lot = bisect_right(self._ends, i)
+        return self._lots[lot][i - self._ends[lot] + len(self._lots[lot])]
+
+
+class Mapped(Generic[S, T]):
+    """A function of each item, computed when it is asked for."""
+
+    def __init__(self, function: Callable[[S], T], items: Items[S]) -> None:
+        self._function, self._items = function, items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, i: int) -> T:
+        return self._function(self._items[i])
+
+
+class Recent(Generic[T]):
+    """The latest results of a function, up to a total size."""
+
+    def __init__(self, make: Callable[[int], T], size: Callable[[T], int], limit: int) -> None:
+        self._make, self._size, self._limit = make, size, limit
+        self._held: OrderedDict[int, T] = OrderedDict()
+        self._total = 0
+
+    def get(self, key: int) -> T:
+        """The result for `key`, made if it is not at hand."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key]
+        value = self._held[key] = self._make(key)
+        self._total += self._size(value)
+        while self._total > self._limit and len(self._held) > 1:
+            self._total -= self._size(self._held.popitem(last=False)[1])
+        return value

@@ -1,0 +1,118 @@
+"""Image-question-answer samples in tar shards, as the webdataset library writes them, read in place by their offsets.
+
+Files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg, 1.jpg, ...), and
+either json with question and answer, or txt, which is taken as the answer (a caption).
+
+Nothing is unpacked, so a member's name leads nowhere; links, devices and sparse files are refused.
+
+Source: https://github.com/webdataset/webdataset, "The WebDataset Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+
+from playbook.errors import DataError
+from playbook_trainer.data.images import MAX_FILE_BYTES
+from playbook_trainer.data.streams import Mapped, Recent, Sharded
+from playbook_trainer.data.text import is_text
+from playbook_trainer.data.vqa import Sample, question_answer
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
+OPEN_MEMBERS = 200_000
+"""Members of the shards whose indices one worker keeps at hand."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a tar file."""
+
+    tar: Path
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.tar}:{self.name}"
+
+    def read(self) -> bytes:
+        """The member's bytes."""
+        with self.tar.open("rb") as file:
+            return os.pread(file.fileno(), min(self.size, MAX_FILE_BYTES), self.offset)
+
+
+def tar_samples(files: Sequence[Path], name: str) -> Sharded[Sample]:
+    """The samples of the shards; a shard is indexed when a lane first draws it."""
+    indices = Recent(lambda i: index(files[i]), lambda groups: sum(len(g) for g in groups) + 1, OPEN_MEMBERS)
+    return Sharded(len(files), lambda i: Mapped(_sample, indices.get(i)), name)
+
+
+def index(tar: Path) -> list[list[Member]]:
+    """The members of each sample, in the order of the file; only headers are read.
+
+    Raises:
+        DataError: no plain tar file, a member that is no regular file, or one that reaches beyond the end.
+    """
+    members, end = [], tar.stat().st_size
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            for info in archive:
+                if info.isdir():
+                    continue
+                if not info.isreg() or info.issparse():
+                    raise DataError(f"{tar}: member {info.name[:80]!r} is a link, device or sparse file; expected regular files only")
+                if info.offset_data + info.size > end:
+                    raise DataError(f"{tar}: member {info.name[:80]!r} reaches beyond the end of the file; the shard is truncated")
+                members.append(Member(tar, info.name, info.offset_data, info.size))
+    except (tarfile.TarError, OSError, ValueError, OverflowError) as e:
+        raise DataError(f"{tar} cannot be read as an uncompressed tar file ({e}); unpack .gz first, and check the file") from e
+    groups = [list(group) for _, group in groupby(members, key=lambda m: _split(m.name)[0])]
+    return [group for group in groups if any(_split(m.name)[1] for m in group)]
+
+
+def _sample(members: list[Member]) -> Sample:
+    place = f"{members[0].tar}:{_split(members[0].name)[0]}"
+    by_kind = {_split(m.name)[1].lower(): m for m in members}
+    if any(kind.rsplit(".")[-1] in VIDEOS for kind in by_kind):
+        raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
+    images = [by_kind[kind] for kind in sorted(by_kind) if kind.rsplit(".")[-1] in IMAGES]
+    if "json" in by_kind:
+        question, answer = question_answer(place, _json(by_kind["json"]))
+    elif "txt" in by_kind:
+        question, answer = "", _utf8(by_kind["txt"])
+    else:
+        raise DataError(f"{place}: has neither .json (question, answer) nor .txt (caption); found {', '.join(sorted(by_kind))}")
+    return Sample(place, images, question, answer)
+
+
+def _json(member: Member) -> dict[str, object]:
+    try:
+        record = json.loads(_utf8(member))
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{member}: not JSON ({e})") from e
+    if not isinstance(record, dict):
+        raise DataError(f"{member}: expected a JSON object, found {type(record).__name__}")
+    return record
+
+
+def _utf8(member: Member) -> str:
+    try:
+        text = member.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise DataError(f"{member} is not UTF-8 text (byte {e.start})") from e
+    assert is_text(text)
+    return text
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The sample's key and the kind of the member."""
+    path = PurePosixPath(name)
+    stem, _, kind = path.name.partition(".")
+    return str(path.parent / stem), kind

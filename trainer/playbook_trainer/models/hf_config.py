@@ -1,0 +1,178 @@
+"""The `config.json` of Hugging Face transformers: written from ours, and checked against ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import ModelConfig, VisionConfig
+
+TEXT_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "hidden_act": None,
+    "rms_norm_eps": "rms_norm_eps",
+    "attention_bias": None,
+}
+"""Their name to ours; None where the model has no choice."""
+
+DENSE_FIELDS = {"intermediate_size": "ffn_size"}
+
+MOE_FIELDS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_ffn_size",
+    "norm_topk_prob": "norm_topk_prob",
+    "decoder_sparse_step": None,
+    "mlp_only_layers": None,
+}
+
+ROPE_FIELDS = {"rope_type": None, "rope_theta": "rope_theta", "mrope_section": "mrope_section", "mrope_interleaved": None}
+
+VISION_FIELDS = {
+    "depth": "depth",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_heads",
+    "intermediate_size": "ffn_size",
+    "hidden_act": None,
+    "in_channels": "in_channels",
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "spatial_merge_size": "spatial_merge_size",
+    "num_position_embeddings": "num_position_embeddings",
+    "deepstack_visual_indexes": "deepstack_layers",
+    "out_hidden_size": None,
+}
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` under which transformers computes the same model."""
+    moe, vision = bool(config.num_experts), config.vision
+    text: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size or config.hidden_size,  # a MoE model has no dense MLP, transformers wants a number
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.init_std,
+        "attention_bias": False,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+    if moe:
+        text |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.top_k,
+            "moe_intermediate_size": config.expert_ffn_size,
+            "norm_topk_prob": config.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if vision is None:
+        kind, name = ("qwen3_moe", "Qwen3MoeForCausalLM") if moe else ("qwen3", "Qwen3ForCausalLM")
+        return {"architectures": [name], "model_type": kind, **text}
+    if moe and not config.norm_topk_prob:
+        raise ConfigError("transformers' Qwen3-VL-MoE always normalizes the top-k probabilities; set model.norm_topk_prob to true")
+    text["rope_parameters"] |= {"mrope_section": config.mrope_section, "mrope_interleaved": True}
+    kind, name = ("qwen3_vl_moe", "Qwen3VLMoe") if moe else ("qwen3_vl", "Qwen3VL")
+    return {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": kind,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "image_token_id": config.image_token_id,
+        "vision_start_token_id": config.vision_start_token_id,
+        "vision_end_token_id": config.vision_end_token_id,
+        "text_config": {"model_type": f"{kind}_text", **text},
+        "vision_config": {"model_type": f"{kind}_vision", **_vision_config(config, vision)},
+    }
+
+
+def check_config(config: ModelConfig, path: Path) -> None:
+    """Refuse a `config.json` that describes another model than ours, with one message that names every field that differs.
+
+    What it leaves out is not compared: transformers' defaults are not ours to know, and the tensors' shapes are checked anyway.
+
+    Raises:
+        ConfigError: a field differs, or the file does not read.
+    """
+    ours, theirs = _fields(hf_config(config), config), _fields(read_json(path), config)
+    different = [
+        f"{key} {theirs[key][0]!r}, here {value!r}" + (f" ({ours_name})" if ours_name else "")
+        for key, (value, ours_name) in ours.items()
+        if key in theirs and theirs[key][0] != value
+    ]
+    if different:
+        raise ConfigError(f"{path} describes another model than model.name {config.name}: {'; '.join(different)}; change model.*")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ConfigError: the file is missing or holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; fetch it again")
+    return found
+
+
+def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple[Any, str | None]]:
+    """The entries of a `config.json` that say what is computed: their name to value and our name."""
+    vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
+    # transformers 4 wrote rope_theta beside rope_scaling, transformers 5 writes both into rope_parameters.
+    rope = {"rope_theta": text.get("rope_theta"), **(_part(text, "rope_parameters") or _part(text, "rope_scaling"))}
+    top = {"model_type": None, "image_token_id": "image_token_id", "tie_word_embeddings": "tie_word_embeddings"}
+    parts: list[tuple[str, str, Mapping[str, Any], Mapping[str, str | None]]] = [
+        ("", "model.", settings, top),
+        ("text_config.", "model.", text, TEXT_FIELDS | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)),
+        ("rope_parameters.", "model.", rope, ROPE_FIELDS),
+        ("vision_config.", "model.vision.", vision, VISION_FIELDS),
+    ]
+    return {
+        prefix + key: (part[key], ours + name if name else None)
+        for prefix, ours, part, keys in parts
+        for key, name in keys.items()
+        if part.get(key) is not None
+    }
+
+
+def _part(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = settings.get(key)
+    return part if isinstance(part, dict) else {}
+
+
+def _vision_config(config: ModelConfig, vision: VisionConfig) -> dict[str, Any]:
+    return {
+        "depth": vision.depth,
+        "hidden_size": vision.hidden_size,
+        "num_heads": vision.num_heads,
+        "intermediate_size": vision.ffn_size,
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": vision.in_channels,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "num_position_embeddings": vision.num_position_embeddings,
+        "deepstack_visual_indexes": vision.deepstack_layers,
+        "out_hidden_size": config.hidden_size,
+        "initializer_range": config.init_std,
+    }

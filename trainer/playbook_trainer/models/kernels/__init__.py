@@ -1,0 +1,1 @@
+"""Triton kernels. Each has a plain counterpart in PyTorch; triton is imported where one is first used."""
