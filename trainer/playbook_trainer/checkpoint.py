@@ -84,14 +84,19 @@ class Checkpointer:
         self.latest = index.step
         return index
 
-    def save(self, step: int, data: dict[str, Any]) -> None:
+    def save(self, step: int, data: dict[str, Any]) -> bool:
         """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
+
+        False, and nothing is written, where a weight or a moment of any rank is not finite: nobody could go on from that.
 
         Raises:
             DataError: this one, or the one before it, could not be written.
         """
         began = time.perf_counter()
         self._wait()
+        state = self._state()
+        if not self._finite(state):
+            return False
         if self._axes.world.rank == 0:
             clear_leftovers(self._root)
         if self._axes.world.size > 1:
@@ -106,13 +111,13 @@ class Checkpointer:
             model=dump(config)["model"],
             data=data,
         )
-        state = self._state()
         if config.checkpoint.async_save:
             self._pending = self._pool.submit(self._write, self._staged(state), header)
         else:
             self._write(state, header)
         self.latest = step
         self.seconds += time.perf_counter() - began
+        return True
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is complete.
@@ -150,6 +155,14 @@ class Checkpointer:
                 if isinstance(value, Tensor):
                     out[f"optimizer.{key}.{part.name}"] = _moments(self._places[part.name], part, value)
         return {name: pieces for name, pieces in out.items() if pieces.pieces}
+
+    def _finite(self, state: State) -> bool:
+        device = next(iter(self._params.values())).device
+        tops = [torch.linalg.vector_norm(t, float("inf")).float() for p in state.values() for _, t in p.pieces if t.dim()]
+        good = torch.stack(tops).isfinite().all().int() if tops else torch.ones((), dtype=torch.int32, device=device)
+        if self._axes.world.size > 1:
+            dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        return bool(good)
 
     def _staged(self, state: State) -> State:
         """A copy in host memory, in the same buffers every time."""

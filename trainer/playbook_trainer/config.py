@@ -263,7 +263,12 @@ class TrainConfig(Strict):
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)
     """Steps between reads of the loss from the device; each read waits for the device."""
-    on_nan: Literal["stop", "continue"] = "stop"
+    on_nan: Literal["stop", "continue", "skip"] = "stop"
+    """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
+    the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
+    hang_timeout_s: float | None = Field(default=540.0, gt=0)
+    """Seconds without a step (compilation, evaluation and checkpoints included) after which a rank prints the stacks of its threads and ends.
+    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
 

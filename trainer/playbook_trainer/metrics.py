@@ -34,9 +34,11 @@ class StepStats:
     step: int
     lr: float
     totals: Tensor
-    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images"""
+    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, ranks that were asked to stop"""
     labels: Tensor
     data_seconds: float
+    skipped: bool = False
+    """No update was made, since loss or gradient norm are not finite."""
 
 
 @dataclass
@@ -48,6 +50,9 @@ class Recorder:
     device: torch.device
     first_step: int = 0
     nan: bool = False
+    """Whether an update was made from something that is not finite."""
+    nan_steps: int = 0
+    skipped_steps: int = 0
     out: Path | None = None
     began: float = field(default_factory=time.time)
     phases: dict[str, float] = field(default_factory=dict)
@@ -87,8 +92,7 @@ class Recorder:
         """An evaluation's mean loss; the time it took belongs to no step."""
         self.flush()
         self.evals[step] = loss
-        if self.out is not None:
-            self._say(f"step {step}  eval loss {loss:.4f}")
+        self.say(f"step {step}  eval loss {loss:.4f}")
         self._mark = self._now()
 
     def pause(self) -> None:
@@ -106,7 +110,9 @@ class Recorder:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         for row, longest in zip(rows, seconds.tolist(), strict=True):
             row["seconds"] = longest
-            self.nan = self.nan or bool(row.get("nan"))
+            self.nan = self.nan or ("nan" in row and "skipped" not in row)
+            self.nan_steps += "nan" in row
+            self.skipped_steps += "skipped" in row
             if row["timed"]:
                 self.timed_seconds += longest
                 for k in ("recompiles", "compile_seconds"):
@@ -114,12 +120,12 @@ class Recorder:
         if self.out is not None:
             with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
-            self._say(self._line(rows[-1]))
+        self.say(self._line(rows[-1]))
         self._mark = self.pending[-1][1] if self.device.type == "cuda" else self._now()
         self.pending.clear()
 
     def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
-        squared, loss, useful, raw, images = stats.totals.tolist()
+        squared, loss, useful, raw, images = stats.totals[:5].tolist()
         loss, norm = loss / max(1.0, stats.labels.item()), math.sqrt(squared) if squared >= 0 else math.nan
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         seconds, self._mark = self._between(self._mark, end), end
@@ -129,6 +135,7 @@ class Recorder:
             "loss": None if not math.isfinite(loss) else loss,
             "grad_norm": None if not math.isfinite(norm) else norm,
             **({"nan": True} if bad else {}),
+            **({"skipped": True} if stats.skipped else {}),
             "lr": stats.lr,
             "seconds": seconds,
             "useful_tokens": int(useful),
@@ -162,9 +169,11 @@ class Recorder:
             f"  raw {row['raw_tokens'] * rate:,.0f}{images}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
 
-    def _say(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        if self.out is not None:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -243,6 +252,8 @@ def write_summary(
     compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
     metrics = {
         **extra.get("metrics", {}),
+        "nan_steps": recorder.nan_steps,
+        "skipped_steps": recorder.skipped_steps,
         "peak_memory_bytes": peak_memory(recorder.device),
         "recompiles": int(compiled["recompiles"]),
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,

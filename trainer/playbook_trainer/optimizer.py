@@ -88,9 +88,13 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
     if grads:
         torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    drop_gradients(parts)
+
+
+def drop_gradients(parts: list[Shard]) -> None:
+    """Forget this step's gradients."""
     for part in parts:
-        part.param.grad = None
+        part.param.grad = part.local.grad = None
 
 
 def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
