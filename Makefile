@@ -3,6 +3,7 @@
 #   make demo     every claim of every card gets a verdict on this machine's CPU
 #   make test     the tests, then every card, case and trainer key
 #   make check    lint, types, import rules, schemas, cards, skills
+#   make parity   the tables of parity, anew from the tests that make the comparisons
 #   make docs     the site, strictly, into site/
 
 SHELL := /bin/sh
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SETUP := pyproject.toml constraints.txt
 SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
 
-.PHONY: help demo test check docs clean
+.PHONY: help demo test check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,6 +37,10 @@ check: $(VENV)/.dev
 	$(BIN)/playbook schemas export --check
 	$(BIN)/playbook cards check
 	$(BIN)/playbook skills check
+
+parity: $(VENV)/.dev
+	rm -f docs/parity/*.jsonl
+	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py
 
 docs: $(VENV)/.dev
 	$(BIN)/playbook site build

@@ -18,6 +18,7 @@ from playbook.errors import FileError, Finding
 from playbook.paths import data_root, repo_root
 from playbook.site_cards import Shelf, card_page, index_page, latest, matrix_page, summary
 from playbook.site_evidence import evidence_page, list_page, trace_page
+from playbook.site_parity import parity_page
 from playbook.site_records import EVIDENCE, Record, read
 from playbook.site_reference import Command, commands_page, configuration_page, metrics_page
 from playbook.validate import read_cards
@@ -63,6 +64,7 @@ def generate(
         "evidence/index.md": list_page(shelf),
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(reference or Reference()),
+        "_generated/parity.md": parity_page(out / "parity"),
     }
     for record in shelf.records:
         pages[f"evidence/{record.id}.md"] = _record_page(shelf, record)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ROOT, run, steps
+from ranks import ROOT, run, steps, summary
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -71,3 +71,28 @@ def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: P
     assert "missing: model.layers.3" in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("frozen", ["[vision, projector]", "[language_model]"])
+def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> None:
+    given = folder_of("qwen3_vl_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_vl_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
+    words += ["data.num_workers=0", f"train.freeze={frozen}"]
+    for out, ranks in (("one", 1), ("two", 2)):
+        more = [f"output={tmp_path / out}", f"checkpoint.export={tmp_path / (out + '-weights')}"]
+        results = run([*words, *more], ranks, timeout=280)
+        assert [r[0] for r in results] == [0] * ranks, results[0][2]
+    for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    found = load_file(tmp_path / "two-weights" / hf.SINGLE)
+    moved = {name.removeprefix("model.").split(".")[0] for name in given if not torch.equal(found[name], given[name])}
+    assert moved == ({"language_model"} if "vision" in frozen else {"visual"})
+    counts = summary(tmp_path / "two")
+    assert 0 < counts["trained_parameters"] < counts["num_parameters"]
+
+
+def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
+    folder_of("qwen3_tiny", tmp_path / "in")
+    code, _, err = run(["trainer/configs/qwen3_tiny.yaml", f"checkpoint.export={tmp_path / 'in'}", f"output={tmp_path / 'out'}"])[0]
+    assert (code, "already holds weights" in err, (tmp_path / "out").exists()) == (2, True, False)

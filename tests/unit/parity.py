@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     Qwen3ForCausalLM,
@@ -73,6 +76,14 @@ def theirs(config: ModelConfig, folder: Path) -> Any:
     """Their model, read by transformers itself from the folder that we wrote."""
     settings = AutoConfig.from_pretrained(folder)
     return MODELS[settings.architectures[0]].from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
+def record(file: str, row: dict[str, Any]) -> None:
+    """Add a row to the parity tables, where PLAYBOOK_PARITY names their folder (`make parity`)."""
+    if folder := os.environ.get("PLAYBOOK_PARITY"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with (Path(folder) / file).open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row | {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}) + "\n")
 
 
 class Document:

@@ -48,8 +48,9 @@ def documents(config, batch):
     return [Document(config, text, grids, seed) for seed, (text, grids) in enumerate(batch)]
 
 
-def test_logits_loss_and_gradients_equal_those_of_transformers(pair):
+def test_logits_loss_and_gradients_equal_those_of_transformers(pair, request):
     config, decoder, model, batches = pair
+    name = request.node.callspec.params["pair"]
     for what, batch in batches.items():
         docs = documents(config, batch)
         packed = parity.pack(docs)
@@ -60,12 +61,16 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(pair):
         assert logits.std() > 0.1, "logits this flat would agree anyway"
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=0, msg=lambda m, w=what: f"{w}: {m}")
         found_loss = decoder(packed)
-        assert abs(float(found_loss / packed.num_loss - loss / packed.num_loss)) < 1e-4, what
+        off = abs(float(found_loss / packed.num_loss - loss / packed.num_loss))
+        assert off < 1e-4, what
+        row = {"model": name, "batch": what, "logits": float((found - logits).abs().max()), "loss": off, "gradients": None, "worst": None}
         found_loss.backward()
         if packed.vision is None and config.vision is not None:
+            parity.record("models.jsonl", row)
             continue  # without an image the tower has no gradient on either side
-        worst, name = parity.worst_gradient(decoder, parity.their_gradients(config, model))
-        assert worst < 1e-3, f"{what}: gradient of {name} differs by {worst:.1e}"
+        worst, whose = parity.worst_gradient(decoder, parity.their_gradients(config, model))
+        assert worst < 1e-3, f"{what}: gradient of {whose} differs by {worst:.1e}"
+        parity.record("models.jsonl", row | {"gradients": worst, "worst": whose})
 
 
 def test_a_packed_document_does_not_see_its_neighbours(pair):

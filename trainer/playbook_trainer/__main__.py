@@ -52,6 +52,8 @@ def _run(words: list[str], rank: int, world: int) -> int:
     loader.check(config)
     if config.init.weights is not None:
         hf.check_folder(config.model, Path(config.init.weights))
+    if config.checkpoint.export is not None:
+        hf.refuse_to_overwrite(Path(config.checkpoint.export))
     try:
         return OF_OUTCOME[train(config, rank, world)]
     except torch.cuda.OutOfMemoryError as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playbook import layout
 from playbook.errors import ConfigError
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config import FREEZABLE, TrainerConfig
 
 
 def check(config: TrainerConfig, world: int) -> None:
@@ -109,7 +109,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches of memory and speed that do not go together, or that have nothing to act on."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
-    problems += _recompute_problems(config)
+    problems += _recompute_problems(config) + _freeze_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
         problems.append(
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
@@ -149,6 +149,19 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
     if {"moe", "moe_act"} <= set(names):
         problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
     return problems
+
+
+def _freeze_problems(config: TrainerConfig) -> list[str]:
+    frozen = config.train.freeze
+    if not frozen:
+        return []
+    if config.model.vision is None:
+        return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
+    if set(frozen) == set(FREEZABLE):
+        return ["train.freeze names every part, so nothing is left to train: take one out"]
+    if "language_model" in frozen and config.parallel.pp > 1:
+        return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
+    return []
 
 
 def data_problems(config: TrainerConfig) -> list[str]:

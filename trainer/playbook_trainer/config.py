@@ -141,7 +141,17 @@ class DataConfig(Strict):
 RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
 """Names as megatron-core has them, and `vision` for the blocks of the vision tower."""
 
+FREEZABLE = ("vision", "projector", "language_model")
+"""The parts of a vision-language model that can be frozen."""
+
 _MEANT = {
+    "vision_tower": "vision",
+    "vision_model": "vision",
+    "visual": "vision",
+    "merger": "projector",
+    "llm": "language_model",
+    "decoder": "language_model",
+    "text": "language_model",
     "up_proj": "mla_up_proj",
     "mla": "mla_up_proj",
     "norm": "layernorm",
@@ -248,6 +258,8 @@ class TrainConfig(Strict):
     """Rows per optimizer step over all data-parallel ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    freeze: list[str] = Field(default_factory=list)
+    """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
     recompute_modules: list[str] = Field(default_factory=list)
@@ -277,6 +289,11 @@ class TrainConfig(Strict):
     def _known_modules(cls, value: list[str]) -> list[str]:
         return _known(value, RECOMPUTE_MODULES)
 
+    @field_validator("freeze")
+    @classmethod
+    def _known_parts(cls, value: list[str]) -> list[str]:
+        return _known(value, FREEZABLE)
+
 
 class EvalConfig(Strict):
     """Evaluation on held-out samples."""
@@ -298,6 +315,8 @@ class CheckpointConfig(Strict):
     """Write in the background, from a copy in host memory; training waits for the copy only."""
     resume: bool = True
     """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
+    export: str | None = None
+    """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
 
 
 class ProfileConfig(Strict):

@@ -24,7 +24,7 @@ from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, setup, tied
+from playbook_trainer.parallel import context, setup, tied, weights
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
@@ -73,6 +73,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     outcome = run_steps(trainer, recorder)
     saver.wait()
+    if outcome == "ok" and config.checkpoint.export:
+        weights.save(model, axes, Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)

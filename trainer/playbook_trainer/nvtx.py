@@ -95,11 +95,11 @@ class KinetoSink:
 class range_:
     """A named span of the step, forward and (through `enter` and `exit`) backward."""
 
-    __slots__ = ("_on", "name")
+    __slots__ = ("_entered", "_on", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._on = False
+        self._on = self._entered = False
 
     def __enter__(self) -> range_:
         _open.append(self.name)
@@ -117,11 +117,12 @@ class range_:
 
     def enter(self, x: Tensor) -> Tensor:
         """`x`; in the backward pass, the end of the span."""
-        return _Mark.apply(x, self.name, False) if self._on and x.requires_grad else x
+        self._entered = self._on and x.requires_grad
+        return _Mark.apply(x, self.name, False) if self._entered else x
 
     def exit(self, y: Tensor) -> Tensor:
-        """`y`; in the backward pass, the beginning of the span."""
-        return _Mark.apply(y, self.name, True) if self._on and y.requires_grad else y
+        """`y`; in the backward pass, the beginning of the span, where that pass also reaches its end (not below what is frozen)."""
+        return _Mark.apply(y, self.name, True) if self._entered and y.requires_grad else y
 
 
 class _Mark(torch.autograd.Function):

@@ -46,7 +46,8 @@ class Options:
     loss_rows: tensor.LossRows = tensor.plain_rows
     ops: Ops = field(default_factory=Ops)
     vision_always: bool = False
-    """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times."""
+    """Run the vision tower for micro-batches without images too: under FSDP every rank must gather its weights the same number of times, and
+    in every layout the tower's gradient is then zero, not absent, so that the optimizer treats it alike."""
     chunks: tuple[range, ...] | None = None
     """The layers of this pipeline stage, one stretch for each of its model chunks; None means all layers in one."""
 

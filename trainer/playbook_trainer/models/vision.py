@@ -55,7 +55,6 @@ class VisionTower(nn.Module):
             x_PD = self.patch_embed(vision.pixels_PC.to(dtype))
             x_PD = x_PD + _learned_positions(self.pos_embed.weight, vision.pos_index_4P, vision.pos_weight_4P).to(dtype)
             x_PD = span.enter(x_PD)
-            trained = x_PD.requires_grad
             cos_Pr, sin_Pr = rotation(vision.rotary_P2, self.head_dim)
             tapped = []
             for number, block in enumerate(self.blocks):
@@ -63,14 +62,11 @@ class VisionTower(nn.Module):
                 x_PD = checkpoint(block, *inputs, use_reentrant=False) if self.recompute else block(*inputs)
                 if number in self.taps:
                     tapped.append(x_PD)
-            # A span that could not be marked at its beginning (frozen patch embedding) must not be marked at its end.
-            x_PD = span.exit(x_PD) if trained else x_PD
+            x_PD = span.exit(x_PD)
         with range_("projector") as span:
-            trained = x_PD.requires_grad
             out = [self.merger(span.enter(x_PD))]
             out += [merger(t_PD) for merger, t_PD in zip(self.deepstack, tapped, strict=True)]
-            if trained:
-                out[-1] = span.exit(out[-1])  # the last made is the first that the backward pass reaches
+            out[-1] = span.exit(out[-1])  # the last made is the first that the backward pass reaches
         return out[0], out[1:]
 
 

@@ -29,8 +29,9 @@ def forward_backward(model: Decoder, batches: list[Batch], labels: Tensor, axes:
         with range_("forward"):
             loss = model(batch)
         total += loss.detach()
-        with range_("backward"):
-            (loss / labels).backward()
+        if loss.requires_grad:  # not where only the tower is trained and the micro-batch has no image
+            with range_("backward"):
+                (loss / labels).backward()
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,13 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
         ops=compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops(),
-        vision_always=config.data.kind == "vqa" and wants_fsdp(config, axes),
+        vision_always=config.data.kind == "vqa",
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
     with torch.device("meta"):
         model = Decoder(config.model, options)
     model.activation_dtype = DTYPES[train.dtype]
+    freeze(model, train.freeze)
     compile_regions(model, train.compile)
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
@@ -58,6 +59,19 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     else:
         weights.load(model, axes, Path(config.init.weights))
     return model
+
+
+def freeze(model: Decoder, parts: Sequence[str]) -> None:
+    """Parameters of the named parts get no gradient and no optimizer state, and keep their values."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(part_of(name) not in parts)
+
+
+def part_of(name: str) -> str:
+    """The part of a vision-language model that a parameter belongs to."""
+    if name.startswith(("vision.merger.", "vision.deepstack.")):
+        return "projector"
+    return "vision" if name.startswith("vision.") else "language_model"
 
 
 def check_device(config: TrainerConfig, device: torch.device) -> None:

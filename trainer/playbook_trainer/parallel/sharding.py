@@ -110,8 +110,10 @@ def _inside(intervals: Sequence[Interval], first: int, last: int) -> list[tuple[
 
 def is_second_copy(model: Any, name: str) -> bool:
     """Whether this rank holds a tied embedding for the output layer, while another stage holds it for the input and counts it."""
+    if name != "embed.weight":
+        return False
     axes: Axes = model.options.axes
-    return name == "embed.weight" and bool(model.config.tie_word_embeddings) and not axes.is_first_stage
+    return bool(model.config.tie_word_embeddings) and not axes.is_first_stage
 
 
 def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:

@@ -53,15 +53,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = x_ND.new_zeros((), dtype=torch.float32)
         need = x_ND.requires_grad or weight_WD.requires_grad
         grad_x = torch.empty_like(x_ND) if need else None
-        grad_w = torch.zeros_like(weight_WD, dtype=torch.float32) if need else None
+        grad_w = torch.zeros_like(weight_WD, dtype=torch.float32) if weight_WD.requires_grad else None
         for x, labels, grad in zip(
             x_ND.split(chunk), labels_N.split(chunk), (x_ND if grad_x is None else grad_x).split(chunk), strict=True
         ):
             target = labels - tp.rank * weight_WD.shape[0]
             part, probs = rows(x @ weight_WD.t(), target, labels != IGNORE, tp, need)
             loss += part
-            if grad_w is not None:
+            if need:
                 torch.mm(probs, weight_WD, out=grad)
+            if grad_w is not None:
                 grad_w += probs.t() @ x
         if need:
             ctx.save_for_backward(grad_x, grad_w)
@@ -69,13 +70,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
         scale = grads[0]
         grad_x = grad_x * scale.to(grad_x.dtype)
         if ctx.tp.size > 1:
             dist.all_reduce(grad_x, group=ctx.tp.group)
-        return grad_x, (grad_w * scale).to(grad_x.dtype), None, None, None, None
+        return grad_x, None if grad_w is None else (grad_w * scale).to(grad_x.dtype), None, None, None, None
 
 
 def plain_rows(logits: Tensor, target: Tensor, valid: Tensor, tp: Axis, need: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,91 @@
+"""The page on parity: what the trainer's numbers were compared with, and how far apart they were.
+
+The rows come from the tests themselves, which write them where the environment variable PLAYBOOK_PARITY names a folder (`make parity`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import FileError, Finding
+from playbook.site_text import code, text
+
+MODELS, LAYOUTS = "models.jsonl", "layouts.jsonl"
+
+INTRO = """# Parity
+
+Correct first, then fast. Two comparisons stand behind every figure on this site; both are tests, and the tables below are what they found
+when they last wrote them down (`make parity`).
+"""
+
+
+def read_rows(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a file, one JSON object per line.
+
+    Raises:
+        FileError: a line that is no object, or that lacks one of the wanted keys.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise FileError([Finding(str(path), number, 1, f"is no JSON ({e}); write it anew with `make parity`")]) from e
+        if not isinstance(row, dict) or any(key not in row for key in wanted):
+            raise FileError(
+                [Finding(str(path), number, 1, f"expected an object with {', '.join(wanted)}; write it anew with `make parity`")]
+            )
+        rows.append(row)
+    return rows
+
+
+def parity_page(folder: Path) -> str:
+    """The page, from the rows below `folder`.
+
+    Raises:
+        FileError: rows of another shape.
+    """
+    models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
+    layouts = read_rows(folder / LAYOUTS, ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"])
+    return "\n".join([INTRO, *_models(models), *_layouts(layouts)])
+
+
+def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    out = [
+        "## Models, against transformers",
+        "",
+        "Tiny random weights that excite every parameter, float32 on the CPU. They travel through our writer and the reader of transformers. Logits: largest",
+        "absolute difference. Loss: difference of the means per label. Gradients: the largest relative difference of any parameter (norm of the difference",
+        f"over the norm), and whose it is. torch {text(rows[0]['torch'])}, transformers {text(rows[0]['transformers'])}.",
+        "",
+        "| model | documents | logits | loss | gradients | of |",
+        "| --- | --- | --: | --: | --: | --- |",
+    ]
+    for row in rows:
+        gradients = "-" if row["gradients"] is None else f"{row['gradients']:.1e}"
+        worst = code(row["worst"]) if row["worst"] else "-"
+        out.append(f"| {text(row['model'])} | {text(row['batch'])} | {row['logits']:.1e} | {row['loss']:.1e} | {gradients} | {worst} |")
+    return [*out, "", "Asked for: logits and loss within 1e-4, gradients within 1e-3.", ""]
+
+
+def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    out = [
+        "## Layouts, against one rank",
+        "",
+        "The same data and the same seed, float32: the largest relative difference of the loss and of the gradient norm over all steps.",
+        "",
+        "| layout | ranks | over | steps | loss | gradient norm |",
+        "| --- | --: | --- | --: | --: | --: |",
+    ]
+    for row in sorted(rows, key=lambda r: (r["backend"] != "gloo", r["layout"])):
+        out.append(
+            f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} | {row['grad_norm']:.1e} |"
+        )
+    return [*out, "", "Asked for: loss within 1e-5, gradient norm within 1e-4.", ""]
