@@ -73,6 +73,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     outcome = run_steps(trainer, recorder)
     saver.wait()
+    trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:
         weights.save(model, axes, Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
@@ -82,7 +83,6 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     counts = count_parameters(model, axes, device)
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
-    trainer.watchdog.close()
     return outcome
 
 
