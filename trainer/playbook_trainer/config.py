@@ -398,10 +398,11 @@ def dump(config: TrainerConfig) -> dict[str, Any]:
 
 
 def config_sha(config: TrainerConfig) -> str:
-    """A hash of everything that decides what is computed; where results are written does not count."""
+    """A hash of everything that decides what is computed; where results are written and who watches does not count."""
     data = dump(config)
     for key in ("output", "checkpoint", "profile"):
         data.pop(key)
+    data["train"].pop("hang_timeout_s")
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook_trainer import optimizer
+from playbook_trainer import ledger, optimizer
 from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
@@ -131,7 +131,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                     return "nan"
                 _periodically(trainer, recorder)
                 trainer.watchdog.alive(trainer.step)
-                if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals[5]):
+                if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals[-1]):
                     save(trainer, recorder)
                     return "stopped"
             trace.end()
@@ -185,6 +185,7 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
         sum(b.num_useful for b in batches),
         sum(b.tokens_N.numel() for b in batches),
         sum(b.num_images for b in batches),
+        *ledger.counts(batches),
     ]
     own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
     own = torch.tensor(

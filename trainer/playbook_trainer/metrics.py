@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml
 from torch import Tensor
 
 from playbook_trainer.config import TrainerConfig, config_sha, dump
+from playbook_trainer.ledger import FORMULA, Counts, Ledger, peak
 from playbook_trainer.parallel.axes import Axes
 
 PERFORMANCE_REVISION = 1
@@ -34,7 +36,7 @@ class StepStats:
     step: int
     lr: float
     totals: Tensor
-    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, ranks that were asked to stop"""
+    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, what `ledger.counts` gives, ranks that were asked to stop"""
     labels: Tensor
     data_seconds: float
     skipped: bool = False
@@ -60,8 +62,13 @@ class Recorder:
     evals: dict[int, float] = field(default_factory=dict)
     timed_compile: dict[str, float] = field(default_factory=dict)
     timed_seconds: float = 0.0
+    timed_steps: int = 0
+    model_flops: Counter[str] = field(default_factory=Counter)
+    """Of the timed steps, by class, over all ranks."""
+    hardware_flops: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.ledger, self.peak = Ledger(self.config), peak(self.device)
         self.phases["start_up"] = self.began - process_start()
         self._mark = self._now()
         self._compiled = compile_counters()
@@ -104,17 +111,21 @@ class Recorder:
         """Wait for the device and write what is pending."""
         if not self.pending:
             return
-        rows = [self._row(*entry) for entry in self.pending]
+        rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
         seconds = torch.tensor([r["seconds"] for r in rows], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        for row, longest in zip(rows, seconds.tolist(), strict=True):
+        for row, step, longest in zip(rows, steps, seconds.tolist(), strict=True):
             row["seconds"] = longest
+            row["mfu"] = self.utilisation(row["flops"], longest)
             self.nan = self.nan or ("nan" in row and "skipped" not in row)
             self.nan_steps += "nan" in row
             self.skipped_steps += "skipped" in row
             if row["timed"]:
                 self.timed_seconds += longest
+                self.timed_steps += 1
+                self.model_flops.update(self.ledger.model(step))
+                self.hardware_flops.update(self.ledger.hardware(step))
                 for k in ("recompiles", "compile_seconds"):
                     self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
         if self.out is not None:
@@ -141,6 +152,7 @@ class Recorder:
             "useful_tokens": int(useful),
             "raw_tokens": int(raw),
             "images": int(images),
+            "flops": int(sum(self.ledger.model(_counts(stats)).values())),
             "data_seconds": stats.data_seconds,
             "peak_memory_bytes": peak_memory(self.device),
             **compiled,
@@ -169,11 +181,32 @@ class Recorder:
             f"  raw {row['raw_tokens'] * rate:,.0f}{images}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
 
+    def utilisation(self, flops: float, seconds: float) -> float | None:
+        """The share of the ranks' peak that so many FLOPs in so many seconds are; None where no peak is known."""
+        return flops / seconds / self.axes.world.size / self.peak.flops_per_s if self.peak and seconds > 0 else None
+
+    def flops(self) -> dict[str, Any]:
+        """What the timed steps have computed: by class per step, and as shares of the peak."""
+        steps = max(1, self.timed_steps)
+        return {
+            "formula": FORMULA,
+            "peak": {"name": self.peak.name, "flops_per_s": self.peak.flops_per_s} if self.peak else None,
+            "flops_per_step": {name: total / steps for name, total in self.model_flops.items()},
+            "hardware_flops_per_step": {name: total / steps for name, total in self.hardware_flops.items()},
+            "mfu": self.utilisation(self.model_flops.total(), self.timed_seconds),
+            "hfu": self.utilisation(self.hardware_flops.total(), self.timed_seconds),
+        }
+
     def say(self, text: str) -> None:
         """A line for people, from rank 0."""
         if self.out is not None:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
+
+
+def _counts(stats: StepStats) -> Counts:
+    useful, raw, _, pairs, padded_pairs, patches, patch_pairs = stats.totals.tolist()[2:9]
+    return Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs)
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -259,6 +292,10 @@ def write_summary(
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
         "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
     }
+    flops = recorder.flops()
+    metrics |= {name: flops[name] for name in ("mfu", "hfu") if flops[name] is not None}
+    if config.model.vision is not None and (total := recorder.model_flops.total()):
+        metrics["flops_vision_share"] = (recorder.model_flops["vision"] + recorder.model_flops["projector"]) / total
     receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": [], "counters": {}})
     now = time.time()
     summary = {
@@ -284,6 +321,7 @@ def write_summary(
         "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
         "data": extra.get("data", {}),
         "metrics": metrics,
+        "flops": flops,
         "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
         "env": environment(recorder.device, axes.world.size),
     }
