@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from forking import Forks
 from ranks import free_port, steps, summary
 
@@ -124,3 +125,92 @@ def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
     assert "after step 2, in step > " in said
     assert "in train_step" in said
     assert "in forward_backward" in said
+
+
+SLOW_EXPERTS = """
+import os, time
+from playbook_trainer.models import decoder
+real = decoder.Experts._loop
+def planted(self, rows, counts):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.2)
+    return real(self, rows, counts)
+decoder.Experts._loop = planted
+"""
+
+
+def test_the_slow_rank_is_named(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, "train.steps=4", "train.straggler_every=2", f"output={tmp_path}"]
+    assert forks.run(words, 2, free_port(), SLOW_EXPERTS) == [0, 0], forks.text(0)
+    compared = {r["step"]: r["ranks"] for r in steps(tmp_path) if "ranks" in r}
+    assert list(compared) == [2, 4]
+    for times in compared.values():
+        assert times["slowest"] == 1
+        assert times["max"] > times["min"] + 0.2
+        assert times["min"] <= times["median"] <= times["max"]
+    found = summary(tmp_path)["stragglers"]
+    assert (found["samples"], found["slowest"]) == (2, {"1": 2})
+
+
+def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> None:
+    words = ["tracker.tensorboard=true", "tracker.wandb=true", "tracker.offline=true", "tracker.name=a run", f"output={tmp_path}"]
+    assert forks.run([TEXT, *QUICK, *words], 2, free_port()) == [0, 0], forks.text(0)
+    resolved, rows = yaml.safe_load((tmp_path / "config.yaml").read_text()), steps(tmp_path)
+    assert (resolved["tracker"]["name"], resolved["train"]["steps"], resolved["optimizer"]["lr"]) == ("a run", 6, 0.0003)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(text) == resolved
+    losses = events.Scalars("loss")
+    assert [e.step for e in losses] == [r["step"] for r in rows]
+    assert [e.value for e in losses] == pytest.approx([r["loss"] for r in rows])
+    assert events.Scalars("summary/skipped_steps")[0].value == 0
+
+    config, history = offline_run(tmp_path / "wandb")
+    assert config == resolved
+    assert [(row["_step"], row["loss"]) for row in history] == [(r["step"], r["loss"]) for r in rows]
+
+
+def offline_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The configuration and the history that an offline run of Weights & Biases would upload."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("offline-run-*/*.wandb")
+    config: dict[str, Any] = {}
+    history = []
+    for data in log_records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        for update in [*record.run.config.update, *record.config.update]:
+            config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
+        if record.history.item:
+            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    return {key: value for key, value in config.items() if not key.startswith("_")}, history
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format (blocks of 32 KiB; checksum, length, kind), which follow a header of seven bytes.
+
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32_768 - at % 32_768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_a_missing_tracker_is_said(forks: Forks, tmp_path: Path) -> None:
+    missing = "import importlib.util as u; real = u.find_spec; u.find_spec = lambda name, *a: None if name == 'wandb' else real(name, *a)"
+    assert forks.run([TEXT, *QUICK, "tracker.wandb=true", f"output={tmp_path / 'out'}"], 1, free_port(), missing) == [2]
+    assert "tracker.wandb needs the package wandb" in forks.text(0)
+    assert not (tmp_path / "out").exists()

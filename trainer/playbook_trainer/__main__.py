@@ -45,10 +45,12 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
     import torch
 
+    from playbook_trainer import tracker
     from playbook_trainer.data import loader
     from playbook_trainer.loop import train
     from playbook_trainer.models import hf
 
+    tracker.check(config)
     loader.check(config)
     if config.init.weights is not None:
         hf.check_folder(config.model, Path(config.init.weights))

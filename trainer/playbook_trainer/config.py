@@ -281,6 +281,8 @@ class TrainConfig(Strict):
     hang_timeout_s: float | None = Field(default=540.0, gt=0)
     """Seconds without a step (compilation, evaluation and checkpoints included) after which a rank prints the stacks of its threads and ends.
     With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
+    straggler_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
 
@@ -319,6 +321,20 @@ class CheckpointConfig(Strict):
     """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
 
 
+class TrackerConfig(Strict):
+    """Where a run is followed, besides its own files. Each gets the whole resolved configuration."""
+
+    tensorboard: bool = False
+    """Event files in `output`/tensorboard."""
+    wandb: bool = False
+    """Weights & Biases."""
+    project: str = "playbook"
+    name: str | None = None
+    """The run's name in Weights & Biases; None lets it choose one."""
+    offline: bool = False
+    """Weights & Biases writes to `output`/wandb alone, to be uploaded with `wandb sync`."""
+
+
 class ProfileConfig(Strict):
     """Annotation and tracing. A timed run has kineto off."""
 
@@ -342,6 +358,7 @@ class TrainerConfig(Strict):
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = Field(default_factory=TrackerConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     output: str = "runs/latest"
 
@@ -400,7 +417,7 @@ def dump(config: TrainerConfig) -> dict[str, Any]:
 def config_sha(config: TrainerConfig) -> str:
     """A hash of everything that decides what is computed; where results are written and who watches does not count."""
     data = dump(config)
-    for key in ("output", "checkpoint", "profile"):
+    for key in ("output", "checkpoint", "tracker", "profile"):
         data.pop(key)
     data["train"].pop("hang_timeout_s")
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

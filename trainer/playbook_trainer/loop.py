@@ -30,6 +30,7 @@ from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
 from playbook_trainer.receipt import Observer, observing, state_bytes
 from playbook_trainer.stop import StopRequest
+from playbook_trainer.stragglers import Busy, compare, own_ranges
 from playbook_trainer.watchdog import Watchdog
 
 MAX_SKIPPED = 10
@@ -123,7 +124,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                 if trainer.step == config.train.warmup_steps:
                     trace.begin()
                     recorder.begin_timed()
-                stats = train_step(trainer)
+                stats = compared_step(trainer, recorder) if is_compared(trainer) else train_step(trainer)
                 recorder.add(stats)
                 skipped = skipped + 1 if stats.skipped else 0
                 if (recorder.nan and config.train.on_nan == "stop") or skipped == MAX_SKIPPED:
@@ -168,6 +169,21 @@ def train_step(trainer: Trainer) -> StepStats:
                 optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
     trainer.step += 1
     return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
+
+
+def is_compared(trainer: Trainer) -> bool:
+    """Whether the ranks' own times are to be compared in the next step."""
+    every = trainer.config.train.straggler_every
+    return every > 0 and (trainer.step + 1) % every == 0
+
+
+def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
+    """A step in which every rank measures the time at its own work."""
+    busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
+    with listening(busy):
+        stats = train_step(trainer)
+    recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, trainer.device))
+    return stats
 
 
 def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:

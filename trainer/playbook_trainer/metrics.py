@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,11 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from playbook_trainer import tracker
 from playbook_trainer.config import TrainerConfig, config_sha, dump
 from playbook_trainer.ledger import FORMULA, Counts, Ledger, peak
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.tracker import Tracker, figures
 
 PERFORMANCE_REVISION = 1
 """Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
@@ -66,6 +69,9 @@ class Recorder:
     model_flops: Counter[str] = field(default_factory=Counter)
     """Of the timed steps, by class, over all ranks."""
     hardware_flops: Counter[str] = field(default_factory=Counter)
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Comparisons of the ranks' own times, by step."""
+    trackers: list[Tracker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
@@ -78,6 +84,7 @@ class Recorder:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
             _keep_until(self.out / "metrics.jsonl", self.first_step)
+            self.trackers = tracker.start(self.config, self.out)
 
     def begin_timed(self) -> None:
         """The warm-up is over; from here steps count."""
@@ -101,6 +108,10 @@ class Recorder:
         self.evals[step] = loss
         self.say(f"step {step}  eval loss {loss:.4f}")
         self._mark = self._now()
+
+    def note_ranks(self, step: int, times: dict[str, Any]) -> None:
+        """The ranks' own times in a step."""
+        self.ranks[step] = times
 
     def pause(self) -> None:
         """What came since the last step belongs to no step."""
@@ -131,6 +142,9 @@ class Recorder:
         if self.out is not None:
             with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
+        for row in rows:
+            for each in self.trackers:
+                each.log(row["step"], figures(row))
         self.say(self._line(rows[-1]))
         self._mark = self.pending[-1][1] if self.device.type == "cuda" else self._now()
         self.pending.clear()
@@ -147,6 +161,7 @@ class Recorder:
             "grad_norm": None if not math.isfinite(norm) else norm,
             **({"nan": True} if bad else {}),
             **({"skipped": True} if stats.skipped else {}),
+            **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
             "lr": stats.lr,
             "seconds": seconds,
             "useful_tokens": int(useful),
@@ -322,6 +337,7 @@ def write_summary(
         "data": extra.get("data", {}),
         "metrics": metrics,
         "flops": flops,
+        "stragglers": stragglers(recorder.ranks),
         "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
         "env": environment(recorder.device, axes.world.size),
     }
@@ -329,3 +345,14 @@ def write_summary(
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
     temporary.rename(path)
+    for each in recorder.trackers:
+        each.close(figures(metrics))
+
+
+def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How often each rank was the slowest, and the most that one took over the median; None without comparisons."""
+    if not ranks:
+        return None
+    slowest = Counter(str(times["slowest"]) for times in ranks.values())
+    worst = max(times["max"] / times["median"] if times["median"] else 1.0 for times in ranks.values())
+    return {"samples": len(ranks), "slowest": dict(slowest.most_common()), "max_over_median": worst}
