@@ -20,13 +20,13 @@ ARITHMETIC: Mapping[str, Function] = {
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
+    "refused_together": lint_labels.refused_together,
     "interleaving": statements.interleaving,
     "platform_walls": statements.platform_walls,
     "offload_makes_it_fit": statements.offload_makes_it_fit,
     "mfu_falls_as_throughput_rises": statements.mfu_falls_as_throughput_rises,
     "coarser": number_formats.coarser,
     "routing_flips": number_formats.routing_flips,
-    "refused_together": lint_labels.refused_together,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
