@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from playbook.site_figures import contrasts, curve
@@ -26,8 +26,7 @@ def figures(record: Record) -> str:
         ]
         drawn.append((curve(memory, MEMORY), f"{_label(MEMORY)}, from zero"))
     if found.get("scale") == "log_ratio":
-        intervals = [(str(c.get("name")), c.get("effect"), c.get("low"), c.get("high")) for c in _rows(found, "contrasts")]
-        drawn.append((contrasts([(n, e, a, b) for n, e, a, b in intervals if _number(e) and _number(a) and _number(b)]), "effects"))
+        drawn.append((contrasts(list(_intervals(found))), "effects"))
     knob = record.get("measured", "case", "content", "knob", default="")
     where = f"{record.machine}, {knob}" if knob else record.machine
     return "\n\n".join(
@@ -35,6 +34,13 @@ def figures(record: Record) -> str:
         for svg, label in drawn
         if svg
     )
+
+
+def _intervals(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float, float]]:
+    for row in _rows(found, "contrasts"):
+        effect, low, high = (_number(row.get(k)) for k in ("effect", "low", "high"))
+        if effect is not None and low is not None and high is not None:
+            yield str(row.get("name")), effect, low, high
 
 
 def _label(metric: str) -> str:
@@ -82,11 +88,11 @@ def _memory(record: Record, variants: list[str]) -> list[tuple[str, float | None
     """The most device memory that any launch of a variant allocated."""
     most: dict[str, float] = {}
     for run in record.get("measured", "runs", default=[]):
-        value = (run.get("metrics") or {}).get(MEMORY) if isinstance(run, Mapping) else None
-        if isinstance(run, Mapping) and _number(value) and value > 0:
-            most[str(run.get("variant"))] = max(most.get(str(run.get("variant")), 0.0), float(value))
+        value = _number((run.get("metrics") or {}).get(MEMORY)) if isinstance(run, Mapping) else None
+        if value is not None and value > 0:
+            most[str(run.get("variant"))] = max(most.get(str(run.get("variant")), 0.0), value)
     return [(v, most.get(v)) for v in variants]
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

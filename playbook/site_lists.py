@@ -53,7 +53,7 @@ def index_page(shelf: Shelf) -> str:
     phases = {k: words for k, words in PHASES.items() if any(c.phase == k for c in shelf.cards.values())}
     choices = {**_standing_choices(shelf, claims), "phase": ("Phase", phases)}
     parts = [
-        front_matter("Cards", description="What to do, found by symptom, hardware and status", hide="toc", search="boost: 0.5"),
+        front_matter("Cards", description="What to do, found by symptom, hardware and status", hide="toc", search="exclude: true"),
         "# Cards",
         "Type what you see, or choose where you run and what has been settled.",
         filters("all-to-all, out of memory, recompile", choices),
@@ -104,7 +104,7 @@ def matrix_page(shelf: Shelf) -> str:
     return (
         "\n\n".join(
             [
-                front_matter("Claims", description="Every claim and its verdict on every machine", hide="toc", search="boost: 0.4"),
+                front_matter("Claims", description="Every claim and its verdict on every machine", hide="toc", search="exclude: true"),
                 "# Claims",
                 total,
                 filters("pipeline, FP8, packing", choices),

@@ -162,7 +162,7 @@ def _g(): ...
     assert found[0].members == [("x: int", "How many."), ("y", "The y.")]
 
 
-@pytest.mark.parametrize("name", ["layout.js", "memory.js", "calculator.js", "filter.js"])
+@pytest.mark.parametrize("name", ["layout.js", "memory.js", "calculator.js", "filter.js", "search.js"])
 def test_scripts_of_the_site_name_no_other_host(name: str, tree: Path) -> None:
     assert "http" not in (tree / "docs" / "javascripts" / name).read_text()
 
