@@ -75,8 +75,18 @@ def version() -> None:
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration and print what each rank would hold; runs nothing.")
+    ] = False,
+    gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
+    as_json: AsJson = False,
 ) -> None:
-    """Train: one rank alone, or this rank of a torchrun launch."""
+    """Train: one rank alone, or this rank of a torchrun launch; options go before CONFIG."""
+    if dry_run:
+        from playbook.cli_dry_run import show
+
+        show(config, overrides or [], gpus, as_json=as_json)
+        return
     from playbook_trainer.__main__ import main as run
 
     raise typer.Exit(run([config, *(overrides or [])]))
