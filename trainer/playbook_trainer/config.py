@@ -320,7 +320,14 @@ class TrainConfig(Strict):
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)
     """Steps between reads of the loss from the device; each read waits for the device."""
-    on_nan: Literal["stop", "continue"] = "stop"
+    on_nan: Literal["stop", "continue", "skip"] = "stop"
+    """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
+    the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
+    hang_timeout_s: float | None = Field(default=540.0, gt=0)
+    """Seconds without a step (compilation, evaluation and checkpoints included) after which a rank prints the stacks of its threads and ends.
+    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
+    straggler_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
 
@@ -349,15 +356,33 @@ class EvalConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """Saving and resuming."""
+    """Saving and resuming. A checkpoint may be resumed in another layout and by another number of ranks."""
 
     dir: str | None = None
     every: int = Field(default=0, ge=0)
+    """Optimizer steps between checkpoints; 0 means none but the one that a signal asks for."""
     keep: int = Field(default=2, gt=0)
+    """Complete checkpoints that stay; older ones are removed."""
+    async_save: bool = True
+    """Write in the background, from a copy in host memory; training waits for the copy only."""
     resume: bool = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
     export: str | None = None
     """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
+
+
+class TrackerConfig(Strict):
+    """Where a run is followed, besides its own files. Each gets the whole resolved configuration."""
+
+    tensorboard: bool = False
+    """Event files in `output`/tensorboard."""
+    wandb: bool = False
+    """Weights & Biases."""
+    project: str = "playbook"
+    name: str | None = None
+    """The run's name in Weights & Biases; None lets it choose one."""
+    offline: bool = False
+    """Weights & Biases writes to `output`/wandb alone, to be uploaded with `wandb sync`."""
 
 
 class ProfileConfig(Strict):
@@ -385,6 +410,7 @@ class TrainerConfig(Strict):
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = Field(default_factory=TrackerConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     output: str = "runs/latest"
 
@@ -441,10 +467,11 @@ def dump(config: TrainerConfig) -> dict[str, Any]:
 
 
 def config_sha(config: TrainerConfig) -> str:
-    """A hash of everything that decides what is computed; where results are written does not count."""
+    """A hash of everything that decides what is computed; where results are written and who watches does not count."""
     data = dump(config)
-    for key in ("output", "checkpoint", "profile"):
+    for key in ("output", "checkpoint", "tracker", "profile"):
         data.pop(key)
+    data["train"].pop("hang_timeout_s")
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 

@@ -40,6 +40,13 @@ class Sink(Protocol):
 
 # Annotation is about the process, not about one object in it; the list is empty in a timed run.
 _sinks: list[Sink] = []
+_open: list[str] = []
+"""The ranges of the forward pass that are open, outermost first; kept without sinks too, for the report of a hang."""
+
+
+def open_ranges() -> list[str]:
+    """Where in the step the program is."""
+    return list(_open)
 
 
 @contextmanager
@@ -111,6 +118,7 @@ class range_:
         self._on = self._entered = False
 
     def __enter__(self) -> range_:
+        _open.append(self.name)
         if _sinks:
             self._on = True
             for sink in _sinks:
@@ -118,6 +126,7 @@ class range_:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        _open.pop()
         if self._on:
             for sink in reversed(_sinks):
                 sink.pop(self.name)

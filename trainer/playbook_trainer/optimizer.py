@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,19 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, fused=True, **how)
 
 
+def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
+    """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
+    for part in parts:
+        state = optimizer.state[part.local]
+        if state:
+            continue
+        narrow = optimizer.moments if isinstance(optimizer, AdamW) else None
+        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device; ours counts them on the host.
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if narrow else part.local.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(part.local, dtype=narrow, memory_format=torch.preserve_format)
+
+
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
     """This rank's share of the squared gradient norm, float64; the sum over all ranks is the whole model's."""
     grads = [g for p in parts if p.counts and (g := p.grad()) is not None and g.numel()]
@@ -97,9 +110,13 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
         if grads:
             torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0]))
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    drop_gradients(parts)
+
+
+def drop_gradients(parts: list[Shard]) -> None:
+    """Forget this step's gradients."""
     for part in parts:
-        part.param.grad = None
+        part.param.grad = part.local.grad = None
 
 
 @contextmanager
