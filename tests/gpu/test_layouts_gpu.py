@@ -116,7 +116,7 @@ def test_layout_agrees_with_one_gpu_in_bf16(dtype: str, name: str, far: Callable
 
 @pytest.mark.gpu
 def test_checkpoint_resumes_on_one_gpu(tmp_path: Path) -> None:
-    words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "train.steps=6", "optimizer.schedule=constant"]
+    words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "optimizer.schedule=constant"]
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
     assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
     assert run([*words, "train.steps=3", *saving, f"output={tmp_path / 'first'}"])[0][0] == 0
@@ -129,7 +129,7 @@ def test_checkpoint_resumes_on_one_gpu(tmp_path: Path) -> None:
 @pytest.mark.multigpu
 def test_checkpoint_of_several_gpus_resumes_on_one(tmp_path: Path) -> None:
     n = 4 if torch.cuda.device_count() >= 4 else 2
-    words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "train.steps=6", "optimizer.schedule=constant"]
+    words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "optimizer.schedule=constant"]
     assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3"]
     results = run([*words, f"parallel.ep={n}", "train.steps=3", *saving, f"output={tmp_path / 'first'}"], n)
