@@ -89,7 +89,7 @@ def test_no_link_and_no_anchor_is_broken(built_site: Path) -> None:
     ("question", "card"),
     [
         ("all-to-all takes a third of the step", "moe-dispatcher-choice"),
-        ("out of memory when the sequence grows", "long-context-"),
+        ("ring attention", "long-context-"),
         ("recompiles with images of variable resolution", "vlm-real-data"),
         ("FP8 slower than bf16", "fp8-recipes"),
         ("host to device offload is slow", "offloading"),
