@@ -67,3 +67,29 @@ def test_layout_agrees_with_one_gpu(name: str, trained: Path) -> None:
     for a, b in zip(steps(trained / name), steps(trained / "one"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=5e-2)
+
+
+@pytest.mark.gpu
+def test_checkpoint_resumes_on_one_gpu(tmp_path: Path) -> None:
+    words = [TEXT, *WORDS, "train.receipt=false", "optimizer.schedule=constant"]
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
+    assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
+    assert run([*words, "train.steps=3", *saving, f"output={tmp_path / 'first'}"])[0][0] == 0
+    assert run([*words, *saving, f"output={tmp_path / 'second'}"])[0][0] == 0
+    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
+    print([(a["loss"], b["loss"]) for a, b in zip(resumed, whole, strict=True)])
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=2e-2)
+
+
+@pytest.mark.multigpu
+def test_checkpoint_of_several_gpus_resumes_on_one(tmp_path: Path) -> None:
+    n = 4 if torch.cuda.device_count() >= 4 else 2
+    words = [TEXT, *WORDS, "train.receipt=false", "optimizer.schedule=constant"]
+    assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3"]
+    results = run([*words, f"parallel.ep={n}", "train.steps=3", *saving, f"output={tmp_path / 'first'}"], n)
+    assert [r[0] for r in results] == [0] * n, results[0][2]
+    assert run([*words, *saving, f"output={tmp_path / 'second'}"])[0][0] == 0
+    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
+    print([(a["loss"], b["loss"]) for a, b in zip(resumed, whole, strict=True)])
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=2e-2)

@@ -53,6 +53,7 @@ class Observer:
     def __init__(self, model: nn.Module, group_names: dict[str, str]) -> None:
         self.model, self.group_names = model, group_names
         self.ranges: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
         self.operators: dict[str, int] = dict.fromkeys([*_COUNTED.values(), "float32_products"], 0)
         self.stack: list[str] = []
@@ -69,6 +70,10 @@ class Observer:
             if self.stack[i] == name:
                 del self.stack[i]
                 return
+
+    def tally(self, name: str, amount: int) -> None:
+        """So much of something was done."""
+        self.counters[name] += amount
 
     def record(self, op: str, group: str, size: int, num_bytes: float) -> None:
         """One collective was issued."""
