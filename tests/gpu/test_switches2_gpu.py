@@ -280,6 +280,8 @@ def test_trainer_in_8_bits(trained: Any, name: str, linear: int, experts: int) -
     assert abs(rows[0]["grad_norm"] / plain_rows[0]["grad_norm"] - 1) < 0.1
     assert s["receipt"]["counters"].get("fp8_linear_products", 0) == linear
     assert s["receipt"]["counters"].get("fp8_expert_products", 0) == experts
+    assert s["receipt"]["counters"]["scaled_products"] == linear
+    assert s["receipt"]["counters"]["scaled_grouped_products"] == experts
     assert s["metrics"]["recompiles"] == 0
 
 

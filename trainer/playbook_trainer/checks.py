@@ -269,7 +269,7 @@ def _fp8_problems(config: TrainerConfig) -> list[str]:
         if not moe:
             widths["model.ffn_size"] = model.ffn_size // par.tp
     if "experts" in names and moe:
-        widths["model.expert_ffn_size"] = model.expert_ffn_size // par.tp
+        widths["model.expert_ffn_size"] = model.expert_ffn_size // (par.etp or par.tp)
     unit = 16 if precision.fp8 == "rowwise" else 128
     odd = {k: v for k, v in widths.items() if v % unit}
     if odd:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,6 +210,10 @@ class ParallelConfig(Strict):
     """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
+
+    def copies(self, dp_cp: int, edp: int) -> tuple[int, int]:
+        """How many copies there are of the dense parameters among dp x cp ranks, and of an expert's among edp."""
+        return (self.dp_replicate, gcd(self.dp_replicate, edp)) if self.fsdp else (dp_cp, edp)
 
 
 class MoeConfig(Strict):

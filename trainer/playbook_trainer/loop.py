@@ -160,7 +160,7 @@ def train_step(trainer: Trainer) -> StepStats:
         loss = forward_backward(trainer.model, batches, labels, axes)
         tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
-            optimizer.sum_over_tp(trainer.parts, axes)
+            optimizer.sum_over_tp(trainer.parts, axes, trainer.device)
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)

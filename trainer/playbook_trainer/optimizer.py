@@ -51,12 +51,12 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
     return out
 
 
-def sum_over_tp(parts: list[Shard], axes: Axes) -> None:
+def sum_over_tp(parts: list[Shard], axes: Axes, device: torch.device) -> None:
     """Add up the gradients of which each tensor-parallel rank has computed a part: once per step, all in one all-reduce."""
     grads = [g for p in parts if p.partial and (g := p.grad()) is not None and g.numel()]
     if not grads:
         return
-    flat = torch.cat([g.flatten() for g in grads])
+    flat = torch.cat([g.flatten() for g in grads]).to(device)
     dist.all_reduce(flat, group=axes.tp.group)
     for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(summed.view_as(grad))

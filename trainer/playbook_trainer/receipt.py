@@ -43,6 +43,9 @@ _COUNTED: dict[str, str] = {
     "_flash_attention_forward": "flash_attentions",
     "_scaled_dot_product_flash_attention": "flash_attentions",
     "_scaled_dot_product_cudnn_attention": "cudnn_attentions",
+    "_scaled_mm": "scaled_products",
+    "_scaled_mm_v2": "scaled_products",
+    "_scaled_grouped_mm": "scaled_grouped_products",
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _TALLIED = ("graph_replays", "fp8_linear_products", "fp8_expert_products", "offloaded_activation_bytes", "offloaded_gradient_bytes")
