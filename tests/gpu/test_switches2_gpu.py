@@ -16,7 +16,8 @@ from ranks import run, steps, summary
 from playbook_trainer.models import fp8
 from playbook_trainer.models.offload import Trip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+# What torch.compile warns about is not what is tested here.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -296,4 +297,4 @@ def test_trainer_with_cuda_graphs(trained: Any) -> None:
     assert apart(rows, plain_rows) < 2e-3
     assert rows[0]["grad_norm"] == pytest.approx(plain_rows[0]["grad_norm"], rel=1e-2)
     assert s["receipt"]["counters"]["graph_replays"] == 2 * 6 * 2
-    assert "graph_replays" not in plain["receipt"]["counters"]
+    assert plain["receipt"]["counters"]["graph_replays"] == 0
