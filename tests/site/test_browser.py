@@ -99,7 +99,7 @@ def test_no_link_and_no_anchor_is_broken(built_site: Path) -> None:
 def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: str) -> None:
     page.goto(f"{site_root}/index.html")
     page.locator("input.md-search__input").press_sequentially(question)
-    first = "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 2)"
+    first = "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 3)"
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
 
 
