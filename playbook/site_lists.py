@@ -67,7 +67,6 @@ def _entry(shelf: Shelf, card: Card) -> str:
     words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
     found = sorted(set().union(*(standings(shelf, c) for c in each(card))))
     rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in each(card)]
-    counted = f"{len(rows)} claim" + ("" if len(rows) == 1 else "s")
     return "\n\n".join(
         [
             f'<div class="pb-card" data-text="{attribute(words)}" data-standings="{attribute(" ".join(found))}" data-phase="{card.phase}" markdown="1">',
