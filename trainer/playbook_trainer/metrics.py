@@ -338,7 +338,14 @@ def write_summary(
         "metrics": metrics,
         "flops": flops,
         "stragglers": stragglers(recorder.ranks),
-        "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
+        "receipt": {
+            **receipt,
+            "counters": {
+                **receipt["counters"],
+                "recompiles": metrics["recompiles"],
+                "graphs_compiled": int(compile_counters()["recompiles"]),
+            },
+        },
         "env": environment(recorder.device, axes.world.size),
     }
     path = recorder.out / "summary.json"
