@@ -90,7 +90,7 @@ def test_images_resume_in_another_layout(forks: Forks, tmp_path: Path) -> None:
 def test_killed_twenty_times_and_resumed(forks: Forks, tmp_path: Path) -> None:
     """A random rank dies at a random moment; in the end the losses are those of an uninterrupted run, to the last bit."""
     words = [TEXT, *QUICK, "train.deterministic=true", "parallel.ep=2", "model.num_layers=1", "train.global_batch_size=2"]
-    words.append("train.hang_timeout_s=60")  # a stall says where it is
+    words.append("train.hang_timeout_s=150")  # a stall says where it is
     saved, chance, kills, runs = tmp_path / "saved", random.Random(20), 0, 0
     assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], forks.text(0)[-3000:]
     whole = exact(tmp_path / "whole")

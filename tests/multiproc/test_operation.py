@@ -119,7 +119,7 @@ def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
-    words = [TEXT, *QUICK, "train.hang_timeout_s=4", f"output={tmp_path}"]
+    words = [TEXT, *QUICK, "train.hang_timeout_s=10", f"output={tmp_path}"]
     assert forks.run(words, 2, free_port(), STILL) == [6, -signal.SIGKILL]
     said: Any = forks.text(0)[forks.text(0).index("rank 0: no step") :]
     assert "after step 2, in step > " in said
