@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,6 +145,9 @@ RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_
 FREEZABLE = ("vision", "projector", "language_model")
 """The parts of a vision-language model that can be frozen."""
 
+GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
+"""Names as megatron-core has them; the torch backend captures the first two."""
+
 _MEANT = {
     "vision_tower": "vision",
     "vision_model": "vision",
@@ -207,6 +211,10 @@ class ParallelConfig(Strict):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
 
+    def copies(self, dp_cp: int, edp: int) -> tuple[int, int]:
+        """How many copies there are of the dense parameters among dp x cp ranks, and of an expert's among edp."""
+        return (self.dp_replicate, gcd(self.dp_replicate, edp)) if self.fsdp else (dp_cp, edp)
+
 
 class MoeConfig(Strict):
     """How routed tokens reach their experts."""
@@ -244,6 +252,34 @@ class OptimizerConfig(Strict):
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
+FP8_MODULES = ("linear", "experts")
+
+
+class PrecisionConfig(Strict):
+    """Matrix products in 8 bits. Router, norms, embedding, head, vision tower and all weight gradients keep their precision."""
+
+    fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
+    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
+    values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
+    fp8_modules: list[str] = Field(default_factory=lambda: list(FP8_MODULES))
+    """linear: projections of attention and dense MLPs. experts: their two products."""
+
+    @field_validator("fp8_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return _known(value, FP8_MODULES)
+
+
+class OffloadConfig(Strict):
+    """What waits in host memory while the GPU does not need it."""
+
+    activations: bool = False
+    """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
+    optimizer: bool = False
+    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU, each
+    reduction copies the gradient back, and AdamW runs on the host's cores."""
+
+
 class CompileConfig(Strict):
     """torch.compile, per region."""
 
@@ -271,6 +307,9 @@ class TrainConfig(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     freeze: list[str] = Field(default_factory=list)
     """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
+    cuda_graphs: list[str] = Field(default_factory=list)
+    """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
+    moe_router: from the router's product to the chosen experts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
     recompute_modules: list[str] = Field(default_factory=list)
@@ -296,6 +335,11 @@ class TrainConfig(Strict):
     """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("cuda_graphs")
+    @classmethod
+    def _known_graph_parts(cls, value: list[str]) -> list[str]:
+        return _known(value, GRAPH_PARTS)
 
     @field_validator("recompute_modules")
     @classmethod
@@ -366,6 +410,8 @@ class TrainerConfig(Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

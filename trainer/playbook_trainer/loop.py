@@ -100,7 +100,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         torch.use_deterministic_algorithms(True)
     # 32-bit runs are references: no reduced-precision shortcuts inside them.
     torch.backends.cuda.matmul.allow_tf32 = False
-    if config.train.compile.vision or config.train.compile.decoder or config.train.compile.loss:
+    regions = config.train.compile
+    if regions.vision or regions.decoder or regions.loss or config.precision.fp8 != "none":
         from torch._dynamo import config as dynamo
 
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
@@ -110,7 +111,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         return device
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    elif config.train.dtype == "bf16":
+    elif config.train.dtype == "bf16" or config.offload.optimizer:
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -161,7 +162,7 @@ def train_step(trainer: Trainer) -> StepStats:
         loss = forward_backward(trainer.model, batches, labels, axes)
         tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
-            optimizer.sum_over_tp(trainer.parts, axes)
+            optimizer.sum_over_tp(trainer.parts, axes, trainer.device)
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
@@ -298,7 +299,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators}},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators, **observer.counters}},
     }
 
 

@@ -8,7 +8,8 @@
 `enter` and `exit` mark the same span in the backward pass, as `attention.bwd`: autograd runs `exit`'s backward first. They are the
 identity, and nothing at all while no sink listens, so a timed run pays one list check per range.
 
-Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer.
+Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer; and where the
+switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Sink(Protocol):
     def pop(self, name: str) -> None:
         """The innermost range ends on this thread."""
 
+    def tally(self, name: str, amount: int) -> None:
+        """So much of something was done."""
+
 
 # Annotation is about the process, not about one object in it; the list is empty in a timed run.
 _sinks: list[Sink] = []
@@ -55,6 +59,12 @@ def listening(sink: Sink) -> Iterator[None]:
         _sinks.remove(sink)
 
 
+def tally(name: str, amount: int = 1) -> None:
+    """Tell whoever listens that so much of `name` was done: the counters of the receipt."""
+    for sink in _sinks:
+        sink.tally(name, amount)
+
+
 class NvtxSink:
     """Ranges as NVTX push/pop ranges, which Nsight Systems records."""
 
@@ -70,6 +80,9 @@ class NvtxSink:
     def pop(self, name: str) -> None:
         """Pop this thread's NVTX stack."""
         self._pop()
+
+    def tally(self, name: str, amount: int) -> None:
+        """A trace shows when, not how much."""
 
 
 class KinetoSink:
@@ -90,6 +103,9 @@ class KinetoSink:
             if self._open[i][0] == name:
                 self._open.pop(i)[1].__exit__(None, None, None)
                 return
+
+    def tally(self, name: str, amount: int) -> None:
+        """A trace shows when, not how much."""
 
 
 class range_:

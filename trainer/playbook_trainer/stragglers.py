@@ -46,6 +46,9 @@ class Busy:
             if self._depth == 0:
                 self._spans[-1].append(self._now(name))
 
+    def tally(self, name: str, amount: int) -> None:
+        """Counts do not matter here."""
+
     def seconds(self) -> float:
         """The sum; on a GPU it waits for the device."""
         if self._cuda:
