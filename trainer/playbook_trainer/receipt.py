@@ -43,6 +43,9 @@ _COUNTED: dict[str, str] = {
     "_flash_attention_forward": "flash_attentions",
     "_scaled_dot_product_flash_attention": "flash_attentions",
     "_scaled_dot_product_cudnn_attention": "cudnn_attentions",
+    "_scaled_mm": "scaled_products",
+    "_scaled_mm_v2": "scaled_products",
+    "_scaled_grouped_mm": "scaled_grouped_products",
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
@@ -53,6 +56,7 @@ class Observer:
     def __init__(self, model: nn.Module, group_names: dict[str, str]) -> None:
         self.model, self.group_names = model, group_names
         self.ranges: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
         self.operators: dict[str, int] = dict.fromkeys([*_COUNTED.values(), "float32_products"], 0)
         self.stack: list[str] = []
@@ -69,6 +73,10 @@ class Observer:
             if self.stack[i] == name:
                 del self.stack[i]
                 return
+
+    def tally(self, name: str, amount: int) -> None:
+        """So much of something was done."""
+        self.counters[name] += amount
 
     def record(self, op: str, group: str, size: int, num_bytes: float) -> None:
         """One collective was issued."""
