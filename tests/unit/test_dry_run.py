@@ -54,6 +54,7 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     assert state(4) == pytest.approx(whole / 4)
     assert state(4, **{"parallel.fsdp": False}) == whole
     assert state(4, **{"parallel.dp_replicate": 2}) == pytest.approx(whole / 2)
+    assert state(4, **{"parallel.ep": 2, "parallel.etp": 2}) == pytest.approx(whole / 4, rel=0.01)
     assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
     assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
     assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)

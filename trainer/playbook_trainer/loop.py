@@ -297,7 +297,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators, **observer.counters}},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.counters}},
     }
 
 
