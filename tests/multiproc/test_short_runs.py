@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,18 +30,24 @@ def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.Monkey
     assert "missing: optimizer:" in sentence
 
 
-def test_a_run_from_saved_weights_evaluates_saves_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_saved_weights_evaluates_saves_and_goes_on() -> None:
     holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
     assert holds, sentence
-    real = short_runs._train
 
-    def without_evaluation(config: str, out: Path, *words: str) -> Any:
-        return real(config, out, *(w for w in words if not w.startswith("eval.every")))
 
-    monkeypatch.setattr(short_runs, "_train", without_evaluation)
-    holds, sentence, figures = short_runs.finetune_saves_and_evaluates()
-    assert not holds
-    assert figures["evaluated"] == []
+@pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
+def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, evaluated: list[int], resumed: list[int]
+) -> None:
+    def planted(config: str, out: Path, *words: str) -> str:
+        out.mkdir()
+        (out.parent / "checkpoints" / "step_00000004").mkdir(parents=True, exist_ok=True)
+        (out / "summary.json").write_text(json.dumps({"eval": [{"step": s} for s in evaluated]}))
+        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in resumed))
+        return ""
+
+    monkeypatch.setattr(short_runs, "_train", planted)
+    assert not short_runs.finetune_saves_and_evaluates()[0]
 
 
 def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
