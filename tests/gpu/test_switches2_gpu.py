@@ -16,7 +16,8 @@ from ranks import run, steps, summary
 from playbook_trainer.models import fp8
 from playbook_trainer.models.offload import Trip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+# What torch.compile warns about is not what is tested here.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
