@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook import __version__, cli_lint
+from playbook import __version__, cli_lint, cli_slurm
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -71,12 +71,24 @@ def version() -> None:
     say(__version__)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False})
+@app.command()
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
+    launcher: cli_slurm.LauncherName = "local",
+    nodes: cli_slurm.Nodes = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node of the job; the cluster file's, if not given.")] = None,
+    cluster: cli_slurm.ClusterFile = None,
+    show: cli_slurm.Print = False,
+    no_wait: cli_slurm.NoWait = False,
+    job: cli_slurm.JobId = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train: one rank alone, or this rank of a torchrun launch."""
+    """Train: one rank alone, this rank of a torchrun launch, or all ranks of a job of Slurm."""
+    cli_slurm.check_launcher(launcher)
+    if launcher != "local":
+        request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
+        raise typer.Exit(cli_slurm.train(Path(config), overrides or [], launcher, ranks_per_node, request))
     from playbook_trainer.__main__ import main as run
 
     raise typer.Exit(run([config, *(overrides or [])]))
@@ -167,19 +179,32 @@ def confirm(
     pairs: Pairs = None,
     budget: Budget = None,
     seed: Seed = None,
+    launcher: cli_slurm.LauncherName = "local",
+    nodes: cli_slurm.Nodes = None,
+    cluster: cli_slurm.ClusterFile = None,
+    show: cli_slurm.Print = False,
+    no_wait: cli_slurm.NoWait = False,
+    job: cli_slurm.JobId = None,
+    journal: cli_slurm.JournalFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Test claims on this machine: matched runs of the trainer, a verdict with evidence for each."""
+    """Test claims on this machine, or on the nodes of a job of Slurm: matched runs of the trainer, a verdict with evidence for each."""
     from playbook.validate import load_all
     from playbook_bench import confirm as harness
 
-    if every == bool(targets):
+    if every == bool(targets) and not job:
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     chosen = list(load_all()) if every else targets or []
     seconds = _seconds(budget)
+    slurm = cli_slurm.inside(launcher, cluster)
+    if launcher == "slurm":
+        words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
+        raise typer.Exit(cli_slurm.confirm(words, results, cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)))
+    kept = cli_slurm.journal(journal, slurm)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
-        return harness.run(chosen, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress)
+        limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed}
+        return harness.run(chosen, profile=profile, results=results, progress=progress, slurm=slurm, journal=kept, **limits)
 
     _outcomes(run, as_json)
 
@@ -408,10 +433,11 @@ def schema_models() -> dict[str, type[BaseModel]]:
     """The model behind each schema, from the package that owns it."""
     from playbook.cards import Card
     from playbook_bench.case import Case
+    from playbook_bench.cluster import Cluster
     from playbook_bench.records import Evidence, Machine, Run
     from playbook_trainer.config import TrainerConfig
 
-    return {"card": Card, "case": Case, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
 
 
 @site_app.command("build")
