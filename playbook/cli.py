@@ -20,6 +20,7 @@ from playbook.cli_mcp import mcp
 from playbook.cli_search import search
 from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
+from playbook.cli_train import train
 from playbook.errors import FileError, PlaybookError
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
@@ -45,6 +46,7 @@ app.add_typer(layout_app, name="layout")
 app.add_typer(skills_app, name="skills")
 app.command()(mcp)
 app.command()(search)
+app.command()(train)
 
 cli_lint.mount(cards_app)
 
@@ -69,29 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def version() -> None:
     """Print the version."""
     say(__version__)
-
-
-@app.command()
-def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
-    launcher: cli_slurm.LauncherName = "local",
-    nodes: cli_slurm.Nodes = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node of the job; the cluster file's, if not given.")] = None,
-    cluster: cli_slurm.ClusterFile = None,
-    show: cli_slurm.Print = False,
-    no_wait: cli_slurm.NoWait = False,
-    job: cli_slurm.JobId = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train: one rank alone, this rank of a torchrun launch, or all ranks of a job of Slurm."""
-    cli_slurm.check_launcher(launcher)
-    if launcher != "local":
-        request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
-        raise typer.Exit(cli_slurm.train(Path(config), overrides or [], launcher, ranks_per_node, request))
-    from playbook_trainer.__main__ import main as run
-
-    raise typer.Exit(run([config, *(overrides or [])]))
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------------------

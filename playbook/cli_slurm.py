@@ -271,10 +271,11 @@ def _submit(
             store.replace(folder / "config.yaml", config)
         executor = submitit.SlurmExecutor(folder, max_num_timeout=cluster.timeouts, python=f"exec {shlex.quote(clusters.python(cluster))}")
         executor.update_parameters(**parameters)
-        submitted = executor.submit(job)
+        with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error as well
+            submitted = executor.submit(job)
     except submitit.core.utils.FailedJobError as e:
         shutil.rmtree(folder, ignore_errors=True)
-        said = [line for line in str(e).splitlines() if line.strip()]
+        said = [line.removeprefix("sbatch: error: ") for line in str(e).splitlines() if line.strip()]
         raise LaunchError(f"Slurm refused the job: {said[-1] if said else 'sbatch failed'}") from e
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

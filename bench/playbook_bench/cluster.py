@@ -175,7 +175,9 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
     The process of the job replaces the batch script's shell (`exec`), and the signal before the time limit goes to it alone (`B:`):
     the ranks are its steps, and it ends them itself.
     """
-    exports = {"PYTHONPATH": ":".join(import_paths()), "PYTHONSAFEPATH": "1", **env}
+    # A named environment has Playbook installed; this process's own packages would hide it, and may be built for another Python.
+    own = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), str(Path(__file__).resolve().parents[1])]))}
+    exports = {**own, "PYTHONSAFEPATH": "1", **env}
     forget = [f"unset {CONNECTIONS}"] if CONNECTIONS not in env else []
     lines = [f"# {shown}", *forget, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()), *cluster.setup]
     given: dict[str, Any] = {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.cards import Comparison, Expect, Quantity
+from playbook.errors import ConfigError
+from playbook.paths import data_root
 from playbook_bench import verdict
 from playbook_bench.case import Case, Delta
 from playbook_bench.records import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, Verdict, digest
+from playbook_trainer.config import load
+from playbook_trainer.dry_run import dry_run
 
 _STEPS = 8
 _PAIRS = 4
@@ -31,6 +36,31 @@ def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> tu
         else f"equal work is {accepted.status}; refused: {refused}"
     )
     return holds, sentence, {"equal_work": accepted.status, "refused": refused, "work_factor": factor}
+
+
+def layouts_are_judged_by_dry_run(
+    config: str, gpus: int, legal: Mapping[str, Any], illegal: Sequence[Mapping[str, Any]]
+) -> tuple[bool, str, dict[str, Any]]:
+    """Whether a dry run accepts a legal layout on so many GPUs, with what each rank holds, and refuses each that has one thing wrong.
+
+    `config` names a file of `trainer/configs`; `legal` overrides it, and each member of `illegal` comes on top of that.
+    """
+    path = data_root("configs") / f"{config}.yaml"
+    report = dry_run(load(path, legal), gpus)
+    peak = max(s.peak_bytes for s in report.stages)
+    said: dict[str, str | None] = {}
+    for fault in illegal:
+        name = ", ".join(f"{k}={v}" for k, v in fault.items())
+        try:
+            dry_run(load(path, {**legal, **fault}), gpus)
+            said[name] = None
+        except ConfigError as e:
+            said[name] = str(e)
+    missed = [name for name, message in said.items() if message is None]
+    sentence = f"{report.layout['model']} on {gpus} GPUs, {len(report.stages)} stages: {peak / (1 << 30):.1f} GiB on the fullest rank; " + (
+        f"accepted although wrong: {'; '.join(missed)}" if missed else f"all {len(illegal)} faults are refused"
+    )
+    return bool(illegal) and not missed and peak > 0, sentence, {"layout": report.layout, "peak_bytes": peak, "refused": said}
 
 
 def _judge(measured: Measured) -> Verdict:

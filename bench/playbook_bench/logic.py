@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, placement
+from playbook import layout, number_formats, placement, statements
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
 from playbook_bench import invariants
@@ -20,9 +20,16 @@ ARITHMETIC: Mapping[str, Function] = {
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
+    "interleaving": statements.interleaving,
+    "platform_walls": statements.platform_walls,
+    "offload_makes_it_fit": statements.offload_makes_it_fit,
+    "mfu_falls_as_throughput_rises": statements.mfu_falls_as_throughput_rises,
+    "coarser": number_formats.coarser,
+    "routing_flips": number_formats.routing_flips,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
+    "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,
 }
 
 

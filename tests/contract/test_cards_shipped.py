@@ -13,7 +13,7 @@ CARDS = load_all()
 CASES, _ = read_cases(data_root("cases"))
 NAMED = {
     "fsdp-vs-3d-parallel": {"V1", "V2", "V14", "M1"},
-    "long-context-cp-sizing": {"L1", "L2", "L6", "L7", "L9"},
+    "long-context-cp-sizing": {"L1", "L2", "L5", "L6", "L7", "L8", "L9", "W6"},
     "moe-dispatcher-choice": {"W9", "W10", "V5"},
     "vlm-real-data": {"V3", "T1", "T7"},
 }

@@ -87,7 +87,7 @@ def test_fused_permutation_against_the_plain_path(shape: tuple[int, int, int, in
     grad = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16)
     found = {}
     for name, fused, dtype in (("plain", False, torch.bfloat16), ("fused", True, torch.bfloat16), ("exact", False, torch.float64)):
-        local = dispatch.make("alltoall", experts, Axis("ep"), Axis("tp"), fused=fused)
+        local = dispatch.make("alltoall", experts, Axis("ep"), fused=fused)
         x_ = x.detach().to(dtype).clone().requires_grad_()
         p_ = prob.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).clone().requires_grad_()
         rows, counts, route = local.dispatch(x_, expert, p_)
@@ -107,7 +107,7 @@ def test_fused_permutation_is_timed() -> None:
     x = torch.randn(n, size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     prob = prob.detach().requires_grad_()
     for fused in (False, True):
-        local = dispatch.make("alltoall", experts, Axis("ep"), Axis("tp"), fused=fused)
+        local = dispatch.make("alltoall", experts, Axis("ep"), fused=fused)
 
         def there_and_back(local=local) -> None:
             rows, _, route = local.dispatch(x, expert, prob)

@@ -4,52 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
+from layout_runs import Job, difference, note, train_all
+from layout_table import LAYOUTS, every_pair, pairs_of
 from ranks import ROOT, run, steps, summary
 
-TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
-VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
-DENSE = "trainer/configs/qwen3_tiny.yaml"  # with tied embeddings
-DENSE_VISION = "trainer/configs/qwen3_vl_tiny.yaml"
+TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
 COMMON = ["train.steps=10", "train.warmup_steps=1"]
-
-LAYOUTS = {
-    "fsdp2": (TEXT, 2, []),
-    "fsdp4": (TEXT, 4, []),
-    "ep2-alltoall": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
-    "ep2-allgather": (TEXT, 2, ["parallel.ep=2", "moe.dispatcher=allgather"]),
-    "ep2-of-4": (TEXT, 4, ["parallel.ep=2", "moe.dispatcher=alltoall"]),
-    "ep4-allgather": (TEXT, 4, ["parallel.ep=4", "moe.dispatcher=allgather"]),
-    "cp2": (TEXT, 2, ["parallel.cp=2"]),
-    "cp4-ring": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ring"]),
-    "cp2-ring-tp2": (TEXT, 4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_comm=ring"]),
-    "cp2-ulysses": (TEXT, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses"]),
-    "cp4-ulysses": (TEXT, 4, ["parallel.cp=4", "parallel.cp_comm=ulysses"]),
-    "cp2-ep4": (TEXT, 4, ["parallel.cp=2", "parallel.ep=4"]),
-    "tp2": (TEXT, 2, ["parallel.tp=2"]),
-    "pp2": (TEXT, 2, ["parallel.pp=2"]),
-    "pp2-vpp2": (TEXT, 2, ["parallel.pp=2", "parallel.vpp=2"]),
-    "pp2-vpp2-dp2": (TEXT, 4, ["parallel.pp=2", "parallel.vpp=2"]),
-    "tp2-pp2": (TEXT, 4, ["parallel.tp=2", "parallel.pp=2"]),
-    "tp2-dp2": (TEXT, 4, ["parallel.tp=2"]),
-    "pp2-dp2": (TEXT, 4, ["parallel.pp=2"]),
-    "pp2-cp2": (TEXT, 4, ["parallel.pp=2", "parallel.cp=2"]),
-    "recompute": (TEXT, 2, ["train.recompute=full", "parallel.ep=2"]),
-    "vision-fsdp2": (VISION, 2, ["data.num_workers=1"]),
-    "tied-fsdp2": (DENSE, 2, []),
-    "tied-tp2-pp2": (DENSE, 4, ["parallel.tp=2", "parallel.pp=2"]),
-    "tied-pp2-dp2": (DENSE, 4, ["parallel.pp=2"]),
-    "tied-pp2-vpp2": (DENSE, 2, ["parallel.pp=2", "parallel.vpp=2"]),
-    "tied-vision-fsdp2": (DENSE_VISION, 2, ["data.num_workers=1"]),
-    "vision-pp2-dp2": (VISION, 4, ["parallel.pp=2", "data.num_workers=0"]),
-    "vision-cp2": (VISION, 2, ["parallel.cp=2", "data.num_workers=0"]),
-    "vision-pp2-cp2-ring": (VISION, 4, ["parallel.pp=2", "parallel.cp=2", "parallel.cp_comm=ring", "data.num_workers=0"]),
-    "vision-cp2-ulysses": (VISION, 2, ["parallel.cp=2", "parallel.cp_comm=ulysses", "data.num_workers=0"]),
-}
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[str, float]]:
@@ -59,27 +23,52 @@ def curve(folder: Path, config: str, ranks: int, words: list[str]) -> list[dict[
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
-    root = tmp_path_factory.mktemp("one")
+def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float] | str]:
+    """For each selected layout how far it is from one rank, or what went wrong."""
+    root = tmp_path_factory.mktemp("layouts")
+    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    layouts = [layout for layout in LAYOUTS if layout.name in wanted]
+    alone = sorted({layout.alone for layout in layouts}, key=str)
+    jobs = [Job(x.name, x.ranks, (x.config, *x.words())) for x in (*alone, *layouts)]
+    errors = train_all(jobs, root, timeout=1500)
+    found: dict[str, dict[str, float] | str] = {}
+    for layout in layouts:
+        error = errors[layout.alone.name] or errors[layout.name]
+        found[layout.name] = error if error else difference(root / layout.name, root / layout.alone.name)
+    note([{"layout": x.name, "ranks": x.ranks, **far} for x in layouts if isinstance(far := found[x.name], dict)], "gloo")
+    return found
 
-    @cache
-    def reference(config: str) -> list[dict[str, float]]:
-        return curve(root / Path(config).stem, config, 1, [])
 
-    return reference
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
+    found = differences[name]
+    assert isinstance(found, dict), found
+    assert found["steps"] == 10
+    assert found["loss"] < 1e-5
+    assert found["grad_norm"] < 1e-4
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_equals_one_rank(name: str, one_rank: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
-    config, ranks, words = LAYOUTS[name]
-    rows = curve(tmp_path, config, ranks, words)
-    reference = one_rank(config)
-    assert len(rows) == len(reference) == 10
-    for a, b in zip(rows, reference, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), f"loss at step {a['step']}"
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4), f"gradient norm at step {a['step']}"
-        assert (a["useful_tokens"], a["raw_tokens"], a["images"]) == (b["useful_tokens"], b["raw_tokens"], b["images"])
-    assert summary(tmp_path)["outcome"] == "ok"
+def test_the_table_covers_every_legal_pair_of_choices() -> None:
+    legal, covered = every_pair(), set().union(*map(pairs_of, LAYOUTS))
+    assert len(legal) > 500
+    assert sorted(map(str, legal - covered)) == []
+    assert len(LAYOUTS) == len(BY_NAME) <= 40
+
+
+def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
+    words = (TEXT, "train.steps=2", "train.warmup_steps=1", "train.receipt=false")
+    jobs = [Job("before", 2, words), Job("broken", 2, (*words, "data.path=/nowhere/at/all")), Job("after", 2, words)]
+    errors = train_all(jobs, tmp_path, timeout=250)
+    assert errors["before"] is None
+    assert "/nowhere/at/all" in str(errors["broken"])
+    assert errors["after"] is None
+    assert difference(tmp_path / "after", tmp_path / "before") == {"loss": 0, "grad_norm": 0, "steps": 2}
+
+
+def test_decode_workers_change_nothing(tmp_path: Path) -> None:
+    one, two = (curve(tmp_path / str(n), VISION, n, [f"data.num_workers={n - 1}"]) for n in (1, 2))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
         (["train.dtype=fp8"], 1, "'train.dtype' is 'fp8'"),
         (["parallel.tp=3"], 3, "4 attention heads do not divide over tp 3"),
         (["parallel.pp=2"], 1, "1 ranks do not divide into tp 1 x pp 2"),
-        (["parallel.ep=2", "parallel.tp=2"], 2, "ep and tp together"),
+        (["parallel.ep=2", "parallel.tp=2", "parallel.etp=2"], 2, "2 ranks do not divide"),
         (["parallel.cp=8", "parallel.cp_comm=ulysses"], 8, "4 attention heads, which do not divide over cp 8"),
         (["train.global_batch_size=3"], 2, "global batch 3 is not a multiple"),
         (["data.path=/nowhere/at/all"], 1, "/nowhere/at/all"),
@@ -56,15 +56,17 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 
 
 def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
-    common = ["train.steps=2", "train.warmup_steps=1", "parallel.ep=2"]
-    seen = {}
-    for name in ("alltoall", "allgather"):
+    # Eight choices among sixteen experts on two ranks: nearly every token goes to both, so dedup sends about a quarter of all-to-all's rows.
+    common = ["train.steps=2", "train.warmup_steps=1", "parallel.ep=2", "model.num_experts=16", "model.top_k=8"]
+    seen, sent = {}, {}
+    for name in ("alltoall", "allgather", "dedup"):
         out = tmp_path / name
         assert [r[0] for r in run([TEXT, *common, f"moe.dispatcher={name}", f"output={out}"], 2)] == [0, 0]
         receipt = summary(out)["receipt"]
         seen[name] = {
             (c["op"], c["inside"], c["phase"]): c["count"] for c in receipt["collectives"] if c["inside"] in ("dispatch", "combine")
         }
+        sent[name] = summary(out)["metrics"]["dispatch_bytes_per_token_layer"]
         per = receipt["numbers"]["moe_layers"] * receipt["numbers"]["microbatches"]
     assert seen["alltoall"] == {
         ("all_to_all", "dispatch", "forward"): 2 * per,  # counts and rows
@@ -78,6 +80,13 @@ def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
         ("reduce_scatter", "dispatch", "backward"): 2 * per,
         ("all_gather", "combine", "backward"): per,
     }
+    assert seen["dedup"] == {
+        ("all_to_all", "dispatch", "forward"): 3 * per,  # counts, tokens, choices with probabilities
+        ("all_to_all", "combine", "forward"): per,
+        ("all_to_all", "dispatch", "backward"): 2 * per,
+        ("all_to_all", "combine", "backward"): per,
+    }
+    assert 0.2 < sent["dedup"] / sent["alltoall"] < 0.35
 
 
 def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> None:

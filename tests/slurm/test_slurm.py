@@ -179,7 +179,7 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_nothing(environment, cluster
     out, err = done.communicate(timeout=60)
     assert (done.returncode, out) == (2, "")
     assert err.startswith("error: Slurm refused the job: ")
-    assert "invalid partition" in err
+    assert "Invalid partition name specified" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.glob("**/jobs/*"))
 

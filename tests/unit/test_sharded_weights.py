@@ -6,14 +6,16 @@ from contextlib import ExitStack
 import parity
 import pytest
 import torch
+from grids import rank_axes
 from safetensors.torch import load_file, save_file
 
 from playbook.errors import ConfigError
+from playbook_trainer.config import ParallelConfig
 from playbook_trainer.models import hf
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.hf_rules import slices
 from playbook_trainer.parallel import weights
-from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.setup import stage_chunks
 from playbook_trainer.parallel.sharding import local_boxes, part
 
@@ -23,16 +25,23 @@ MAKE = {
     "vl-moe": lambda: parity.tiny("qwen3_vl_moe_tiny", expert_ffn_size=80),
     "vl-dense-tied": lambda: parity.tiny("qwen3_vl_tiny"),
 }
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"ep": 2}, {"ep": 4}]
+LAYOUTS = [
+    {"tp": 2},
+    {"pp": 2},
+    {"tp": 2, "pp": 2},
+    {"ep": 2},
+    {"ep": 4},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"ep": 2, "etp": 2},
+]
 
 
 def members(layout):
     """The axes of each rank of a layout, without processes."""
-    for tp in range(layout.get("tp", 1)):
-        for pp in range(layout.get("pp", 1)):
-            for ep in range(layout.get("ep", 1)):
-                ranks = {"tp": tp, "pp": pp, "ep": ep}
-                yield Axes(**{name: Axis(name, layout.get(name, 1), rank) for name, rank in ranks.items()})
+    world = max(layout.get("tp", 1), layout.get("ep", 1) * layout.get("etp", layout.get("tp", 1))) * layout.get("pp", 1)
+    for rank in range(world):
+        yield rank_axes(world, rank, ParallelConfig(**layout))
 
 
 def shard(config, axes):

@@ -37,15 +37,63 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         vpp=par.vpp,
         cp=par.cp,
         ep=par.ep,
-        etp=par.tp,
+        etp=par.etp or par.tp,
     )
     if model.num_kv_heads % par.tp:
         problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
     if model.vocab_size % par.tp:
         problems.append(f"a vocabulary of {model.vocab_size} does not divide over tp {par.tp}; pad model.vocab_size")
-    if (model.expert_ffn_size if model.num_experts else model.ffn_size) % par.tp:
-        problems.append(f"the MLP width does not divide over tp {par.tp}")
-    return problems + interleaving_problems(config, world) + context_problems(config)
+    etp = par.etp or par.tp
+    if model.num_experts and model.expert_ffn_size % etp:
+        problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
+    if not model.num_experts and model.ffn_size % par.tp:
+        problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
+    return (
+        problems
+        + replica_problems(config, world)
+        + token_problems(config)
+        + interleaving_problems(config, world)
+        + context_problems(config)
+    )
+
+
+def replica_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Copies of the model, of which HSDP shards each, are made of whole data-parallel ranks."""
+    par = config.parallel
+    dp, over = divmod(world, par.tp * par.pp * par.cp)
+    if par.dp_replicate == 1 or over:
+        return []
+    if not par.fsdp:
+        return [
+            f"dp_replicate {par.dp_replicate} with fsdp: false, which makes every rank a copy; set parallel.fsdp: true or dp_replicate to 1"
+        ]
+    if dp % par.dp_replicate:
+        return [f"dp {dp} does not divide into {par.dp_replicate} copies; set parallel.dp_replicate to a divisor of {dp}"]
+    return []
+
+
+def token_problems(config: TrainerConfig) -> list[str]:
+    """Where ranks share out one stream of tokens, or gather several, rows have one length and divide."""
+    par, train = config.parallel, config.train
+    etp, moe = par.etp or par.tp, config.model.num_experts > 0
+    reasons = []
+    if par.tp > 1 and par.sequence_parallel:
+        reasons.append("sequence parallelism")
+    elif par.tp > 1 and moe and etp != par.tp:
+        reasons.append(f"etp {etp} beside tp {par.tp}")
+    problems = []
+    tokens = train.micro_batch_size * config.data.seq_len // par.cp
+    if reasons and tokens % par.tp:
+        problems.append(
+            f"{reasons[0]} cuts the {tokens} tokens of a rank over tp {par.tp}, which does not divide them; change data.seq_len"
+        )
+    if moe and etp > 1 and etp != par.tp:
+        reasons.append(f"etp {etp} beside tp {par.tp}")
+    if moe and par.ep > 1 and config.moe.dispatcher == "allgather":
+        reasons.append("moe.dispatcher allgather")
+    if reasons and not config.data.pad:
+        problems.append(f"{reasons[0]} needs rows of one length: set data.pad: true")
+    return problems
 
 
 def interleaving_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -82,20 +130,16 @@ def feature_problems(config: TrainerConfig) -> list[str]:
     par, problems = config.parallel, []
     if config.backend != "torch":
         problems.append(f"backend '{config.backend}' is not part of this version; set backend: torch")
-    if config.moe.dispatcher not in ("allgather", "alltoall"):
+    if config.moe.dispatcher not in ("allgather", "alltoall", "dedup"):
         problems.append(
-            f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather and alltoall"
+            f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
         )
-    if config.model.vision is not None and par.tp * par.ep > 1:
-        problems.append("a vision-language model runs without tensor and expert parallelism: set parallel.tp and ep to 1")
     held, deepstack = config.model.num_layers // (par.pp * par.vpp), len(config.model.vision.deepstack_layers) if config.model.vision else 0
     if held < deepstack:
         problems.append(
             f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
             f"pp {par.pp} x vpp {par.vpp} leaves {held} layers in a chunk; lower parallel.pp or vpp"
         )
-    if par.ep > 1 and par.tp > 1:
-        problems.append("ep and tp together are not supported: choose one of them")
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
     problems += data_problems(config)

@@ -182,7 +182,10 @@ def _known(values: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 class ParallelConfig(Strict):
-    """The layout. Data parallelism takes the ranks that are left: world = dp x tp x pp x cp; ep divides dp x cp."""
+    """The layout: two grids over the ranks of a pipeline stage.
+
+    world = tp x cp x dp x pp for attention and world = etp x ep x edp x pp for experts; dp and edp are the ranks that are left.
+    """
 
     tp: int = Field(default=1, gt=0)
     pp: int = Field(default=1, gt=0)
@@ -190,11 +193,17 @@ class ParallelConfig(Strict):
     """Chunks of the model on each pipeline stage; more than one makes the schedule interleaved 1F1B."""
     cp: int = Field(default=1, gt=0)
     ep: int = Field(default=1, gt=0)
+    etp: int | None = Field(default=None, gt=0)
+    """Ranks that share the width of each expert; None takes tp."""
+    sequence_parallel: bool = False
+    """Cut the activations outside tensor-parallel regions over tp, along the tokens; no effect at tp 1."""
     cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"
     """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
     the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
     fsdp: bool = True
-    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2)."""
+    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2); without it, every rank of dp x cp holds a copy."""
+    dp_replicate: int = Field(default=1, gt=0)
+    """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
 
@@ -202,7 +211,9 @@ class ParallelConfig(Strict):
 class MoeConfig(Strict):
     """How routed tokens reach their experts."""
 
-    dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"] = "alltoall"
+    dispatcher: Literal["allgather", "alltoall", "dedup", "deepep", "hybridep"] = "alltoall"
+    """allgather: every rank gets every token. alltoall: each token travels once for each of its experts. dedup: once for each rank that holds one of
+    them, and comes back as one sum. deepep, hybridep: of the megatron backend."""
     experts: Literal["auto", "loop", "grouped"] = "auto"
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
     router_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -23,7 +23,7 @@ from playbook_trainer.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, setup, tied, weights
+from playbook_trainer.parallel import context, sequence, setup, tied, weights
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
@@ -86,6 +86,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
         dynamo.recompile_limit = 1_000_000
         dynamo.accumulated_recompile_limit = 1_000_000
+    if dist.is_initialized():
+        return device
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     elif config.train.dtype == "bf16":
@@ -131,6 +133,7 @@ def train_step(trainer: Trainer) -> StepStats:
         loss = forward_backward(trainer.model, batches, labels, axes)
         tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
+            optimizer.sum_over_tp(trainer.parts, axes)
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
@@ -145,7 +148,8 @@ def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
     """This rank's share of each micro-batch, on its device; pixels only where the vision tower is, on the first stage."""
     axes = trainer.axes
     whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
-    return [context.split(b, axes.cp, trainer.config.parallel.cp_comm).to(trainer.device) for b in whole]
+    split = (context.split(b, axes.cp, trainer.config.parallel.cp_comm) for b in whole)
+    return [sequence.cut(b, axes).to(trainer.device) for b in split]
 
 
 def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
@@ -228,11 +232,11 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         "ranks": axes.world.size,
         "steps": 1,
         "images": int(stats.totals[4].item()),
-        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size),
+        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size * (axes.tp.size if axes.expert_tokens_cut else 1)),
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": counters},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators}},
     }
 
 

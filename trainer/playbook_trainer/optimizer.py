@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import is_replicated_over_tp, is_second_copy
+from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp, is_second_copy
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Shard:
     param: nn.Parameter
     local: nn.Parameter
     counts: bool
-    """Whether this rank counts it in the norm: what tensor-parallel ranks or two pipeline stages hold in common is counted once."""
+    """Whether this rank counts it in the norm: what several ranks, or two pipeline stages, hold in common is counted once."""
+    partial: bool
+    """Whether its gradient still has to be summed over the tensor-parallel ranks."""
 
     def grad(self) -> Tensor | None:
         """This rank's part of the gradient."""
@@ -38,9 +41,21 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
     for name, param in model.named_parameters():
         if param.requires_grad:
             local = param.to_local() if isinstance(param, DTensor) else param
-            counts = (axes.tp.rank == 0 or not is_replicated_over_tp(name)) and not is_second_copy(model, name)
-            out.append(Shard(name, param, nn.Parameter(local.detach()), counts))
+            local = nn.Parameter(local.detach())
+            counts = counts_in_norm(name, axes) and not is_second_copy(model, name)
+            out.append(Shard(name, param, local, counts, is_partial_over_tp(name, axes)))
     return out
+
+
+def sum_over_tp(parts: list[Shard], axes: Axes) -> None:
+    """Add up the gradients of which each tensor-parallel rank has computed a part: once per step, all in one all-reduce."""
+    grads = [g for p in parts if p.partial and (g := p.grad()) is not None and g.numel()]
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat, group=axes.tp.group)
+    for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
 
 
 def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:

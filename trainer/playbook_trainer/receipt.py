@@ -37,6 +37,15 @@ _OPS: dict[str, str] = {
     "broadcast_": "broadcast",
 }
 
+# Operators whose number tells which implementation ran, by the counter that a case asks for; each is reported, at 0 where it did not run.
+_COUNTED: dict[str, str] = {
+    "_grouped_mm": "grouped_products",
+    "_flash_attention_forward": "flash_attentions",
+    "_scaled_dot_product_flash_attention": "flash_attentions",
+    "_scaled_dot_product_cudnn_attention": "cudnn_attentions",
+}
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+
 
 class Observer:
     """Records ranges, collectives and saved activations of the step that runs inside `observing`."""
@@ -45,6 +54,7 @@ class Observer:
         self.model, self.group_names = model, group_names
         self.ranges: Counter[str] = Counter()
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
+        self.operators: dict[str, int] = dict.fromkeys([*_COUNTED.values(), "float32_products"], 0)
         self.stack: list[str] = []
         self.saved = _Saved(model)
 
@@ -69,6 +79,13 @@ class Observer:
         entry[0] += 1
         entry[1] += num_bytes
 
+    def count(self, name: str, args: Any) -> None:
+        """One operator ran; products count as float32 where a factor is."""
+        if name in _COUNTED:
+            self.operators[_COUNTED[name]] += 1
+        elif name in _PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
+            self.operators["float32_products"] += 1
+
     def as_dict(self) -> dict[str, Any]:
         """Ranges and collectives, as the receipt holds them."""
         rows = [
@@ -81,11 +98,11 @@ class Observer:
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Everything in this block is observed; slower than a plain step, and never timed."""
-    with listening(observer), _Collectives(observer), torch.autograd.graph.saved_tensors_hooks(observer.saved.pack, _Saved.unpack):
+    with listening(observer), _Operators(observer), torch.autograd.graph.saved_tensors_hooks(observer.saved.pack, _Saved.unpack):
         yield
 
 
-class _Collectives(TorchDispatchMode):
+class _Operators(TorchDispatchMode):
     def __init__(self, observer: Observer) -> None:
         super().__init__()
         self.observer = observer
@@ -93,6 +110,8 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             self._note(func.name().split("::")[1].split(".")[0], args)
+        elif func.namespace == "aten":
+            self.observer.count(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: Any) -> None:

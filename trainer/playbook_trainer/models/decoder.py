@@ -25,8 +25,9 @@ from playbook_trainer.models.ops import Ops
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel import context, dispatch, tensor
-from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.comm import copy_to, reduce_from
+from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.comm import copy_to
+from playbook_trainer.parallel.folding import Fold
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,12 @@ class Sequence:
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale, computed in float32."""
 
-    def __init__(self, size: int, eps: float, heads_axis: Axis | None = None, options: Options | None = None) -> None:
+    def __init__(self, size: int, eps: float, options: Options | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.norm = (options or Options()).ops.norm
         self.again = options is not None and "layernorm" in options.recompute
-        # A norm over heads that ranks share out sees only this rank's heads: its gradient is summed over them.
-        self.heads_axis = heads_axis or Axis("tp")
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -80,7 +79,7 @@ class RMSNorm(nn.Module):
 
     def scale(self, dtype: torch.dtype) -> Tensor:
         """The weight, ready for use."""
-        return copy_to(self.weight, self.heads_axis).to(dtype)
+        return self.weight.to(dtype)
 
     def kept_until_read(self, x: Tensor) -> AbstractContextManager[Tensor]:
         """As `forward`; where layernorm is recomputed, what reads the result inside the block does not keep it."""
@@ -101,13 +100,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
         self.o_proj = nn.Linear(heads * hd, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
-        self.k_norm = RMSNorm(hd, config.rms_norm_eps, options.axes.tp)
+        self.q_norm = RMSNorm(hd, config.rms_norm_eps)
+        self.k_norm = RMSNorm(hd, config.rms_norm_eps)
 
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """Causal attention within each document."""
         with range_("attention") as r:
-            x_ND = copy_to(r.enter(x_ND), self.axes.tp)
+            x_ND = tensor.enter(r.enter(x_ND), self.axes)
             q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
             q_NHd, k_NGd = (
                 self.norm_rotate(x, n.scale(x.dtype), seq.cos_Nd, seq.sin_Nd, n.eps)
@@ -115,7 +114,7 @@ class Attention(nn.Module):
             )
             with recomputed(self.again, partial(self.core, seq=seq), q_NHd, k_NGd, v_NGd) as out_NHd:
                 out_ND = self.o_proj(out_NHd.flatten(1))
-            return r.exit(reduce_from(out_ND, self.axes.tp))
+            return r.exit(tensor.leave(out_ND, self.axes))
 
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
@@ -130,14 +129,14 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
-        self.tp, self.swiglu = options.axes.tp, options.ops.swiglu
-        width = config.ffn_size // self.tp.size
+        self.axes, self.swiglu = options.axes, options.ops.swiglu
+        width = config.ffn_size // self.axes.tp.size
         self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
         self.w2 = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
-        return reduce_from(self.w2(self.swiglu(self.w13(copy_to(x_ND, self.tp)))), self.tp)
+        return tensor.leave(self.w2(self.swiglu(self.w13(tensor.enter(x_ND, self.axes)))), self.axes)
 
 
 class Router(nn.Module):
@@ -163,7 +162,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, options: Options) -> None:
         super().__init__()
         held = config.num_experts // options.axes.ep.size
-        width = config.expert_ffn_size // options.axes.tp.size
+        width = config.expert_ffn_size // options.axes.etp.size
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
         self.grouped = options.grouped
@@ -197,16 +196,19 @@ class Moe(nn.Module):
         super().__init__()
         self.router = Router(config, options)
         self.experts = Experts(config, options)
-        self.dispatcher = dispatch.make(
-            options.dispatcher, config.num_experts, options.axes.ep, options.axes.tp, fused=options.fused_permutation
-        )
-        self.tp = options.axes.tp
+        self.fold = Fold(options.axes)
+        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep, fused=options.fused_permutation)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
+        x_ND = self.fold.own(x_ND)
         expert_NK, prob_NK = self.router(x_ND)
-        rows_RD, counts, route = self.dispatcher.dispatch(x_ND, expert_NK, prob_NK)
-        return reduce_from(self.dispatcher.combine(self.experts(rows_RD, counts), route), self.tp)
+        with range_("dispatch") as r:
+            rows_RD, counts, route = self.dispatcher.dispatch(*self.fold.gather(r.enter(x_ND), expert_NK, prob_NK))
+            rows_RD = r.exit(rows_RD)
+        out_RD = self.experts(rows_RD, counts)
+        with range_("combine") as r:
+            return r.exit(self.fold.reduce(self.dispatcher.combine(r.enter(out_RD), route)))
 
 
 class Layer(nn.Module):
@@ -284,7 +286,7 @@ class Decoder(nn.Module):
         visual: list[Tensor] = []
         index = batch.vision.visual_index_V if batch.vision is not None else None
         if x_ND is None:
-            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes.tp), batch.tokens_N).to(dtype)
+            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes), batch.tokens_N).to(dtype)
             if self.config.vision is not None and batch.vision is not None and index is not None:
                 image_VD, *visual = self.share(batch.vision, self.vision(batch.vision, dtype))
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
@@ -304,15 +306,18 @@ class Decoder(nn.Module):
             return x_ND
         x_ND = self.norm(x_ND)
         if logits:
-            return self.output(lambda w, x: x @ w.t(), x_ND)
+            return self.output(lambda w, x: x @ w.t(), tensor.enter(x_ND, axes))
         with range_("loss") as r:
             size, rows = self.options.loss_chunk, self.options.loss_rows
             use = lambda w, x: tensor.linear_cross_entropy(x, w.to(dtype), batch.labels_N, axes.tp, size, rows)  # noqa: E731
-            return r.exit(self.output(use, r.enter(x_ND)))
+            return r.exit(self.output(use, tensor.enter(r.enter(x_ND), axes)))
 
     def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
         """The visual tokens among this rank's tokens, for the input and for the first layers."""
         visual = [encoded[0], *encoded[1]]
+        if self.options.axes.sequence_parallel:
+            # Each tp rank has encoded all images and uses some of the tokens: with the sum of the gradients all go on alike.
+            visual = list(copy_to(torch.stack(visual), self.options.axes.tp).unbind())
         return visual if vision.visual_take_V is None else [v_VD.index_select(0, vision.visual_take_V) for v_VD in visual]
 
     def sequence(self, batch: Batch, dtype: torch.dtype) -> Sequence:

@@ -40,6 +40,16 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
+def split(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's stretch of rows that all ranks have in common; the backward pass gathers the stretches' gradients."""
+    return x if axis.size == 1 else _Split.apply(x, axis)
+
+
+def join(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' stretches end to end, for all in common from here; the backward pass keeps this rank's stretch of the gradient."""
+    return x if axis.size == 1 else _Join.apply(x, axis)
+
+
 def gather_plain(x: Tensor, axis: Axis) -> Tensor:
     """As `all_gather`, without a gradient."""
     if axis.size == 1:
@@ -62,6 +72,12 @@ def _scatter(x: Tensor, axis: Axis) -> Tensor:
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group)
     return out
+
+
+def _stretch(x: Tensor, axis: Axis) -> Tensor:
+    size = x.shape[0] // axis.size
+    assert size * axis.size == x.shape[0], "rows that do not divide over the ranks"
+    return x.narrow(0, axis.rank * size, size).contiguous()
 
 
 def _exchange(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
@@ -90,6 +106,28 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return gather_plain(grads[0], ctx.axis), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _stretch(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return gather_plain(grads[0], ctx.axis), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather_plain(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _stretch(grads[0], ctx.axis), None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel.axes import Axis
-from playbook_trainer.parallel.comm import all_gather, all_to_all, copy_to, exchange_counts, gather_plain, reduce_scatter
+from playbook_trainer.parallel.comm import all_gather, all_to_all, exchange_counts, gather_plain, reduce_scatter
+from playbook_trainer.parallel.dedup import Dedup, count_sorted
 
 
 class Dispatcher(Protocol):
@@ -32,9 +32,9 @@ class Dispatcher(Protocol):
         """Weighted expert outputs back at their tokens (N, D)."""
 
 
-def make(name: str, num_experts: int, ep: Axis, tp: Axis, *, fused: bool = False) -> Dispatcher:
+def make(name: str, num_experts: int, ep: Axis, *, fused: bool = False) -> Dispatcher:
     """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels."""
-    dispatcher: Dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep, tp)
+    dispatcher: Dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
     dispatcher.fused = fused
     return dispatcher
 
@@ -59,20 +59,18 @@ class Local:
 
     fused = False
 
-    def __init__(self, num_experts: int, ep: Axis, tp: Axis) -> None:
-        self.num_experts, self.ep, self.tp = num_experts, ep, tp
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.num_experts, self.ep = num_experts, ep
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Rows sorted by expert."""
-        with range_("dispatch") as r:
-            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts, self.fused)
-            rows = _expand(r.enter(copy_to(x_ND, self.tp)), route)
-            return r.exit(rows), counts, route
+        route, counts = _sort(x_ND, expert_NK, prob_NK, self.num_experts, self.fused)
+        rows = _expand(x_ND, route)
+        return rows, counts, route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
         """Unsort and add up."""
-        with range_("combine") as r:
-            return r.exit(_weigh(r.enter(out_RD), route))
+        return _weigh(out_RD, route)
 
 
 class AllToAll:
@@ -80,70 +78,65 @@ class AllToAll:
 
     fused = False
 
-    def __init__(self, num_experts: int, ep: Axis, tp: Axis) -> None:
-        self.num_experts, self.ep, self.tp = num_experts, ep, tp
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.num_experts, self.ep = num_experts, ep
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Exchange the rows; one wait for the device per layer, to learn how many come."""
-        with range_("dispatch") as r:
-            route, counts = _sort(x_ND, expert_NK, copy_to(prob_NK, self.tp), self.num_experts, self.fused)
-            sent = counts.view(self.ep.size, -1)
-            received = exchange_counts(sent, self.ep)
-            route.send, route.receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-            rows = _expand(r.enter(copy_to(x_ND, self.tp)), route)
-            rows = all_to_all(rows, route.send, route.receive, self.ep)
-            local = torch.arange(received.shape[1], device=rows.device).repeat(self.ep.size)
-            expert_R = torch.repeat_interleave(local, received.flatten(), output_size=rows.shape[0])
-            route.order_R = torch.argsort(expert_R, stable=True)
-            route.inverse_R = _invert(route.order_R)
-            rows = _Permute.apply(rows, route.order_R, route.inverse_R)
-            return r.exit(rows), received.sum(0), route
+        route, counts = _sort(x_ND, expert_NK, prob_NK, self.num_experts, self.fused)
+        sent = counts.view(self.ep.size, -1)
+        received = exchange_counts(sent, self.ep)
+        route.send, route.receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = _expand(x_ND, route)
+        rows = all_to_all(rows, route.send, route.receive, self.ep)
+        local = torch.arange(received.shape[1], device=rows.device).repeat(self.ep.size)
+        expert_R = torch.repeat_interleave(local, received.flatten(), output_size=rows.shape[0])
+        route.order_R = torch.argsort(expert_R, stable=True)
+        route.inverse_R = _invert(route.order_R)
+        rows = _Permute.apply(rows, route.order_R, route.inverse_R)
+        return rows, received.sum(0), route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
         """Send the outputs home and add them up there."""
-        with range_("combine") as r:
-            rows = _Permute.apply(r.enter(out_RD), route.inverse_R, route.order_R)
-            rows = all_to_all(rows, route.receive, route.send, self.ep)
-            return r.exit(_weigh(rows, route))
+        rows = _Permute.apply(out_RD, route.inverse_R, route.order_R)
+        return _weigh(all_to_all(rows, route.receive, route.send, self.ep), route)
 
 
 class AllGather:
     """Every rank gets every token, computes its own experts' rows, and the weighted sums are reduce-scattered."""
 
-    def __init__(self, num_experts: int, ep: Axis, tp: Axis) -> None:
-        self.num_experts, self.ep, self.tp = num_experts, ep, tp
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.num_experts, self.ep = num_experts, ep
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Gather tokens, choices and probabilities; keep the rows whose expert is here."""
-        with range_("dispatch") as r:
-            x_all = all_gather(r.enter(copy_to(x_ND, self.tp)), self.ep)
-            prob_all = all_gather(copy_to(prob_NK, self.tp), self.ep)
-            expert_all = gather_plain(expert_NK, self.ep)
-            held = self.num_experts // self.ep.size
-            local = expert_all.flatten() - self.ep.rank * held
-            local = torch.where((local >= 0) & (local < held), local, held)
-            counts = torch.bincount(local, minlength=held + 1)[:held]
-            pick = torch.argsort(local, stable=True)[: int(counts.sum())]
-            token_R = pick // expert_NK.shape[1]
-            rows = x_all.index_select(0, token_R)
-            route = {"tokens": x_all.shape[0], "token_R": token_R, "prob_R": prob_all.flatten()[pick]}
-            return r.exit(rows), counts, route
+        x_all = all_gather(x_ND, self.ep)
+        prob_all = all_gather(prob_NK, self.ep)
+        expert_all = gather_plain(expert_NK, self.ep)
+        held = self.num_experts // self.ep.size
+        local = expert_all.flatten() - self.ep.rank * held
+        local = torch.where((local >= 0) & (local < held), local, held)
+        order = torch.argsort(local, stable=True)
+        counts = count_sorted(local[order], held)
+        pick = order[: int(counts.sum())]
+        token_R = pick // expert_NK.shape[1]
+        rows = x_all.index_select(0, token_R)
+        return rows, counts, {"tokens": x_all.shape[0], "token_R": token_R, "prob_R": prob_all.flatten()[pick]}
 
     def combine(self, out_RD: Tensor, route: dict[str, Any]) -> Tensor:
         """Add up the weighted rows per token, then over the ranks."""
-        with range_("combine") as r:
-            weighted = (r.enter(out_RD) * route["prob_R"].unsqueeze(1)).to(out_RD.dtype)
-            total = weighted.new_zeros((route["tokens"], weighted.shape[1])).index_add_(0, route["token_R"], weighted)
-            return r.exit(reduce_scatter(total, self.ep))
+        weighted = (out_RD * route["prob_R"].unsqueeze(1)).to(out_RD.dtype)
+        total = weighted.new_zeros((route["tokens"], weighted.shape[1])).index_add_(0, route["token_R"], weighted)
+        return reduce_scatter(total, self.ep)
 
 
-DISPATCHERS: dict[str, Any] = {"local": Local, "alltoall": AllToAll, "allgather": AllGather}
+DISPATCHERS: dict[str, Any] = {"local": Local, "alltoall": AllToAll, "allgather": AllGather, "dedup": Dedup}
 
 
 def _sort(x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor, num_experts: int, fused: bool) -> tuple[Route, Tensor]:
     flat = expert_NK.flatten()
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
+    counts = count_sorted(flat[order], num_experts)
     shape = (x_ND.shape[0], expert_NK.shape[1], x_ND.shape[1])
     return Route(shape, order, _invert(order), prob_NK, [], [], fused), counts
 

@@ -20,6 +20,7 @@ from playbook_trainer.data.batch import Batch
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.sequence import local_tokens
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,11 @@ def _run(
 ) -> None:
     """Run this stage's passes and carry every result to the stage that takes it; all of them have one shape."""
     pp, chunks = axes.pp, axes.pp.size * len(model.chunks)
-    shape, dtype, device = (batch.tokens_N.numel(), model.config.hidden_size), model.activation_dtype, batch.tokens_N.device
+    shape, dtype, device = (
+        (local_tokens(batch.tokens_N.numel(), axes), model.config.hidden_size),
+        model.activation_dtype,
+        batch.tokens_N.device,
+    )
     inbox: dict[Pass, Tensor] = {}
     for tick in ticks:
         own = tick[pp.rank]

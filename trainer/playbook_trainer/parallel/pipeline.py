@@ -13,6 +13,7 @@ from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel import interleaved
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.sequence import local_tokens
 
 
 def forward_backward(model: Decoder, batches: list[Batch], labels: Tensor, axes: Axes) -> Tensor:
@@ -79,7 +80,7 @@ class _Link:
 
     def __init__(self, axes: Axes, batch: Batch, model: Decoder) -> None:
         self.axes = axes
-        self.shape = (batch.tokens_N.numel(), model.config.hidden_size)
+        self.shape = (local_tokens(batch.tokens_N.numel(), axes), model.config.hidden_size)
         self.dtype, self.device = model.activation_dtype, batch.tokens_N.device
         self.before = None if axes.is_first_stage else axes.pp.ranks[axes.pp.rank - 1]
         self.after = None if axes.is_last_stage else axes.pp.ranks[axes.pp.rank + 1]

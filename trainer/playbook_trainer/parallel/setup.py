@@ -123,14 +123,14 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
     """FSDP2 also serves one rank in bf16: it keeps the float32 master weights and hands out bf16 copies."""
-    return axes.dp_cp.size > 1 or config.train.dtype == "bf16"
+    return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16"
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
-    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp."""
+    """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy, with HSDP)."""
     dtype = DTYPES[config.train.dtype]
     policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)}
-    dense, sparse = mesh(axes.dp_cp, device), mesh(axes.edp, device)
+    dense, sparse = mesh(axes.dp_cp, axes.replicate, axes.shard, device), mesh(axes.edp, axes.edp_replicate, axes.edp_shard, device)
     again = config.parallel.reshard_after_forward
 
     def unit(module: nn.Module, where: DeviceMesh, size: int, reshard: bool = True) -> None:
@@ -142,31 +142,33 @@ def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.devic
         module.set_force_sum_reduction_for_comms(True)
 
     for layer in model.layers.values():
-        if hasattr(layer, "moe") and axes.ep.size > 1:
-            unit(layer.moe.experts, sparse, axes.edp.size, again)
-        unit(layer, dense, axes.dp_cp.size, again)
+        if hasattr(layer, "moe") and axes.edp.ranks != axes.dp_cp.ranks:
+            unit(layer.moe.experts, sparse, axes.edp_shard.size, again)
+        unit(layer, dense, axes.shard.size, again)
     if hasattr(model, "vision"):
         for block in model.vision.blocks:
-            unit(block, dense, axes.dp_cp.size, again)
-        unit(model.vision, dense, axes.dp_cp.size, again)
+            unit(block, dense, axes.shard.size, again)
+        unit(model.vision, dense, axes.shard.size, again)
     if hasattr(model, "embed"):
-        unit(model.embed, dense, axes.dp_cp.size, again)
+        unit(model.embed, dense, axes.shard.size, again)
     if hasattr(model, "head"):
-        unit(model.head, dense, axes.dp_cp.size, reshard=False)
-    unit(model, dense, axes.dp_cp.size, reshard=False)
+        unit(model.head, dense, axes.shard.size, reshard=False)
+    unit(model, dense, axes.shard.size, reshard=False)
 
 
-def mesh(axis: Axis, device: torch.device) -> DeviceMesh:
-    """The axis as FSDP wants it."""
+def mesh(whole: Axis, replicate: Axis, shard: Axis, device: torch.device) -> DeviceMesh:
+    """The ranks of `whole` as FSDP wants them: a line to shard over, or a plane of copies and shards."""
+    if replicate.size == 1:
+        return DeviceMesh.from_group(_group(shard), device.type)
+    plane = torch.tensor(whole.ranks).view(replicate.size, shard.size)
+    return DeviceMesh.from_group([_group(replicate), _group(shard)], device.type, mesh=plane, mesh_dim_names=("replicate", "shard"))
+
+
+def _group(axis: Axis) -> Any:
+    # FSDP asks for a group even where there is one rank; that group never carries anything.
     if axis.group is not None:
-        return DeviceMesh.from_group(axis.group, device.type)
-    return _single_mesh(device)
-
-
-def _single_mesh(device: torch.device) -> DeviceMesh:
-    # FSDP asks for a mesh even where there is one rank; its group never carries anything.
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    return DeviceMesh.from_group(groups[dist.get_rank()], device.type)
+        return axis.group
+    return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
 
 
 def compile_regions(model: Decoder, config: CompileConfig) -> None:

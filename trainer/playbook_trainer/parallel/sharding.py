@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from playbook_trainer.config import ModelConfig
-from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.axes import Axes, Axis
 
 Interval = tuple[int, int]
 """First and last + 1."""
@@ -31,7 +31,10 @@ Box = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself)."""
+    """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself).
+
+    Experts (`ep`) are cut over etp where the rest is cut over tp.
+    """
 
     ep: bool = False
     tp_dim: int | None = None
@@ -57,9 +60,31 @@ def shard_of(name: str) -> Shard:
     return next((shard for pattern, shard in RULES if re.search(pattern, name)), Shard())
 
 
-def is_replicated_over_tp(name: str) -> bool:
-    """Whether all tensor-parallel ranks hold the same values."""
-    return shard_of(name).tp_dim is None
+def width_axis(shard: Shard, axes: Axes) -> Axis:
+    """The axis that `tp_dim` is cut over."""
+    return axes.etp if shard.ep else axes.tp
+
+
+def counts_in_norm(name: str, axes: Axes) -> bool:
+    """Whether this rank counts its part of a gradient in the norm: what several ranks hold in common is counted once."""
+    shard = shard_of(name)
+    if shard.ep:
+        return axes.edp_replicate.rank == 0
+    return axes.replicate.rank == 0 and (axes.tp.rank == 0 or shard.tp_dim is not None)
+
+
+def is_partial_over_tp(name: str, axes: Axes) -> bool:
+    """Whether each tensor-parallel rank has computed a part of the gradient only, though all hold the same values.
+
+    So it is where a rank has seen its own heads (norms of queries and keys) or its own tokens (norms and routers behind a cut).
+    """
+    if axes.tp.size == 1 or name.startswith("vision."):
+        return False
+    if re.search(r"attn\.[qk]_norm\.weight$", name):
+        return True
+    if name.endswith("router.weight"):
+        return axes.expert_tokens_cut
+    return axes.sequence_parallel and name.endswith("norm.weight")
 
 
 def held(shape: Sequence[int], name: str, axes: Axes) -> list[list[Interval]]:
@@ -69,10 +94,11 @@ def held(shape: Sequence[int], name: str, axes: Axes) -> list[list[Interval]]:
     if shard.ep:
         size = shape[0] // axes.ep.size
         out[0] = [(axes.ep.rank * size, (axes.ep.rank + 1) * size)]
-    if shard.tp_dim is not None and axes.tp.size > 1:
+    axis = width_axis(shard, axes)
+    if shard.tp_dim is not None and axis.size > 1:
         block = shape[shard.tp_dim] // shard.blocks
-        size = block // axes.tp.size
-        starts = [i * block + axes.tp.rank * size for i in range(shard.blocks)]
+        size = block // axis.size
+        starts = [i * block + axis.rank * size for i in range(shard.blocks)]
         out[shard.tp_dim] = [(start, start + size) for start in starts]
     return out
 
@@ -110,10 +136,7 @@ def _inside(intervals: Sequence[Interval], first: int, last: int) -> list[tuple[
 
 def is_second_copy(model: Any, name: str) -> bool:
     """Whether this rank holds a tied embedding for the output layer, while another stage holds it for the input and counts it."""
-    if name != "embed.weight":
-        return False
-    axes: Axes = model.options.axes
-    return bool(model.config.tie_word_embeddings) and not axes.is_first_stage
+    return name == "embed.weight" and bool(model.config.tie_word_embeddings) and not model.options.axes.is_first_stage
 
 
 def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
@@ -122,7 +145,7 @@ def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
     if shard.ep:
         shape[0] *= axes.ep.size
     if shard.tp_dim is not None:
-        shape[shard.tp_dim] *= axes.tp.size
+        shape[shard.tp_dim] *= width_axis(shard, axes).size
     return shape
 
 

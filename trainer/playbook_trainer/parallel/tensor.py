@@ -1,4 +1,7 @@
-"""Tensor parallelism of the vocabulary: embedding and loss over rows that each rank holds a share of.
+"""Tensor parallelism: the borders of its regions, and embedding and loss over vocabulary rows that each rank holds a share of.
+
+With sequence parallelism, activations outside the regions are cut along the tokens: a region begins with an all-gather and ends with a
+reduce-scatter, in place of nothing and an all-reduce. Source: arXiv 2205.05198, section 4.2.2.
 
 Suffixes: N tokens, D hidden size, W vocabulary rows of this rank.
 """
@@ -14,21 +17,32 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from playbook_trainer.data.batch import IGNORE
-from playbook_trainer.parallel.axes import Axis
-from playbook_trainer.parallel.comm import reduce_from
+from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.comm import all_gather, copy_to, reduce_from, reduce_scatter
 
 CHUNK = 4096
 """Tokens whose logits exist at once: 4096 x 151,936 in 32 bits are 2.3 GiB."""
 
 
-def embed(tokens_N: Tensor, weight_WD: Tensor, tp: Axis) -> Tensor:
+def enter(x: Tensor, axes: Axes) -> Tensor:
+    """All tokens, at the entry of a region; the backward pass adds up the ranks' gradients."""
+    return all_gather(x, axes.tp) if axes.sequence_parallel else copy_to(x, axes.tp)
+
+
+def leave(x: Tensor, axes: Axes) -> Tensor:
+    """The sum of the ranks' parts, at the exit of a region: of all tokens, or of this rank's with sequence parallelism."""
+    return reduce_scatter(x, axes.tp) if axes.sequence_parallel else reduce_from(x, axes.tp)
+
+
+def embed(tokens_N: Tensor, weight_WD: Tensor, axes: Axes) -> Tensor:
     """Token embeddings; with tensor parallelism each rank looks up its own rows and the sum joins them."""
+    tp = axes.tp
     if tp.size == 1:
         return embedding(tokens_N, weight_WD)
     local = tokens_N - tp.rank * weight_WD.shape[0]
     mine = (local >= 0) & (local < weight_WD.shape[0])
     x_ND = embedding(torch.where(mine, local, 0), weight_WD) * mine.unsqueeze(1)
-    return reduce_from(x_ND, tp)
+    return leave(x_ND, axes)
 
 
 LossRows = Callable[[Tensor, Tensor, Tensor, Axis, bool], tuple[Tensor, Tensor]]
@@ -42,7 +56,8 @@ def linear_cross_entropy(
     """The summed cross-entropy of `x @ weight.T` against the labels, in float32, a chunk of tokens at a time.
 
     Loss and gradients are made in one pass over the logits, so that no more than a chunk of them ever exists.
-    With tensor parallelism each rank holds the logits of its own vocabulary rows; maxima and sums are joined over the axis.
+    With tensor parallelism each rank holds the logits of its own vocabulary rows; maxima and sums are joined over the axis, while the
+    gradient of `x` is this rank's part of it.
     """
     return _LinearCrossEntropy.apply(x_ND, weight_WD, labels_N, tp, chunk, rows or plain_rows)
 
@@ -66,7 +81,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_w += probs.t() @ x
         if need:
             ctx.save_for_backward(grad_x, grad_w)
-        ctx.tp = tp
         return loss
 
     @staticmethod
@@ -74,8 +88,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_w = ctx.saved_tensors
         scale = grads[0]
         grad_x = grad_x * scale.to(grad_x.dtype)
-        if ctx.tp.size > 1:
-            dist.all_reduce(grad_x, group=ctx.tp.group)
         return grad_x, None if grad_w is None else (grad_w * scale).to(grad_x.dtype), None, None, None, None
 
 

@@ -1,0 +1,60 @@
+"""Train layouts and what one rank makes of the same rows, and tell how far they differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ranks import ROOT, steps, summary
+
+MANY = Path(__file__).with_name("many.py")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration and its output."""
+
+    name: str
+    ranks: int
+    words: tuple[str, ...]
+
+
+def train_all(jobs: Sequence[Job], folder: Path, timeout: float) -> dict[str, str | None]:
+    """Train every job into `folder`/name; for each what went wrong, or None."""
+    listed = folder / "jobs.json"
+    listed.write_text(json.dumps([{"ranks": job.ranks, "words": [*job.words, f"output={folder / job.name}"]} for job in jobs]))
+    path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, str(MANY), str(listed)], cwd=ROOT, env=env, start_new_session=True) as process:
+        try:
+            process.wait(timeout=timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+    return dict(zip((job.name for job in jobs), json.loads(listed.with_suffix(".errors").read_text()), strict=True))
+
+
+def difference(folder: Path, reference: Path) -> dict[str, float]:
+    """The largest relative differences of loss and gradient norm over all steps, and the number of steps."""
+    assert summary(folder)["outcome"] == "ok"
+    rows, expected = steps(folder), steps(reference)
+    assert len(rows) == len(expected), f"{len(rows)} steps, expected {len(expected)}"
+    for counted in ("useful_tokens", "raw_tokens", "images"):
+        assert [r[counted] for r in rows] == [r[counted] for r in expected], counted
+    far = {key: max(abs(a[key] / b[key] - 1) for a, b in zip(rows, expected, strict=True)) for key in ("loss", "grad_norm")}
+    return {**far, "steps": len(rows)}
+
+
+def note(rows: Iterable[dict[str, Any]], backend: str) -> None:
+    """Add rows to the parity tables, where PLAYBOOK_PARITY names their folder (`make parity`)."""
+    if folder := os.environ.get("PLAYBOOK_PARITY"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with (Path(folder) / "layouts.jsonl").open("a", encoding="utf-8") as f:
+            f.writelines(json.dumps(row | {"torch": version("torch").split("+")[0], "backend": backend}) + "\n" for row in rows)

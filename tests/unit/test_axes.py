@@ -1,0 +1,95 @@
+"""The two grids of ranks: who works with whom, and what counts in the gradient norm."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from grids import rank_axes
+
+from playbook_trainer.config import ParallelConfig
+from playbook_trainer.parallel.axes import groups
+from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp
+
+
+def test_folding_by_hand():
+    g = groups(8, ParallelConfig(tp=2, cp=2, ep=4, etp=1))
+    assert g["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert g["cp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert sorted(g["dp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert g["dp_cp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert g["ep"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert sorted(g["edp"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_expert_tensor_ranks_are_neighbours_and_stages_are_apart():
+    g = groups(8, ParallelConfig(pp=2, ep=2, etp=2))
+    assert g["etp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert g["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert g["pp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+def test_every_grid_holds_each_rank_once(world):
+    for tp, cp, pp, ep, etp in product((1, 2, 4), repeat=5):
+        if world % (tp * cp * pp) or world % (ep * etp * pp):
+            continue
+        g = groups(world, ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
+        for name, members in g.items():
+            assert sorted(r for ranks in members for r in ranks) == list(range(world)), name
+        for stage in range(pp):
+            ranks = set(range(stage * world // pp, (stage + 1) * world // pp))
+            assert all(ranks.issuperset(m) or ranks.isdisjoint(m) for name, members in g.items() if name != "pp" for m in members)
+
+
+def test_copies_are_made_of_neighbours_and_experts_may_span_them():
+    g = groups(8, ParallelConfig(dp_replicate=2, ep=2))
+    assert g["shard"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert sorted(g["replicate"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert sorted(g["edp_shard"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert sorted(g["edp_replicate"]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    spanning = groups(8, ParallelConfig(dp_replicate=2, ep=8))
+    assert spanning["edp_replicate"] == spanning["edp_shard"] == [(r,) for r in range(8)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2, "ep": 2, "etp": 1, "dp_replicate": 2}, {"tp": 2, "etp": 4}, {"etp": 2, "ep": 2, "fsdp": False}]
+)
+def test_each_part_of_a_parameter_counts_once(sizes):
+    par = ParallelConfig(**sizes)
+    ranks = [rank_axes(8, r, par) for r in range(8)]
+    for name in (
+        "norm.weight",
+        "layers.0.attn.q_proj.weight",
+        "layers.0.moe.experts.w13",
+        "layers.0.moe.router.weight",
+        "vision.merger.fc1.weight",
+    ):
+        counted = [axes for axes in ranks if counts_in_norm(name, axes)]
+        if "experts" in name:
+            parts = [(a.ep.rank, a.etp.rank, a.edp_shard.rank) for a in counted]
+            whole = ranks[0].ep.size * ranks[0].etp.size * ranks[0].edp_shard.size
+        else:
+            cut = "q_proj" in name
+            parts = [(a.tp.rank if cut else 0, a.shard.rank) for a in counted]
+            whole = ranks[0].shard.size * (ranks[0].tp.size if cut else 1)
+        assert len(parts) == len(set(parts)) == whole, name
+
+
+def test_gradients_are_partial_where_a_rank_sees_its_own_heads_or_tokens():
+    names = {
+        "layers.0.attn.q_norm.weight",
+        "layers.0.attn_norm.weight",
+        "norm.weight",
+        "layers.0.moe.router.weight",
+        "vision.blocks.0.norm1.weight",
+    }
+
+    def partial(**sizes):
+        axes = rank_axes(4, 0, ParallelConfig(**sizes))
+        return {n for n in names if is_partial_over_tp(n, axes)}
+
+    assert partial(ep=2) == set()
+    assert partial(tp=2) == {"layers.0.attn.q_norm.weight"}
+    assert partial(tp=2, etp=1) == {"layers.0.attn.q_norm.weight", "layers.0.moe.router.weight"}
+    assert partial(tp=2, sequence_parallel=True) == names - {"vision.blocks.0.norm1.weight"}

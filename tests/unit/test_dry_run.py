@@ -1,0 +1,122 @@
+"""The dry run: without torch, for any number of ranks, and right about what a real run holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from playbook import cli
+from playbook.errors import ConfigError
+from playbook.paths import data_root, repo_root
+from playbook_bench import logic
+from playbook_bench.case import load_case
+from playbook_trainer.config import load
+from playbook_trainer.dry_run import dry_run
+from playbook_trainer.models.decoder import Decoder, Options
+
+TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
+LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
+WIDE = ["parallel.pp=4", "parallel.vpp=2", "parallel.cp=4", "parallel.ep=8", "train.global_batch_size=1024", "data.seq_len=32768"]
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+
+
+def command(capsys, *words):
+    """Exit code, stdout and stderr of `playbook train --dry-run`."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--dry-run", *words])
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny", "qwen3_vl_tiny"])
+def test_the_parameters_are_those_of_the_model(name):
+    config = load(data_root("configs") / f"{name}.yaml")
+    with torch.device("meta"):
+        model = Decoder(config.model, Options())
+    held = sum(p.numel() for p in model.parameters())
+    report = dry_run(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 4})}), 1)
+    assert report.num_parameters == held
+    assert report.stages[0].parameters == held
+    assert report.stages[0].state_bytes == 16 * held  # parameter, gradient and two moments in float32
+
+
+def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
+    def state(world, **overrides):
+        stages = dry_run(load(TEXT, {"train.global_batch_size": 8, **overrides}), world).stages
+        return max(s.state_bytes for s in stages)
+
+    whole = state(1)
+    assert state(4) == pytest.approx(whole / 4)
+    assert state(4, **{"parallel.fsdp": False}) == whole
+    assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
+    assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)
+
+
+def test_recompute_and_context_parallelism_lower_the_activations():
+    def kept(world=4, **overrides):
+        return dry_run(load(TEXT, {"train.global_batch_size": 8, "data.seq_len": 1024, **overrides}), world).stages[0].activation_bytes
+
+    selective = {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "moe_act"]}
+    assert kept(**{"train.recompute": "full"}) < kept(**selective) < kept()
+    assert kept(**{"parallel.cp": 4}) == pytest.approx(kept() / 4)
+    first, *_, last = dry_run(load(TEXT, {"train.global_batch_size": 8, "parallel.pp": 4}), 4).stages
+    assert first.activation_bytes == pytest.approx(4 * last.activation_bytes)  # microbatches in flight
+
+
+def test_a_thousand_ranks_are_judged_without_torch():
+    code = (
+        "import sys\nfrom playbook import cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n"
+        "    assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'playbook_bench'}"
+    )
+    words = [sys.executable, "-c", code, "train", "--dry-run", "--json", "--gpus", "1024", str(LARGE), *WIDE]
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["legal"]
+    assert (found["layout"]["dp"], found["layout"]["edp"], found["layout"]["microbatches"]) == (64, 32, 8)
+    assert len(found["stages"]) == 4
+    assert found["peak_bytes"] == max(s["peak_bytes"] for s in found["stages"])
+
+
+def test_the_table_names_the_fullest_stage(capsys):
+    code, out, _ = command(capsys, "--gpus", "1024", str(LARGE), *WIDE)
+    assert code == 0
+    assert out.startswith("can run: model qwen3_30b_a3b  gpus 1024")
+    assert "a rank of stage 0 holds" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["parallel.pp=5"], "24 layers do not divide into pp 5"),
+        (["parallel.ep=3"], "128 experts do not divide over ep 3"),
+        (["train.recompute=selective"], "names no modules"),
+        (["train.global_batch_size=7"], "global batch 7 is not a multiple"),
+        (["train.stpes=3"], "did you mean 'steps'"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_code_2(capsys, words, says):
+    code, out, err = command(capsys, "--gpus", "1024", str(LARGE), *words)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_another_backend_is_sent_elsewhere():
+    with pytest.raises(ConfigError, match="playbook layout memory"):
+        dry_run(load(LARGE, {"backend": "megatron"}), 4)
+
+
+def test_the_claim_fails_where_a_fault_is_none():
+    case = load_case("dry-run-of-1024-gpus")
+    holds, sentence, figures = logic.run(case)
+    assert holds, sentence
+    assert len(figures["refused"]) == len(case.arguments["illegal"])
+    wrong = case.model_copy(update={"arguments": {**case.arguments, "illegal": [{"train.steps": 30}]}})
+    assert not logic.run(wrong)[0]

@@ -1,0 +1,125 @@
+"""A dry run: whether a configuration can run on so many ranks, and what each would hold, with neither ranks, torch nor a process group.
+
+State bytes follow from the layout and are exact up to padding. Activations are those of fused kernels in 16 bits (`playbook.activations`), an
+estimate. Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process for the same purpose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from playbook import activations, memory, parameters, pipeline
+from playbook.errors import ConfigError
+from playbook.layout_rules import Options
+from playbook.plan import Plan
+from playbook.shapes import Shape, Vision
+from playbook_trainer import checks
+from playbook_trainer.config import ModelConfig, TrainerConfig
+
+MASTER_BYTES = 4
+"""Parameters and gradients are kept in float32; the computation may cast them. Source: `playbook_trainer.parallel.setup`."""
+
+LOGIT_BYTES = {"fp32": 8, "bf16": 6}
+"""Per logit of a chunk: the product's output and its float32 softmax."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank of one pipeline stage holds. Units: counts, and bytes."""
+
+    stage: int
+    layers: int
+    parameters: int
+    """Of this stage's share of the model, before data parallelism shards them."""
+    state_bytes: float
+    """Parameters, gradients and optimizer state between steps."""
+    gathered_bytes: float
+    """Two layers gathered at once under full sharding."""
+    activation_bytes: float
+    loss_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it together."""
+        return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.loss_bytes
+
+    def row(self) -> dict[str, Any]:
+        """All figures, by name."""
+        return {**asdict(self), "peak_bytes": self.peak_bytes}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A legal layout with its degrees and stages."""
+
+    layout: dict[str, Any]
+    num_parameters: int
+    stages: list[Stage]
+
+
+def dry_run(config: TrainerConfig, world: int) -> Report:
+    """The layout of `config` on `world` ranks, stage by stage; frozen parts count as if they were trained.
+
+    Raises:
+        ConfigError: it cannot run there; one line names every broken rule. Or its backend is not torch.
+    """
+    if config.backend != "torch":
+        raise ConfigError(f"a dry run knows the torch backend, found {config.backend}; ask `playbook layout memory` instead")
+    problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config)
+    if problems:
+        raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}: {'; '.join(problems)}")
+    plan = plan_of(config, world)
+    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    stages = [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+    keys = ("gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "gbs", "seq_len", "microbatches")
+    total = parameters.decoder(plan.shape) + parameters.vision(plan.shape)
+    return Report({"model": plan.model, **{k: getattr(plan, k) for k in keys}}, total, stages)
+
+
+def plan_of(config: TrainerConfig, world: int) -> Plan:
+    """The configuration as layout arithmetic knows it."""
+    par, train = config.parallel, config.train
+    modules = {"none": (), "full": ("full",), "selective": tuple(config.train.recompute_modules)}[train.recompute]
+    return Plan(
+        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.tp, vpp=par.vpp,
+        mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
+        options=Options(sp=False, sharding="fsdp" if par.fsdp else "none", recompute=modules),
+    )  # fmt: skip
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """A model's counts, as `playbook.shapes` has them for published ones."""
+    tower = model.vision
+    vision = None
+    if tower is not None:
+        values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        vision = Vision(
+            tower.depth, tower.hidden_size, tower.ffn_size, tower.num_position_embeddings, values, tower.spatial_merge_size, len(tower.deepstack_layers)
+        )  # fmt: skip
+    return Shape(
+        model.num_layers, model.num_heads, model.num_kv_heads, model.num_experts, "the configuration", model.hidden_size, model.vocab_size,
+        head_dim=model.head_dim, ffn=model.ffn_size, dense_layers=0 if model.num_experts else model.num_layers, top_k=model.top_k,
+        expert_ffn=model.expert_ffn_size, qk_norm=True, tied=model.tie_word_embeddings, vision=vision,
+    )  # fmt: skip
+
+
+def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
+    held = memory.weights(plan, stage, chunks)
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    sharded = config.parallel.fsdp
+    counts = held.dense / (plan.dp * plan.cp) + held.experts / plan.edp if sharded else held.dense + held.experts
+    width = {"fp32": 4, "bf16": 2}[config.train.dtype]
+    alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
+    kept = sum(n * activations.kept(plan, i) for n, chunk in zip(alive, chunks, strict=True) for i in chunk)
+    last = stage == plan.pp - 1
+    logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
+    return Stage(
+        stage=stage,
+        layers=sum(map(len, chunks)),
+        parameters=held.dense + held.experts,
+        state_bytes=counts * (2 * MASTER_BYTES + 2 * moments),
+        gathered_bytes=2 * width * held.largest if sharded and plan.dp * plan.cp > 1 else 0.0,
+        activation_bytes=kept * width / activations.BF16,
+        loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+    )
