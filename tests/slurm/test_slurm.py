@@ -83,12 +83,9 @@ def wait_for(ready, seconds=180):
     return found
 
 
-def requeue(environment, tmp_path):
-    """Queue the only job again, as a preemption does."""
+def number_of_the_job(tmp_path):
     (script,) = tmp_path.glob("**/jobs/*/[0-9]*_submission.sh")
-    number = script.name.partition("_")[0]
-    subprocess.run(["scontrol", "requeue", number], env=environment, check=True)
-    return number
+    return script.name.partition("_")[0]
 
 
 def shape(value, depth=3):
@@ -139,7 +136,8 @@ def test_confirm_as_a_job_goes_on_after_it_was_queued_again(environment, cluster
         return json.loads(lines[1])["run"]["run_id"] if len(lines) > 1 else None
 
     cut = wait_for(first_run)
-    number = requeue(environment, tmp_path)
+    number = number_of_the_job(tmp_path)
+    subprocess.run(["scontrol", "requeue", number], env=environment, check=True)  # as a preemption does
     out, err = waiting.communicate(timeout=300)
     answer = json.loads(out)
     assert (answer["job"], answer["exit_code"]) == (number, waiting.returncode), err
@@ -163,7 +161,8 @@ def test_training_as_a_job_resumes_from_its_checkpoint(environment, cluster, tmp
     options = ["--launcher", "slurm", "--ranks-per-node", "1", "--cluster", cluster, "--json"]
     waiting = playbook(environment, tmp_path, "train", config, *changes, *saved, *options)
     wait_for(lambda: list((tmp_path / "saved").glob("step_*")))
-    requeue(environment, tmp_path)
+    # What Slurm sends before the time limit; the job queues itself again.
+    subprocess.run(["scancel", "--batch", "--signal=USR2", number_of_the_job(tmp_path)], env=environment, check=True)
     out, err = waiting.communicate(timeout=300)
     assert (waiting.returncode, json.loads(out)["exit_code"]) == (0, 0), err
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
