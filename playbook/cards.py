@@ -178,6 +178,17 @@ class Figure(Strict):
     sources: list[Source] = Field(min_length=1)
 
 
+class Dispute(Strict):
+    """Claims whose sources disagree. All stay, each with its dated sources; a verdict on a machine goes before what is said here."""
+
+    subject: str
+    claims: list[str] = Field(min_length=2)
+    """Oldest first."""
+    stands: str
+    """The claim to act on where no verdict says otherwise."""
+    why: str
+
+
 class Pitfall(Strict):
     """A symptom, its cause and its fix."""
 
@@ -210,6 +221,7 @@ class Card(Strict):
     rankings: list[Ranking] = Field(default_factory=list)
     formulas: list[Formula] = Field(default_factory=list)
     figures: list[Figure] = Field(default_factory=list)
+    disputes: list[Dispute] = Field(default_factory=list)
     interactions: list[str] = Field(default_factory=list)
     pitfalls: list[Pitfall] = Field(default_factory=list)
     related: Related = Field(default_factory=Related)

@@ -114,8 +114,9 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
         return findings
     if case.kind in LOGIC_KINDS:
         return list(_function(loaded))
-    if case.metric not in METRICS:
-        findings.append(loaded.finding(("metric",), f"metric '{case.metric}' is not known{did_you_mean(str(case.metric), METRICS)}"))
+    for where, name in ((("metric",), str(case.metric)), *((("also", i), name) for i, name in enumerate(case.also))):
+        if name not in METRICS:
+            findings.append(loaded.finding(where, f"metric '{name}' is not known{did_you_mean(name, METRICS)}"))
     try:
         trainer_path(case)
     except ConfigError as e:
@@ -159,8 +160,9 @@ def _same(
     case = loaded.case
     if case.kind != kind:
         yield entry.finding((*here, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
-    if case.metric is not None and case.metric != metric:
-        yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{case.metric}' in case '{case.id}'; make them agree")
+    if case.metric is not None and metric not in (case.metric, *case.also):
+        expected = "' or '".join((case.metric, *case.also))
+        yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{expected}' in case '{case.id}'; make them agree")
     for variant in ("baseline", "candidate"):
         ours, theirs = getattr(comparison, variant), getattr(case, variant)
         if ours != theirs:

@@ -68,6 +68,8 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[
         yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}  (because {', '.join(rule.because)})"
         if rule.note:
             yield f"    {rule.note}"
+    for dispute in card.disputes:
+        yield f"\nin dispute: {dispute.subject}\n  {', '.join(dispute.claims)}; {dispute.stands} stands: {dispute.why}"
     if card.pitfalls:
         yield "\npitfalls"
     for pitfall in card.pitfalls:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from playbook.cards import Claim
@@ -157,7 +158,11 @@ def _meet(a: Any, b: Any) -> bool:
 def _span(value: Any) -> tuple[float, float] | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    text = str(value)
+    return _read_span(str(value))
+
+
+@cache  # a few hundred cards are compared pair by pair, and their predicates are few
+def _read_span(text: str) -> tuple[float, float] | None:
     match = _RANGE.match(text)
     if match:
         return float(match[1]), float(match[2])

@@ -97,6 +97,12 @@ def card_page(shelf: Shelf, card: Card) -> str:
         parts.append("## What to set\n\n" + _decisions(shelf, card.decide))
     parts.append("## Claims")
     parts += [_claim(shelf, card, c) for c in card.claims]
+    if card.disputes:
+        rows = [
+            [text(d.subject), " ".join(_claim_link(shelf, i) for i in d.claims), _claim_link(shelf, d.stands), text(d.why)]
+            for d in card.disputes
+        ]
+        parts.append("## In dispute\n\n" + table(["Subject", "Claims, oldest first", "Stands", "Why"], rows))
     if card.pitfalls:
         rows = [[text(p.symptom), text(p.cause), text(p.fix)] for p in card.pitfalls]
         parts.append("## Pitfalls\n\n" + table(["Symptom", "Cause", "Fix"], rows))

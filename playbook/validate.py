@@ -92,6 +92,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
     for entry in cards.loaded:
         findings += _name(entry)
         findings += _links(entry, known_cards, known_claims)
+        findings += _disputes(entry)
         for i, claim in enumerate(entry.card.claims):
             findings += _claim(entry, i, claim, cases, metrics)
     return findings
@@ -161,11 +162,30 @@ def _links(entry: LoadedCard, cards: Collection[str], claims: Collection[str]) -
             yield entry.finding(where, f"claim '{claim}' does not exist{did_you_mean(claim, claims)}")
 
 
+def _disputes(entry: LoadedCard) -> Iterator[Finding]:
+    """What stands must be one of the claims in dispute, and the claims must say themselves that they disagree."""
+    named = {c.id: {*c.contradicts, *c.supersedes} for c in entry.card.claims}
+    for d, dispute in enumerate(entry.card.disputes):
+        if dispute.stands not in dispute.claims:
+            message = f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them"
+            yield entry.finding(("disputes", d, "stands"), message)
+        for i, claim in enumerate(dispute.claims):
+            others = set(dispute.claims) - {claim}
+            if not (named.get(claim, set()) & others or any(claim in named.get(o, set()) for o in others)):
+                message = (
+                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                )
+                yield entry.finding(("disputes", d, "claims", i), message)
+
+
 def _claims_named(card: Card) -> Iterator[tuple[Path_, str, str | None]]:
     """Every claim id that a card refers to: its place, the id, and the claim that refers to it."""
     for d, decision in enumerate(card.decide):
         for i, claim in enumerate(decision.because):
             yield ("decide", d, "because", i), claim, None
+    for d, dispute in enumerate(card.disputes):
+        for i, claim in enumerate(dispute.claims):
+            yield ("disputes", d, "claims", i), claim, None
     for c, owner in enumerate(card.claims):
         for kind in ("contradicts", "supersedes", "depends_on"):
             for i, claim in enumerate(getattr(owner, kind)):

@@ -136,6 +136,8 @@ class Case(Strict):
     """For an interaction: two. Its cells are named `low+low`, `high+low`, `low+high` and `high+high`, by the levels' values."""
     metric: str | None = None
     """The metric to compare; a claim that names the case says which it expects."""
+    also: list[str] = Field(default_factory=list)
+    """Further metrics by which claims may judge the same runs."""
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ..."""
     variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)

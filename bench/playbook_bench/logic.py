@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, number_formats, placement, statements
+from playbook import layout, lint_labels, number_formats, placement, statements
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
 from playbook_bench import invariants
@@ -20,6 +20,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
+    "refused_together": lint_labels.refused_together,
     "interleaving": statements.interleaving,
     "platform_walls": statements.platform_walls,
     "offload_makes_it_fit": statements.offload_makes_it_fit,

@@ -62,6 +62,10 @@ def _compile_share(run: Run) -> float | None:
     return _total(run, "compile_seconds") / seconds if seconds > 0 else None
 
 
+def _first_grad_norm(run: Run) -> float | None:
+    return run.samples[0].grad_norm if run.samples else None
+
+
 def _final_loss(run: Run) -> float | None:
     steps = timed(run)
     return steps[-1].loss if steps else None
@@ -101,6 +105,7 @@ _ROWS = (
         "recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="graphs compiled per timed step"
     ),
     Metric("final_loss", "nats", "lower", True, _final_loss, help="loss of the last timed step"),
+    Metric("first_grad_norm", "norm", "lower", True, _first_grad_norm, help="gradient norm of the first step, before clipping"),
     Metric("fits", "share", "higher", True, _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),
 )
 

@@ -197,3 +197,36 @@ def test_trainer_keys_are_those_of_the_tree():
 def test_every_case_loads_alone():
     for path in sorted(data_root("cases").glob("*.yaml")):
         assert load(path, cli_check.Case)[0].id == path.stem
+
+
+DISPUTE = """
+disputes:
+  - subject: which of two sources to follow
+    claims: [Z9, Z10]
+    stands: Z10
+    why: It is the later one.
+"""
+
+
+def test_claims_in_dispute_link_each_other_and_one_of_them_stands(tmp_path, text):
+    unlinked = findings(tmp_path, text + DISPUTE, "planted.yaml")
+    assert sum("is in dispute, and no claim of this card links it" in f for f in unlinked) == 2
+    linked = (
+        text.replace(
+            "    case: moe-dispatcher-deepep-vs-alltoall\n", "    case: moe-dispatcher-deepep-vs-alltoall\n    contradicts: [Z9]\n"
+        )
+        + DISPUTE
+    )
+    assert findings(tmp_path, linked, "planted.yaml") == []
+    other = findings(tmp_path, linked.replace("stands: Z10", "stands: V1"), "planted.yaml")
+    assert [f for f in other if place(linked, "stands:").split(":")[1] in f and "'V1' is not among the claims in dispute, Z9, Z10" in f]
+    assert any(
+        "claim 'Z99' does not exist" in f
+        for f in findings(tmp_path, linked.replace("claims: [Z9, Z10]", "claims: [Z99, Z10]"), "planted.yaml")
+    )
+
+
+def test_a_claim_may_use_a_further_metric_of_its_case_and_no_other(tmp_path):
+    also = CASE.replace("metric: useful_tokens_per_s_per_gpu\n", "metric: useful_tokens_per_s_per_gpu\nalso: [peak_memory_bytes]\n")
+    assert case_findings(tmp_path, also) == []
+    assert any("metric 'peak_memory' is not known" in f for f in case_findings(tmp_path, also.replace("peak_memory_bytes", "peak_memory")))

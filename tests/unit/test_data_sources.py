@@ -19,7 +19,7 @@ from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer import checks
 from playbook_trainer.config import GeneratedConfig, TrainerConfig, load
-from playbook_trainer.data.generated import GeneratedText, GeneratedVqa, PoolImage, fill_pool
+from playbook_trainer.data.generated import GeneratedText, GeneratedVqa, PoolImage
 from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.rows import make_rows
@@ -367,7 +367,7 @@ def test_generated_samples_are_like_vqa_over_photographs_like_coco(tmp_path: Pat
     assert sum(167_500 <= h * w <= 355_840 for h, w in sizes) / 400 == pytest.approx(0.9, abs=0.07)
     assert sum(0.6 <= h / w <= 1.5 for h, w in sizes) / 400 == pytest.approx(0.9, abs=0.07)
     assert not list(tmp_path.iterdir()), "nothing is made before it is read"
-    total = fill_pool(GeneratedConfig(pool_images=12), tmp_path)
+    total = sum(len(PoolImage(tmp_path, 0, n).read()) for n in range(12))
     assert 0.7 < total / 12 / 163_000 < 1.3
     for n in range(12):
         image = PoolImage(tmp_path, 0, n)

@@ -268,7 +268,14 @@ def write_summary(
         "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
         "data": extra.get("data", {}),
         "metrics": metrics,
-        "receipt": {**receipt, "counters": {**receipt["counters"], "recompiles": metrics["recompiles"]}},
+        "receipt": {
+            **receipt,
+            "counters": {
+                **receipt["counters"],
+                "recompiles": metrics["recompiles"],
+                "graphs_compiled": int(compile_counters()["recompiles"]),
+            },
+        },
         "env": environment(recorder.device, axes.world.size),
     }
     path = recorder.out / "summary.json"

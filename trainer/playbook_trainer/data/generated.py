@@ -141,11 +141,6 @@ def pool_folder(path: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perf-playbook" / "generated-images"
 
 
-def fill_pool(config: GeneratedConfig, folder: Path) -> int:
-    """Make every image of the pool that is not there yet; returns their bytes in all."""
-    return sum(len(PoolImage(folder, config.seed, n).read()) for n in range(config.pool_images))
-
-
 def make_jpeg(size: tuple[int, int], rng: np.random.Generator) -> bytes:
     """A JPEG of noise with the amplitude spectrum of photographs, 1 / frequency, in brightness and, weaker, in colour.
 

@@ -1,0 +1,78 @@
+"""The loss of packed rows over ranks and micro-batches against each document alone, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import ROOT, run, steps, summary
+
+from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.data.collate import collate
+from playbook_trainer.data.document import Document
+from playbook_trainer.data.rows import make_rows
+from playbook_trainer.parallel import axes as layout
+from playbook_trainer.parallel import setup
+
+VISION = ROOT / "trainer" / "configs" / "qwen3_vl_moe_tiny.yaml"
+# Small images and short rows: two to four samples a row, whose answers differ in length, so ranks and micro-batches differ in labels.
+COMMON = ["data.seq_len=96", "data.max_image_pixels=16384", "train.global_batch_size=4", "train.steps=3", "train.warmup_steps=1"]
+
+
+def each_alone(rows: list[list[Document]]) -> tuple[float, float, list[int]]:
+    """Loss per label and gradient norm of one step, and the labels of each row; every document is a batch of its own."""
+    config = load(VISION, parse_overrides([*COMMON, "data.pad=false"]))
+    axes = layout.build(1, 0, config.parallel)
+    model = setup.build(config, axes, torch.device("cpu")).double()
+    model.activation_dtype = torch.float64
+    total, labels = torch.zeros((), dtype=torch.float64), []
+    for row in rows:
+        batches = [collate([[document]], config.model, config.data) for document in row]
+        labels.append(sum(b.num_loss for b in batches))
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            total += loss.detach()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return float(total) / sum(labels), float(norm) / sum(labels), labels
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["train.micro_batch_size=4"]),
+        (2, ["train.micro_batch_size=1", "data.num_workers=2"]),
+        (2, ["train.micro_batch_size=2", "data.pad=false", "data.num_workers=1"]),
+    ],
+)
+def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(ranks: int, words: list[str], tmp_path: Path) -> None:
+    config = load(VISION, parse_overrides(COMMON))
+    made = make_rows(config, "train")
+    rows = [made.row(k) for k in range(4)]
+    assert all(len(row) > 1 for row in rows)
+    loss, norm, labels = each_alone(rows)
+    assert len(set(labels)) > 1, "unequal label counts, or the test shows nothing"
+    results = run([str(VISION), *COMMON, *words, f"output={tmp_path}"], ranks)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    first = steps(tmp_path)[0]
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    counted = summary(tmp_path)["data"]
+    assert counted["images_decoded"] >= sum(len(d.images) for row in rows for d in row)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_other_workers_to_the_last_bit(tmp_path: Path) -> None:
+    # A constant rate: the cosine's depends on train.steps, which the first half lowers.
+    common = [str(VISION), *COMMON, "train.deterministic=true", "optimizer.schedule=constant"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    saves = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", f"output={parts}"]
+    for words in (
+        ["train.steps=6", "data.num_workers=0", f"output={whole}"],
+        ["train.steps=3", "data.num_workers=1", *saves],
+        ["train.steps=6", "data.num_workers=3", *saves],
+    ):
+        (code, _, err) = run([*common, *words])[0]
+        assert code == 0, err
+    assert [s["step"] for s in steps(parts)] == [1, 2, 3, 4, 5, 6]
+    assert [s["loss"] for s in steps(parts)] == [s["loss"] for s in steps(whole)]
