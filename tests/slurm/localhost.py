@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -80,24 +81,20 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 def _write(folder: Path) -> None:
     for name in ("state", "spool/n1", "spool/n2", "munge"):
         (folder / name).mkdir(parents=True)
-    ports = _ports(3)
-    first = min(ports)
+    ports = _ports()
     user, host = getpass.getuser(), socket.gethostname().split(".")[0]
-    text = CONF.format(folder=folder, user=user, host=host, port=ports[2], first=first, last=first + 1)
+    text = CONF.format(folder=folder, user=user, host=host, port=ports[0], first=ports[1], last=ports[2])
     (folder / "slurm.conf").write_text(text, encoding="utf-8")
 
 
-def _ports(number: int) -> list[int]:
-    """Free ports; the first two are neighbours, since Slurm wants a range."""
+def _ports() -> range:
+    """Three free ports in a row, below those that the system hands out by itself."""
     while True:
-        with contextlib.ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-            for s in sockets[1:]:
-                s.bind(("127.0.0.1", 0))
-            first = sockets[1].getsockname()[1]
-            with contextlib.suppress(OSError):
-                sockets[0].bind(("127.0.0.1", first + 1))
-                return [first, first + 1, *(s.getsockname()[1] for s in sockets[2:])]
+        first = 15_000 + secrets.randbelow(17_000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + 3):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return range(first, first + 3)
 
 
 def _munge(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
