@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 	case $$code in 0|1|3|4) exit 0;; *) echo "a claim has no verdict: a run failed (exit code $$code)" >&2; exit $$code;; esac
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/playbook cards check
 
 test-slurm: $(VENV)/.dev

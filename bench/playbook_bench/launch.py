@@ -31,6 +31,7 @@ from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook_bench.records import RunOutcome
 from playbook_trainer import config as trainer_config
+from playbook_trainer import exit_codes
 from playbook_trainer.config import TrainerConfig
 
 TRAINER: tuple[str, ...] = (sys.executable, "-m", "playbook_trainer")
@@ -42,8 +43,16 @@ _TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
 _PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
 _MEMORY = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
-_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {2: "refused", 3: "nan", 4: "oom"}
-_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "crash")
+_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
+    exit_codes.REFUSED: "refused",
+    exit_codes.NAN: "nan",
+    exit_codes.OUT_OF_MEMORY: "oom",
+    exit_codes.STOPPED: "killed",
+    exit_codes.HANG: "hang",
+}
+_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
+_IN_ORDER = (exit_codes.OK, exit_codes.STOPPED)
+"""Codes with which ranks end together: the others are given time to do so."""
 
 
 class Interrupted(SystemExit):
@@ -198,10 +207,16 @@ def import_paths() -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that nobody listens on now, below those that the system hands out by itself.
+
+    One of the latter may go to any connection before rank 0 listens; the other ranks would then wait at a stranger's door.
+    """
+    for _ in range(1000):
+        port = 15_000 + secrets.randbelow(17_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError("no free TCP port between 15000 and 32000; end what holds them")
 
 
 def tail(log: Path) -> str:
@@ -287,7 +302,7 @@ def _wait(ranks: Sequence[_Rank], watch: Watch, began: float, drain_s: float) ->
     finished: float | None = None
     while True:
         alive = [r for r in ranks if r.process.poll() is None]
-        if not alive or any(r.process.returncode for r in ranks if r not in alive):
+        if not alive or any(r.process.returncode not in _IN_ORDER for r in ranks if r not in alive):
             watch.look(began)
             return ""
         if len(alive) < len(ranks):

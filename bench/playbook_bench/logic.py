@@ -25,6 +25,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "platform_walls": statements.platform_walls,
     "offload_makes_it_fit": statements.offload_makes_it_fit,
     "mfu_falls_as_throughput_rises": statements.mfu_falls_as_throughput_rises,
+    "rows_per_rank": statements.rows_per_rank,
     "coarser": number_formats.coarser,
     "routing_flips": number_formats.routing_flips,
 }

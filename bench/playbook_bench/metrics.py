@@ -104,6 +104,24 @@ _ROWS = (
     Metric(
         "recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="graphs compiled per timed step"
     ),
+    Metric(
+        "mfu",
+        "share",
+        "higher",
+        False,
+        _reported("mfu"),
+        help="model FLOPs (actual lengths, vision included) over time and dense BF16 peak",
+    ),
+    Metric("hfu", "share", "higher", False, _reported("hfu"), help="likewise with padding and recomputed forward passes"),
+    Metric(
+        "flops_vision_share",
+        "share",
+        "higher",
+        True,
+        _reported("flops_vision_share"),
+        "difference",
+        help="vision tower and mergers, of all",
+    ),
     Metric("final_loss", "nats", "lower", True, _final_loss, help="loss of the last timed step"),
     Metric("first_grad_norm", "norm", "lower", True, _first_grad_norm, help="gradient norm of the first step, before clipping"),
     Metric("fits", "share", "higher", True, _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),

@@ -197,28 +197,32 @@ SWITCHES: dict[str, list[str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return measured("plain", tmp_path_factory.mktemp("plain"))
+
+
+def measured(name: str, out: Path) -> dict[str, float]:
+    """Last loss, first gradient norm and recompiles of a run; its row of the table is printed."""
+    code, _, errors = run([*COMMON, *SWITCHES[name], f"output={out}"], timeout=230)[0]
+    assert code == 0, errors[-2000:]
+    rows, s = steps(out), summary(out)
+    seconds = sorted(r["seconds"] for r in rows if r["timed"])[2]
+    print(
+        f"\n{name:24s} {1000 * seconds:7.1f} ms  {s['metrics']['peak_memory_bytes'] / 2**30:6.1f} GiB"
+        f"  saved {s['metrics']['saved_activation_bytes_per_rank'] / 2**30:5.2f} GiB  recompiles {s['metrics']['recompiles']}"
+        f"  loss {rows[-1]['loss']:.4f}  first norm {rows[0]['grad_norm']:.4f}"
+    )
+    return {"loss": rows[-1]["loss"], "norm": rows[0]["grad_norm"], "recompiles": s["metrics"]["recompiles"]}
+
+
 @pytest.mark.slow
-def test_table_of_switches(tmp_path: Path) -> None:
-    """Each switch on four layers of Qwen3-30B-A3B: step time, peak memory, saved activations, recompiles, and the loss next to the plain one's."""
-    plain: dict[str, float] = {}
-    failed = []
-    for name, words in SWITCHES.items():
-        out = tmp_path / name.replace(" ", "_")
-        code, _, errors = run([*COMMON, *words, f"output={out}"], timeout=300)[0]
-        if code:
-            failed.append(f"{name}: exit code {code}: {errors.strip().splitlines()[-1:]}")
-            continue
-        rows, s = steps(out), summary(out)
-        seconds = sorted(r["seconds"] for r in rows if r["timed"])[2]
-        loss, norm = rows[-1]["loss"], rows[0]["grad_norm"]
-        plain = plain or {"loss": loss, "norm": norm}
-        print(
-            f"{name:24s} {1000 * seconds:7.1f} ms  {s['metrics']['peak_memory_bytes'] / 2**30:6.1f} GiB"
-            f"  saved {s['metrics']['saved_activation_bytes_per_rank'] / 2**30:5.2f} GiB  recompiles {s['metrics']['recompiles']}"
-            f"  loss {loss:.4f} ({loss - plain['loss']:+.1e})  first norm {norm:.4f}"
-        )
-        if abs(loss - plain["loss"]) > 0.02 * plain["loss"] or abs(norm - plain["norm"]) > 0.02 * plain["norm"]:
-            failed.append(f"{name}: loss {loss}, first gradient norm {norm}; plain {plain}")
-        if name.startswith("compiled") and s["metrics"]["recompiles"]:
-            failed.append(f"{name}: {s['metrics']['recompiles']} recompiles after the warm-up")
-    assert not failed, "\n".join(failed)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [n for n in SWITCHES if n != "plain"])
+def test_table_of_switches(name: str, plain: dict[str, float], tmp_path: Path) -> None:
+    """Each switch on four layers of Qwen3-30B-A3B: step time, peak memory, saved activations, recompiles, and loss and norm beside the plain run's."""
+    found = measured(name, tmp_path)
+    assert found["loss"] == pytest.approx(plain["loss"], rel=0.02)
+    assert found["norm"] == pytest.approx(plain["norm"], rel=0.02)
+    if name.startswith("compiled"):
+        assert found["recompiles"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -26,19 +27,24 @@ class Job:
     words: tuple[str, ...]
 
 
-def train_all(jobs: Sequence[Job], folder: Path, timeout: float) -> dict[str, str | None]:
-    """Train every job into `folder`/name; for each what went wrong, or None."""
+def train_all(jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240) -> dict[str, str | None]:
+    """Train every job into `folder`/name, in `timeout` seconds, and at most `stall` for one; for each what went wrong, or None."""
     listed = folder / "jobs.json"
     listed.write_text(json.dumps([{"ranks": job.ranks, "words": [*job.words, f"output={folder / job.name}"]} for job in jobs]))
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, str(MANY), str(listed)], cwd=ROOT, env=env, start_new_session=True) as process:
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with subprocess.Popen([sys.executable, str(MANY), str(listed), str(stall)], cwd=ROOT, env=env, start_new_session=True) as process:
         try:
             process.wait(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            pass  # what was trained by then counts
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, 9)
-    return dict(zip((job.name for job in jobs), json.loads(listed.with_suffix(".errors").read_text()), strict=True))
+                os.killpg(process.pid, signal.SIGKILL)
+    said = listed.with_suffix(".errors")
+    errors = json.loads(said.read_text()) if said.is_file() else [None] * len(jobs)
+    reached = [(folder / job.name / "summary.json").is_file() for job in jobs]
+    return {job.name: error or (None if there else "was not reached") for job, error, there in zip(jobs, errors, reached, strict=True)}
 
 
 def difference(folder: Path, reference: Path) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""Train many configurations in few processes: `python many.py JOBS`, where JOBS is a JSON file with a list of {"ranks": n, "words": [...]}.
+"""Train many configurations in few processes: `python many.py JOBS SECONDS`.
+
+JOBS is a JSON file with a list of {"ranks": n, "words": [...]}, SECONDS is the time that one may take.
 
 Starting a rank costs seconds and training ten steps of a tiny model costs one. So this process imports everything once, and forks the ranks
 of all jobs of one size; they train their jobs in turn. When a job breaks, its ranks end, and the jobs after it get new ones. The file
@@ -29,26 +31,23 @@ from playbook_trainer import checks
 from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.loop import train
 
-STALL = 240
-"""Seconds for one job; more than the time after which a collective gives up."""
 
-
-def main(path: Path) -> int:
+def main(path: Path, stall: float) -> int:
     jobs = json.loads(path.read_text())
     errors: list[str | None] = [None] * len(jobs)
     for ranks in sorted({job["ranks"] for job in jobs}):
         left = [i for i, job in enumerate(jobs) if job["ranks"] == ranks]
         while left:
-            done, error = together([jobs[i]["words"] for i in left], ranks)
+            done, error = together([jobs[i]["words"] for i in left], ranks, stall)
             if error is not None:
                 errors[left[done]] = error
                 print(f"{jobs[left[done]]['words'][-1]}: broke", flush=True)
             left = left[done + (error is not None) :]
-    path.with_suffix(".errors").write_text(json.dumps(errors))
+            path.with_suffix(".errors").write_text(json.dumps(errors))
     return 0
 
 
-def together(jobs: list[list[str]], ranks: int) -> tuple[int, str | None]:
+def together(jobs: list[list[str]], ranks: int, stall: float) -> tuple[int, str | None]:
     """Train the jobs on ranks of their own; how many went well, and what the ranks of the next one said."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -62,10 +61,10 @@ def together(jobs: list[list[str]], ranks: int) -> tuple[int, str | None]:
             if pid == 0:
                 os.close(read)
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-                rank_main(jobs, rank, ranks, port, write, logs[rank])
+                rank_main(jobs, rank, ranks, port, stall, write, logs[rank])
             children[pid] = rank
         os.close(write)
-        done, broken = watch(children, read, ranks)
+        done, broken = watch(children, read, ranks, stall)
         os.close(read)
         if done == len(jobs) and not broken:
             return done, None
@@ -73,7 +72,7 @@ def together(jobs: list[list[str]], ranks: int) -> tuple[int, str | None]:
         return min(done, len(jobs) - 1), "\n".join([broken or "its ranks ended early", *said])
 
 
-def watch(children: dict[int, int], read: int, ranks: int) -> tuple[int, str]:
+def watch(children: dict[int, int], read: int, ranks: int, stall: float) -> tuple[int, str]:
     """Wait for the ranks, each of which writes its number after every job; end them all when one ends in error or none gets on."""
     finished: Counter[int] = Counter()
     broken, last, running = "", time.monotonic(), set(children)
@@ -90,9 +89,9 @@ def watch(children: dict[int, int], read: int, ranks: int) -> tuple[int, str]:
                 code = os.waitstatus_to_exitcode(status)
                 if code and not broken:
                     broken = f"rank {children[pid]} ended with {code}"
-                    last = time.monotonic() - STALL + 3  # the others have a moment to say what they saw
-        if running and time.monotonic() - last > STALL:
-            broken = broken or f"no rank got on for {STALL} s"
+                    last = time.monotonic() - stall + 3  # the others have a moment to say what they saw
+        if running and time.monotonic() - last > stall:
+            broken = broken or f"no rank got on for {stall:.0f} s"
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -102,7 +101,7 @@ def watch(children: dict[int, int], read: int, ranks: int) -> tuple[int, str]:
     return min(finished[rank] for rank in range(ranks)), broken
 
 
-def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, progress: int, log: Path) -> None:
+def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, stall: float, progress: int, log: Path) -> None:
     """One rank: train the jobs in turn, and end."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
@@ -112,9 +111,9 @@ def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, progress:
         device = torch.device("cuda", rank) if cuda else None
         if cuda:
             torch.cuda.set_device(device)
-        store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=150))
+        store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=stall))
         for number, words in enumerate(jobs):
-            train_one(words, rank, ranks, dist.PrefixStore(str(number), store), device)
+            train_one(words, rank, ranks, dist.PrefixStore(str(number), store), device, stall * 2 / 3)
             os.ftruncate(out, 0)  # what a rank said of a job that went well is of no use
             os.lseek(out, 0, os.SEEK_SET)
             os.write(progress, bytes([rank]))
@@ -126,14 +125,15 @@ def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, progress:
     os._exit(code)
 
 
-def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch.device | None) -> None:
+def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch.device | None, patience: float) -> None:
     """One job, in process groups of its own."""
     began = time.monotonic()
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, ranks)
     if ranks > 1:
         backend = "nccl" if device is not None else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device, timeout=timedelta(seconds=150))
+        timeout = timedelta(seconds=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device, timeout=timeout)
     outcome = train(config, rank, ranks)
     if dist.is_initialized():
         if ranks > 1:
@@ -147,4 +147,4 @@ def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

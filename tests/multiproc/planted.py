@@ -142,7 +142,8 @@ def real(config, planted, words):
             while True:
                 with contextlib.suppress(OSError):
                     if log.read_text().count("\n") >= at:
-                        os.kill(os.getpid(), signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
+                        os.kill(os.getpid(), {"hang": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(fault, signal.SIGKILL))
+                        return
                 time.sleep(0.01)
 
         threading.Thread(target=watch, daemon=True).start()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from playbook_bench.launch import free_port
+
+__all__ = ["ROOT", "free_port", "run", "start", "steps", "summary"]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(words: list[str], ranks: int, *, command: list[str] | None = None, log: Path | None = None) -> list[subprocess.Popen[str]]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     base = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")]),

@@ -53,8 +53,20 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     whole = state(1)
     assert state(4) == pytest.approx(whole / 4)
     assert state(4, **{"parallel.fsdp": False}) == whole
+    assert state(4, **{"parallel.dp_replicate": 2}) == pytest.approx(whole / 2)
+    assert state(4, **{"parallel.ep": 2, "parallel.etp": 2}) == pytest.approx(whole / 4, rel=0.01)
+    assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
     assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
     assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)
+
+
+def test_experts_of_their_own_width_and_cut_tokens_count():
+    def stage(**overrides):
+        return dry_run(load(TEXT, {"parallel.tp": 2, "parallel.fsdp": False, **overrides}), 2).stages[0]
+
+    assert stage(**{"parallel.etp": 1, "parallel.ep": 2}).state_bytes == stage().state_bytes
+    assert stage(**{"parallel.etp": 1}).state_bytes > stage().state_bytes
+    assert stage(**{"parallel.sequence_parallel": True}).activation_bytes < stage().activation_bytes
 
 
 def test_recompute_and_context_parallelism_lower_the_activations():

@@ -19,7 +19,7 @@ def batch(visual: list[int]) -> Batch:
     none = torch.zeros(0)
     vision = VisionBatch(none, none, 0, none, none, none, torch.tensor(visual))
     cu = torch.tensor([0, 10, N], dtype=torch.int32)
-    return Batch(torch.arange(N), torch.arange(N), torch.arange(N).repeat(3, 1), cu, 14, N, N, 1, vision)
+    return Batch(torch.arange(N), torch.arange(N), torch.arange(N).repeat(3, 1), cu, 14, N, N, 1, vision=vision)
 
 
 @pytest.mark.parametrize("comm", ["allgather", "ring", "ulysses"])

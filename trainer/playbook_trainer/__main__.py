@@ -1,7 +1,8 @@
 """`python -m playbook_trainer CONFIG [key.path=value ...]`: one rank of a training run.
 
 Under torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) it joins the others; alone it is a run of one rank.
-Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stopped on NaN, 4 out of memory, 1 any other error.
+Exit codes: 0 finished, 2 the configuration, layout or data cannot run, 3 stopped on NaN, 4 out of memory, 5 stopped by a signal after a
+checkpoint, 6 hung, 1 any other error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from playbook.errors import ConfigError, PlaybookError
+from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 
 USAGE = "usage: playbook train CONFIG [key.path=value ...]"
 
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlaybookError as e:
         if rank == 0:
             sys.stderr.write(f"error: {e}\n")
-        return 2
+        return REFUSED
 
 
 def _run(words: list[str], rank: int, world: int) -> int:
@@ -43,20 +45,22 @@ def _run(words: list[str], rank: int, world: int) -> int:
 
     import torch
 
+    from playbook_trainer import tracker
     from playbook_trainer.data import loader
     from playbook_trainer.loop import train
     from playbook_trainer.models import hf
 
+    tracker.check(config)
     loader.check(config)
     if config.init.weights is not None:
         hf.check_folder(config.model, Path(config.init.weights))
     if config.checkpoint.export is not None:
         hf.refuse_to_overwrite(Path(config.checkpoint.export))
     try:
-        return 0 if train(config, rank, world) == "ok" else 3
+        return OF_OUTCOME[train(config, rank, world)]
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
-        return 4
+        return OUT_OF_MEMORY
 
 
 if __name__ == "__main__":

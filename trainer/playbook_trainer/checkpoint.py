@@ -1,88 +1,232 @@
-"""Checkpoints: each rank saves its own part; a checkpoint exists once its folder has its final name.
+"""Checkpoints: every rank writes its own part, in the background; any layout and world size can read what another has written.
 
-    <dir>/step_00000020/rank_0.pt ...   complete
-    <dir>/.writing-00000040/            being written; ignored and replaced
-
-Resuming needs the same layout and world size; the files are read with weights_only, so a hostile file cannot run code.
+Tensors are stored under names and in shapes of the whole model (`model.<parameter>`, `optimizer.<state>.<parameter>`), in as many boxes as
+ranks held them. See `checkpoint_files` for the files.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
-from playbook.errors import ConfigError
-from playbook_trainer.config import CheckpointConfig
-from playbook_trainer.optimizer import Shard
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.checkpoint_files import (
+    Header,
+    Index,
+    LoadPlanner,
+    Reader,
+    SavePlanner,
+    Writer,
+    clear_leftovers,
+    complete,
+    read_index,
+    writing_folder,
+)
+from playbook_trainer.config import TrainerConfig, dump
+from playbook_trainer.optimizer import Shard, ensure_state
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.pieces import Pieces, Place, place
 
-_NAME = re.compile(r"step_(\d{8})\Z")
-
-
-def save(
-    config: CheckpointConfig, step: int, parts: list[Shard], optimizer: torch.optim.Optimizer, data: dict[str, Any], axes: Axes
-) -> None:
-    """Write every rank's part, then give the folder its name; older ones beyond `keep` go."""
-    root = Path(str(config.dir))
-    writing, final = root / f".writing-{step:08d}", root / f"step_{step:08d}"
-    if axes.world.rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    _barrier(axes)
-    state = {
-        "step": step,
-        "world_size": axes.world.size,
-        "model": {p.name: p.local.detach() for p in parts},
-        "optimizer": optimizer.state_dict(),
-        "data": data,
-    }
-    torch.save(state, writing / f"rank_{axes.world.rank}.pt")
-    _barrier(axes)
-    if axes.world.rank == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        writing.rename(final)
-        for old in complete(root)[: -config.keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    _barrier(axes)
+State = dict[str, Pieces]
 
 
-def complete(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(p for p in root.glob("step_*") if _NAME.match(p.name)) if root.is_dir() else []
+class Checkpointer:
+    """Saves and restores one run's model and optimizer."""
 
+    def __init__(
+        self, config: TrainerConfig, axes: Axes, model: nn.Module, parts: Sequence[Shard], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
+        self._params = dict(model.named_parameters())
+        self._places = {name: place(name, p, axes) for name, p in self._params.items()}
+        self._root = Path(str(config.checkpoint.dir))
+        self._group: Any = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._buffers: dict[str, list[Tensor]] = {}
+        self.latest: int | None = None
+        """The step that was saved last."""
+        self.seconds = 0.0
+        """How long training has waited for checkpoints."""
 
-def restore(config: CheckpointConfig, parts: list[Shard], optimizer: torch.optim.Optimizer, axes: Axes) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint into this rank's parts; None where there is none.
+    def restore(self) -> Index | None:
+        """Load the newest complete checkpoint into this rank's parts; None where there is none.
 
-    Raises:
-        ConfigError: the checkpoint belongs to another world size, layout or model.
-    """
-    found = complete(Path(str(config.dir)))
-    if not found:
-        return None
-    path = found[-1] / f"rank_{axes.world.rank}.pt"
-    if not path.is_file():
-        raise ConfigError(f"{found[-1]} has no {path.name}: it was saved by fewer ranks; resume on the same number of ranks")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    shapes = {p.name: tuple(p.local.shape) for p in parts}
-    saved = {name: tuple(t.shape) for name, t in state["model"].items()}
-    if state["world_size"] != axes.world.size or shapes != saved:
-        raise ConfigError(
-            f"{found[-1]} was saved by {state['world_size']} ranks in another layout or of another model; "
-            f"this run has {axes.world.size} ranks. Resume with the layout that saved it, or set checkpoint.resume=false"
+        Raises:
+            ConfigError: the checkpoint is of another model, or damaged, or there is one that must not be continued.
+        """
+        folder = self._newest()
+        if folder is None:
+            return None
+        if not self._config.checkpoint.resume:
+            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
+        index = read_index(folder)
+        _same_model(index, dump(self._config)["model"], folder)
+        ensure_state(self._optimizer, self._parts)
+        state = self._state()
+        missing = [name for name in state if name.startswith("model.") and name not in index.tensors]
+        if missing:
+            raise ConfigError(
+                f"{folder} lacks {len(missing)} tensors of this model, such as '{missing[0]}'; it was saved by another version"
+            )
+        # A parameter that was frozen until now has no moments yet.
+        _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
+        self.latest = index.step
+        return index
+
+    def save(self, step: int, data: dict[str, Any]) -> bool:
+        """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
+
+        False, and nothing is written, where a weight or a moment of any rank is not finite: nobody could go on from that.
+
+        Raises:
+            DataError: this one, or the one before it, could not be written.
+        """
+        began = time.perf_counter()
+        self._wait()
+        state = self._state()
+        if not self._finite(state):
+            return False
+        if self._axes.world.rank == 0:
+            clear_leftovers(self._root)
+        if self._axes.world.size > 1:
+            # Background threads must not share a group with the training: their collectives would mix.
+            self._group = self._group or dist.new_group(backend="gloo")
+            dist.barrier(group=self._group)
+        config = self._config
+        header = Header(
+            step=step,
+            world_size=self._axes.world.size,
+            parallel=dump(config)["parallel"],
+            model=dump(config)["model"],
+            data=data,
         )
-    with torch.no_grad():
-        for part in parts:
-            part.local.copy_(state["model"][part.name])
-    optimizer.load_state_dict(state["optimizer"])
-    return {"step": state["step"], "data": state["data"]}
+        if config.checkpoint.async_save:
+            self._pending = self._pool.submit(self._write, self._staged(state), header)
+        else:
+            self._write(state, header)
+        self.latest = step
+        self.seconds += time.perf_counter() - began
+        return True
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is complete.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        began = time.perf_counter()
+        self._wait()
+        self.seconds += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _newest(self) -> Path | None:
+        found: list[Path | None] = [None]
+        if self._axes.world.rank == 0 and self._config.checkpoint.dir:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise ConfigError(f"checkpoint.dir {self._root} cannot be written: {e.strerror or e}; choose another folder") from e
+            found = [None, *complete(self._root)][-1:]
+        if self._axes.world.size > 1:
+            # A shared file system may show the ranks different states of the folder.
+            dist.broadcast_object_list(found)
+        return found[0]
+
+    def _state(self) -> State:
+        """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""
+        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items()}
+        for part in self._parts:
+            for key, value in self._optimizer.state.get(part.local, {}).items():
+                if isinstance(value, Tensor):
+                    out[f"optimizer.{key}.{part.name}"] = _moments(self._places[part.name], part, value)
+        return {name: pieces for name, pieces in out.items() if pieces.pieces}
+
+    def _finite(self, state: State) -> bool:
+        device = next(iter(self._params.values())).device
+        tops = [torch.linalg.vector_norm(t, float("inf")).float() for p in state.values() for _, t in p.pieces if t.dim()]
+        good = torch.stack(tops).isfinite().all().int() if tops else torch.ones((), dtype=torch.int32, device=device)
+        if self._axes.world.size > 1:
+            # With an offloaded optimizer the state is on the host, and NCCL is not.
+            good = good.cuda() if dist.get_backend() == "nccl" else good
+            dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        return bool(good)
+
+    def _staged(self, state: State) -> State:
+        """A copy in host memory, in the same buffers every time."""
+        out = {}
+        for name, pieces in state.items():
+            if name not in self._buffers:
+                pin = pieces.pieces[0][1].is_cuda
+                self._buffers[name] = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for _, t in pieces.pieces]
+            for buffer, (_, tensor) in zip(self._buffers[name], pieces.pieces, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+            out[name] = pieces.replaced(self._buffers[name])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return out
+
+    def _write(self, state: State, header: Header) -> None:
+        writer = Writer(self._root, header, self._config.checkpoint.keep)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group, no_dist=self._group is None)
+        except (OSError, dcp.CheckpointException) as e:
+            where = writing_folder(self._root, header.step)
+            raise DataError(f"the checkpoint of step {header.step} could not be written to {where}: {_cause(e)}") from e
 
 
-def _barrier(axes: Axes) -> None:
-    if axes.world.size > 1:
-        dist.barrier()
+def _read(state: State, folder: Path, index: Index) -> None:
+    for name, pieces in state.items():
+        if list(pieces.shape) != index.tensors[name].shape:
+            saved, wanted = index.tensors[name].shape, list(pieces.shape)
+            raise ConfigError(f"{folder}: '{name}' has the shape {saved}; expected {wanted}: the checkpoint is of another model")
+    try:
+        # Each rank plans and reads for itself; nothing needs agreeing.
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(dict(state), storage_reader=Reader(folder, index), planner=LoadPlanner(), no_dist=True)
+    except (OSError, dcp.CheckpointException) as e:
+        raise ConfigError(f"{folder} cannot be read: {_cause(e)}; remove it to go on from an older checkpoint") from e
+
+
+def _local(param: Tensor) -> Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+def _moments(where: Place, part: Shard, value: Tensor) -> Pieces:
+    """Optimizer state of a parameter: cut like it, or a single number (its count of steps)."""
+    if value.dim() == 0:
+        return Pieces((), value.dtype, [((), value)])
+    assert value.shape == part.local.shape, f"optimizer state of {part.name} has another shape than the parameter"
+    return where.of(value)
+
+
+def _same_model(index: Index, model: dict[str, Any], folder: Path) -> None:
+    other = [k for k in model if k != "name" and k in index.model and index.model[k] != model[k]]
+    if other:
+        found = ", ".join(f"{k} {index.model[k]} where this run has {model[k]}" for k in other[:3])
+        raise ConfigError(f"{folder} is a checkpoint of another model: {found}. Choose another checkpoint.dir")
+
+
+def _cause(e: BaseException) -> str:
+    """The first rank's own error, in one line."""
+    if isinstance(e, dcp.CheckpointException) and e.failures:
+        rank, (cause, _) = sorted(e.failures.items())[0]
+        return f"rank {rank}: {str(cause).splitlines()[0] if str(cause) else type(cause).__name__}"
+    return str(getattr(e, "strerror", None) or e)

@@ -153,7 +153,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches of memory and speed that do not go together, or that have nothing to act on."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
-    problems += _recompute_problems(config) + _freeze_problems(config)
+    problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
         problems.append(
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
@@ -169,6 +169,10 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
+        problems.append(
+            "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
+        )
     needs_gpu = {"moe.fused_permutation": moe.fused_permutation, "train.fused_loss": train.fused_loss}
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
     return problems
@@ -206,6 +210,74 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
     if "language_model" in frozen and config.parallel.pp > 1:
         return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
     return []
+
+
+def _graph_problems(config: TrainerConfig) -> list[str]:
+    train, par, names = config.train, config.parallel, config.train.cuda_graphs
+    if not names or config.backend != "torch":
+        return []
+    again = set(train.recompute_modules)
+    rules = {
+        "a GPU is needed, and train.device is cpu": train.device == "cpu",
+        "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
+        "recompute of whole layers would replay a graph whose memory is still wanted: set train.recompute: selective or none": train.recompute
+        == "full",
+        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in again and "moe_router" in names,
+        "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
+        "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
+        "what a graph keeps lives in its own memory, so nothing could leave: set offload.activations: false": config.offload.activations,
+        "train.compile.decoder fuses the same operators: choose one of them": train.compile.decoder,
+        "8-bit casts are compiled: leave out attn, or take linear out of precision.fp8_modules": config.precision.fp8 != "none"
+        and "linear" in config.precision.fp8_modules
+        and "attn" in names,
+        "the model has no router: leave out moe_router": "moe_router" in names and not config.model.num_experts,
+        "moe_preprocess counts the rows of each expert, which waits for the device: leave it out": "moe_preprocess" in names,
+        "experts get another number of rows in every batch: leave out moe": "moe" in names,
+        "mlp is three kernels, too few to be worth a graph's memory: leave it out": "mlp" in names,
+    }
+    return [f"train.cuda_graphs {names}: {rule}" for rule, broken in rules.items() if broken]
+
+
+_FP8_ELSEWHERE = {
+    "tensorwise": "belongs to the megatron backend; here there are rowwise and blockwise, which round less",
+    "delayed": "belongs to the megatron backend; here scales come from the values themselves, never from earlier steps",
+    "mxfp8": "needs units for blocks of 32, which GPUs have from Blackwell on, and belongs to the megatron backend",
+    "nvfp4": "needs 4-bit units, which GPUs have from Blackwell on, and belongs to the megatron backend",
+}
+
+
+def _fp8_problems(config: TrainerConfig) -> list[str]:
+    precision, model, par, problems = config.precision, config.model, config.parallel, []
+    if precision.fp8 == "none" or config.backend != "torch":
+        return []
+    if precision.fp8 in _FP8_ELSEWHERE:
+        return [f"precision.fp8 '{precision.fp8}' {_FP8_ELSEWHERE[precision.fp8]}; set rowwise, blockwise or none"]
+    names, moe = precision.fp8_modules, model.num_experts > 0
+    if not names or (names == ["experts"] and not moe):
+        problems.append(f"precision.fp8_modules {names} leaves nothing to do in 8 bits: name linear" + (" or experts" if moe else ""))
+    if precision.fp8 == "blockwise" and "experts" in names and moe:
+        problems.append(
+            "precision.fp8 blockwise does not serve experts: torch has no grouped product with scales per block; "
+            "set precision.fp8_modules: [linear], or precision.fp8: rowwise"
+        )
+    if "experts" in names and moe and config.moe.experts == "loop":
+        problems.append("precision.fp8 multiplies all experts in one grouped product: set moe.experts: auto")
+    widths: dict[str, int] = {"model.hidden_size": model.hidden_size}
+    if "linear" in names:
+        widths["query columns"] = model.num_heads * model.head_dim // par.tp
+        widths["key-value columns"] = model.num_kv_heads * model.head_dim // par.tp
+        if not moe:
+            widths["model.ffn_size"] = model.ffn_size // par.tp
+    if "experts" in names and moe:
+        widths["model.expert_ffn_size"] = model.expert_ffn_size // (par.etp or par.tp)
+    unit = 16 if precision.fp8 == "rowwise" else 128
+    odd = {k: v for k, v in widths.items() if v % unit}
+    if odd:
+        found = ", ".join(f"{k} {v}" for k, v in odd.items())
+        problems.append(
+            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {found}; leave it at none"
+        )
+    return problems
 
 
 def data_problems(config: TrainerConfig) -> list[str]:

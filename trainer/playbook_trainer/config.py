@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,6 +145,9 @@ RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_
 FREEZABLE = ("vision", "projector", "language_model")
 """The parts of a vision-language model that can be frozen."""
 
+GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
+"""Names as megatron-core has them; the torch backend captures the first two."""
+
 _MEANT = {
     "vision_tower": "vision",
     "vision_model": "vision",
@@ -207,6 +211,10 @@ class ParallelConfig(Strict):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
 
+    def copies(self, dp_cp: int, edp: int) -> tuple[int, int]:
+        """How many copies there are of the dense parameters among dp x cp ranks, and of an expert's among edp."""
+        return (self.dp_replicate, gcd(self.dp_replicate, edp)) if self.fsdp else (dp_cp, edp)
+
 
 class MoeConfig(Strict):
     """How routed tokens reach their experts."""
@@ -244,6 +252,34 @@ class OptimizerConfig(Strict):
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
 
 
+FP8_MODULES = ("linear", "experts")
+
+
+class PrecisionConfig(Strict):
+    """Matrix products in 8 bits. Router, norms, embedding, head, vision tower and all weight gradients keep their precision."""
+
+    fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
+    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
+    values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
+    fp8_modules: list[str] = Field(default_factory=lambda: list(FP8_MODULES))
+    """linear: projections of attention and dense MLPs. experts: their two products."""
+
+    @field_validator("fp8_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return _known(value, FP8_MODULES)
+
+
+class OffloadConfig(Strict):
+    """What waits in host memory while the GPU does not need it."""
+
+    activations: bool = False
+    """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
+    optimizer: bool = False
+    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU, each
+    reduction copies the gradient back, and AdamW runs on the host's cores."""
+
+
 class CompileConfig(Strict):
     """torch.compile, per region."""
 
@@ -271,6 +307,9 @@ class TrainConfig(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     freeze: list[str] = Field(default_factory=list)
     """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
+    cuda_graphs: list[str] = Field(default_factory=list)
+    """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
+    moe_router: from the router's product to the chosen experts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
     recompute_modules: list[str] = Field(default_factory=list)
@@ -286,9 +325,21 @@ class TrainConfig(Strict):
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)
     """Steps between reads of the loss from the device; each read waits for the device."""
-    on_nan: Literal["stop", "continue"] = "stop"
+    on_nan: Literal["stop", "continue", "skip"] = "stop"
+    """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
+    the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
+    hang_timeout_s: float | None = Field(default=540.0, gt=0)
+    """Seconds without a step (compilation, evaluation and checkpoints included) after which a rank prints the stacks of its threads and ends.
+    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
+    straggler_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
     receipt: bool = True
     """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("cuda_graphs")
+    @classmethod
+    def _known_graph_parts(cls, value: list[str]) -> list[str]:
+        return _known(value, GRAPH_PARTS)
 
     @field_validator("recompute_modules")
     @classmethod
@@ -310,15 +361,33 @@ class EvalConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """Saving and resuming."""
+    """Saving and resuming. A checkpoint may be resumed in another layout and by another number of ranks."""
 
     dir: str | None = None
     every: int = Field(default=0, ge=0)
+    """Optimizer steps between checkpoints; 0 means none but the one that a signal asks for."""
     keep: int = Field(default=2, gt=0)
+    """Complete checkpoints that stay; older ones are removed."""
+    async_save: bool = True
+    """Write in the background, from a copy in host memory; training waits for the copy only."""
     resume: bool = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
     export: str | None = None
     """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
+
+
+class TrackerConfig(Strict):
+    """Where a run is followed, besides its own files. Each gets the whole resolved configuration."""
+
+    tensorboard: bool = False
+    """Event files in `output`/tensorboard."""
+    wandb: bool = False
+    """Weights & Biases."""
+    project: str = "playbook"
+    name: str | None = None
+    """The run's name in Weights & Biases; None lets it choose one."""
+    offline: bool = False
+    """Weights & Biases writes to `output`/wandb alone, to be uploaded with `wandb sync`."""
 
 
 class ProfileConfig(Strict):
@@ -341,9 +410,12 @@ class TrainerConfig(Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = Field(default_factory=TrackerConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     output: str = "runs/latest"
 
@@ -400,10 +472,11 @@ def dump(config: TrainerConfig) -> dict[str, Any]:
 
 
 def config_sha(config: TrainerConfig) -> str:
-    """A hash of everything that decides what is computed; where results are written does not count."""
+    """A hash of everything that decides what is computed; where results are written and who watches does not count."""
     data = dump(config)
-    for key in ("output", "checkpoint", "profile"):
+    for key in ("output", "checkpoint", "tracker", "profile"):
         data.pop(key)
+    data["train"].pop("hang_timeout_s")
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 

@@ -82,9 +82,9 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     par, train = config.parallel, config.train
     modules = {"none": (), "full": ("full",), "selective": tuple(config.train.recompute_modules)}[train.recompute]
     return Plan(
-        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.tp, vpp=par.vpp,
+        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
-        options=Options(sp=False, sharding="fsdp" if par.fsdp else "none", recompute=modules),
+        options=Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules),
     )  # fmt: skip
 
 
@@ -107,8 +107,9 @@ def shape_of(model: ModelConfig) -> Shape:
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     held = memory.weights(plan, stage, chunks)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
-    sharded = config.parallel.fsdp
-    counts = held.dense / (plan.dp * plan.cp) + held.experts / plan.edp if sharded else held.dense + held.experts
+    copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
+    shards = plan.dp * plan.cp // copies
+    counts = held.dense / shards + held.experts * expert_copies / plan.edp
     width = {"fp32": 4, "bf16": 2}[config.train.dtype]
     alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
     kept = sum(n * activations.kept(plan, i) for n, chunk in zip(alive, chunks, strict=True) for i in chunk)
@@ -119,7 +120,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         layers=sum(map(len, chunks)),
         parameters=held.dense + held.experts,
         state_bytes=counts * (2 * MASTER_BYTES + 2 * moments),
-        gathered_bytes=2 * width * held.largest if sharded and plan.dp * plan.cp > 1 else 0.0,
+        gathered_bytes=2 * width * held.largest if shards > 1 else 0.0,
         activation_bytes=kept * width / activations.BF16,
         loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
     )

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook_trainer import checkpoint, optimizer
+from playbook_trainer import ledger, optimizer
+from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
@@ -28,6 +29,12 @@ from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import evaluate, forward_backward
 from playbook_trainer.parallel.sharding import count_parameters
 from playbook_trainer.receipt import Observer, observing, state_bytes
+from playbook_trainer.stop import StopRequest
+from playbook_trainer.stragglers import Busy, compare, own_ranges
+from playbook_trainer.watchdog import Watchdog
+
+MAX_SKIPPED = 10
+"""Steps in a row without an update, after which the run ends: it would not recover."""
 
 
 @dataclass
@@ -42,21 +49,32 @@ class Trainer:
     optim: torch.optim.AdamW
     loader: Loader
     batches: Iterator[list[Batch]]
+    saver: Checkpointer
+    watchdog: Watchdog
+    stop: StopRequest = field(default_factory=StopRequest)
     step: int = 0
+    held_out: Loader | None = None
+    """The loader of evaluations, made for the first one."""
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
-    """Run the whole configuration on this rank; returns "ok" or "nan"."""
+    """Run the whole configuration on this rank; returns "ok", "nan" or "stopped"."""
     device = start(config, rank, world)
     axes = layout.build(world, rank, config.parallel)
     model = setup.build(config, axes, device)
     parts = optimizer.shards(model, axes)
     optim = optimizer.make(parts, config.optimizer)
-    resumed = checkpoint.restore(config.checkpoint, parts, optim, axes) if config.checkpoint.dir and config.checkpoint.resume else None
-    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed["data"] if resumed else None)
-    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), resumed["step"] if resumed else 0)
+    saver = Checkpointer(config, axes, model, parts, optim)
+    resumed = saver.restore()
+    loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
+    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), saver, Watchdog(config.train.hang_timeout_s, rank))
+    trainer.step = resumed.step if resumed else 0
+    if config.checkpoint.dir:
+        trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     outcome = run_steps(trainer, recorder)
+    saver.wait()
+    trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:
         weights.save(model, axes, Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
@@ -80,7 +98,8 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         torch.use_deterministic_algorithms(True)
     # 32-bit runs are references: no reduced-precision shortcuts inside them.
     torch.backends.cuda.matmul.allow_tf32 = False
-    if config.train.compile.vision or config.train.compile.decoder or config.train.compile.loss:
+    regions = config.train.compile
+    if regions.vision or regions.decoder or regions.loss or config.precision.fp8 != "none":
         from torch._dynamo import config as dynamo
 
         # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
@@ -90,15 +109,16 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         return device
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    elif config.train.dtype == "bf16":
+    elif config.train.dtype == "bf16" or config.offload.optimizer:
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 
 def run_steps(trainer: Trainer, recorder: Recorder) -> str:
-    """Train until the last step, or the first NaN."""
+    """Train until the last step, the first NaN, or the signal to stop."""
     config = trainer.config
     last = config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
+    skipped = 0
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
     try:
@@ -107,10 +127,17 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                 if trainer.step == config.train.warmup_steps:
                     trace.begin()
                     recorder.begin_timed()
-                recorder.add(train_step(trainer))
-                if recorder.nan and config.train.on_nan == "stop":
+                stats = compared_step(trainer, recorder) if is_compared(trainer) else train_step(trainer)
+                recorder.add(stats)
+                skipped = skipped + 1 if stats.skipped else 0
+                if (recorder.nan and config.train.on_nan == "stop") or skipped == MAX_SKIPPED:
+                    recorder.flush()
                     return "nan"
                 _periodically(trainer, recorder)
+                trainer.watchdog.alive(trainer.step)
+                if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals[-1]):
+                    save(trainer, recorder)
+                    return "stopped"
             trace.end()
             recorder.flush()
         return "nan" if recorder.nan else "ok"
@@ -133,15 +160,34 @@ def train_step(trainer: Trainer) -> StepStats:
         loss = forward_backward(trainer.model, batches, labels, axes)
         tied.sum_gradients(trainer.model, axes)
         with range_("optimizer"):
-            optimizer.sum_over_tp(trainer.parts, axes)
+            optimizer.sum_over_tp(trainer.parts, axes, trainer.device)
             totals = _totals(trainer, on_cpu, loss)
             norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
             for group in trainer.optim.param_groups:
                 group["lr"] = rate
-            optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
+            skipped = config.train.on_nan == "skip" and not bool(totals[:2].isfinite().all())
+            if skipped:
+                optimizer.drop_gradients(trainer.parts)
+            else:
+                optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
     trainer.step += 1
-    return StepStats(trainer.step, rate, totals, labels, data_seconds)
+    return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
+
+
+def is_compared(trainer: Trainer) -> bool:
+    """Whether the ranks' own times are to be compared in the next step."""
+    every = trainer.config.train.straggler_every
+    return every > 0 and (trainer.step + 1) % every == 0
+
+
+def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
+    """A step in which every rank measures the time at its own work."""
+    busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
+    with listening(busy):
+        stats = train_step(trainer)
+    recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, trainer.device))
+    return stats
 
 
 def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
@@ -153,16 +199,19 @@ def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
 
 
 def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
-    """Squared gradient norm, summed loss, useful tokens, raw tokens and images over all ranks, float64, in one reduction."""
+    """What StepStats.totals holds, summed over all ranks in one reduction."""
     axes = trainer.axes
     once = axes.tp.rank == 0 and axes.cp.rank == 0 and axes.is_last_stage
     counts = [
         sum(b.num_useful for b in batches),
         sum(b.tokens_N.numel() for b in batches),
         sum(b.num_images for b in batches),
+        *ledger.counts(batches),
     ]
     own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
-    own = torch.tensor([float(c) if once else 0.0 for c in counts], device=trainer.device, dtype=torch.float64)
+    own = torch.tensor(
+        [*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], device=trainer.device, dtype=torch.float64
+    )
     totals = torch.cat([torch.stack([optimizer.squared_norm(trainer.parts, trainer.device), own_loss]), own])
     if axes.world.size > 1:
         dist.all_reduce(totals)
@@ -172,12 +221,24 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
 def _periodically(trainer: Trainer, recorder: Recorder) -> None:
     config, step = trainer.config, trainer.step
     if config.eval.every and step % config.eval.every == 0:
-        held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
-        batches = [b for _, step_batches in zip(range(config.eval.batches), held_out, strict=False) for b in step_batches]
+        if trainer.held_out is None:
+            trainer.held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
+        # Each evaluation iterates anew, so it sees the same batches.
+        batches = [b for _, step_batches in zip(range(config.eval.batches), trainer.held_out, strict=False) for b in step_batches]
         recorder.note_eval(step, evaluate(trainer.model, local(trainer, batches), trainer.axes))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
-        checkpoint.save(config.checkpoint, step, trainer.parts, trainer.optim, _data_state(trainer), trainer.axes)
+        save(trainer, recorder)
+
+
+def save(trainer: Trainer, recorder: Recorder) -> None:
+    """Save a checkpoint of this step, unless there is one; the time it takes belongs to no step."""
+    if trainer.saver.latest == trainer.step:
+        return
+    recorder.flush()
+    if not trainer.saver.save(trainer.step, _data_state(trainer)):
+        recorder.say(f"step {trainer.step}  weights or moments are not finite: no checkpoint")
+    recorder.pause()
 
 
 def _data_state(trainer: Trainer) -> dict[str, Any]:
@@ -236,7 +297,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators}},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.counters}},
     }
 
 

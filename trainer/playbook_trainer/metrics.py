@@ -10,6 +10,8 @@ import platform
 import resource
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,10 +22,13 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from playbook_trainer import tracker
 from playbook_trainer.config import TrainerConfig, config_sha, dump
+from playbook_trainer.ledger import FORMULA, Counts, Ledger, peak
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.tracker import Tracker, figures
 
-PERFORMANCE_REVISION = 1
+PERFORMANCE_REVISION = 2
 """Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
 
 
@@ -34,9 +39,11 @@ class StepStats:
     step: int
     lr: float
     totals: Tensor
-    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images"""
+    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, what `ledger.counts` gives, ranks that were asked to stop"""
     labels: Tensor
     data_seconds: float
+    skipped: bool = False
+    """No update was made, since loss or gradient norm are not finite."""
 
 
 @dataclass
@@ -48,6 +55,9 @@ class Recorder:
     device: torch.device
     first_step: int = 0
     nan: bool = False
+    """Whether an update was made from something that is not finite."""
+    nan_steps: int = 0
+    skipped_steps: int = 0
     out: Path | None = None
     began: float = field(default_factory=time.time)
     phases: dict[str, float] = field(default_factory=dict)
@@ -55,8 +65,16 @@ class Recorder:
     evals: dict[int, float] = field(default_factory=dict)
     timed_compile: dict[str, float] = field(default_factory=dict)
     timed_seconds: float = 0.0
+    timed_steps: int = 0
+    model_flops: Counter[str] = field(default_factory=Counter)
+    """Of the timed steps, by class, over all ranks."""
+    hardware_flops: Counter[str] = field(default_factory=Counter)
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Comparisons of the ranks' own times, by step."""
+    trackers: list[Tracker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.ledger, self.peak = Ledger(self.config), peak(self.device)
         self.phases["start_up"] = self.began - process_start()
         self._mark = self._now()
         self._compiled = compile_counters()
@@ -66,6 +84,7 @@ class Recorder:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
             _keep_until(self.out / "metrics.jsonl", self.first_step)
+            self.trackers = tracker.start(self.config, self.out)
 
     def begin_timed(self) -> None:
         """The warm-up is over; from here steps count."""
@@ -87,34 +106,51 @@ class Recorder:
         """An evaluation's mean loss; the time it took belongs to no step."""
         self.flush()
         self.evals[step] = loss
-        if self.out is not None:
-            self._say(f"step {step}  eval loss {loss:.4f}")
+        self.say(f"step {step}  eval loss {loss:.4f}")
+        self._mark = self._now()
+
+    def note_ranks(self, step: int, times: dict[str, Any]) -> None:
+        """The ranks' own times in a step."""
+        self.ranks[step] = times
+
+    def pause(self) -> None:
+        """What came since the last step belongs to no step."""
+        self.flush()
         self._mark = self._now()
 
     def flush(self) -> None:
         """Wait for the device and write what is pending."""
         if not self.pending:
             return
-        rows = [self._row(*entry) for entry in self.pending]
+        rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
         seconds = torch.tensor([r["seconds"] for r in rows], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        for row, longest in zip(rows, seconds.tolist(), strict=True):
+        for row, step, longest in zip(rows, steps, seconds.tolist(), strict=True):
             row["seconds"] = longest
-            self.nan = self.nan or bool(row.get("nan"))
+            row["mfu"] = self.utilisation(row["flops"], longest)
+            self.nan = self.nan or ("nan" in row and "skipped" not in row)
+            self.nan_steps += "nan" in row
+            self.skipped_steps += "skipped" in row
             if row["timed"]:
                 self.timed_seconds += longest
+                self.timed_steps += 1
+                self.model_flops.update(self.ledger.model(step))
+                self.hardware_flops.update(self.ledger.hardware(step))
                 for k in ("recompiles", "compile_seconds"):
                     self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
         if self.out is not None:
             with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
-            self._say(self._line(rows[-1]))
+        for row in rows:
+            for each in self.trackers:
+                each.log(row["step"], figures(row))
+        self.say(self._line(rows[-1]))
         self._mark = self.pending[-1][1] if self.device.type == "cuda" else self._now()
         self.pending.clear()
 
     def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
-        squared, loss, useful, raw, images = stats.totals.tolist()
+        squared, loss, useful, raw, images = stats.totals[:5].tolist()
         loss, norm = loss / max(1.0, stats.labels.item()), math.sqrt(squared) if squared >= 0 else math.nan
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         seconds, self._mark = self._between(self._mark, end), end
@@ -124,11 +160,14 @@ class Recorder:
             "loss": None if not math.isfinite(loss) else loss,
             "grad_norm": None if not math.isfinite(norm) else norm,
             **({"nan": True} if bad else {}),
+            **({"skipped": True} if stats.skipped else {}),
+            **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
             "lr": stats.lr,
             "seconds": seconds,
             "useful_tokens": int(useful),
             "raw_tokens": int(raw),
             "images": int(images),
+            "flops": int(sum(self.ledger.model(_counts(stats)).values())),
             "data_seconds": stats.data_seconds,
             "peak_memory_bytes": peak_memory(self.device),
             **compiled,
@@ -157,9 +196,32 @@ class Recorder:
             f"  raw {row['raw_tokens'] * rate:,.0f}{images}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
         )
 
-    def _say(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    def utilisation(self, flops: float, seconds: float) -> float | None:
+        """The share of the ranks' peak that so many FLOPs in so many seconds are; None where no peak is known."""
+        return flops / seconds / self.axes.world.size / self.peak.flops_per_s if self.peak and seconds > 0 else None
+
+    def flops(self) -> dict[str, Any]:
+        """What the timed steps have computed: by class per step, and as shares of the peak."""
+        steps = max(1, self.timed_steps)
+        return {
+            "formula": FORMULA,
+            "peak": {"name": self.peak.name, "flops_per_s": self.peak.flops_per_s} if self.peak else None,
+            "flops_per_step": {name: total / steps for name, total in self.model_flops.items()},
+            "hardware_flops_per_step": {name: total / steps for name, total in self.hardware_flops.items()},
+            "mfu": self.utilisation(self.model_flops.total(), self.timed_seconds),
+            "hfu": self.utilisation(self.hardware_flops.total(), self.timed_seconds),
+        }
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        if self.out is not None:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+def _counts(stats: StepStats) -> Counts:
+    useful, raw, _, pairs, padded_pairs, patches, patch_pairs = stats.totals.tolist()[2:9]
+    return Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs)
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -238,11 +300,17 @@ def write_summary(
     compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
     metrics = {
         **extra.get("metrics", {}),
+        "nan_steps": recorder.nan_steps,
+        "skipped_steps": recorder.skipped_steps,
         "peak_memory_bytes": peak_memory(recorder.device),
         "recompiles": int(compiled["recompiles"]),
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
         "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
     }
+    flops = recorder.flops()
+    metrics |= {name: flops[name] for name in ("mfu", "hfu") if flops[name] is not None}
+    if config.model.vision is not None and (total := recorder.model_flops.total()):
+        metrics["flops_vision_share"] = (recorder.model_flops["vision"] + recorder.model_flops["projector"]) / total
     receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": [], "counters": {}})
     now = time.time()
     summary = {
@@ -268,6 +336,8 @@ def write_summary(
         "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
         "data": extra.get("data", {}),
         "metrics": metrics,
+        "flops": flops,
+        "stragglers": stragglers(recorder.ranks),
         "receipt": {
             **receipt,
             "counters": {
@@ -282,3 +352,14 @@ def write_summary(
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
     temporary.rename(path)
+    for each in recorder.trackers:
+        each.close(figures(metrics))
+
+
+def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How often each rank was the slowest, and the most that one took over the median; None without comparisons."""
+    if not ranks:
+        return None
+    slowest = Counter(str(times["slowest"]) for times in ranks.values())
+    worst = max(times["max"] / times["median"] if times["median"] else 1.0 for times in ranks.values())
+    return {"samples": len(ranks), "slowest": dict(slowest.most_common()), "max_over_median": worst}

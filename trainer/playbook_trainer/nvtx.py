@@ -8,7 +8,8 @@
 `enter` and `exit` mark the same span in the backward pass, as `attention.bwd`: autograd runs `exit`'s backward first. They are the
 identity, and nothing at all while no sink listens, so a timed run pays one list check per range.
 
-Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer.
+Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer; and where the
+switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ class Sink(Protocol):
     def pop(self, name: str) -> None:
         """The innermost range ends on this thread."""
 
+    def tally(self, name: str, amount: int) -> None:
+        """So much of something was done."""
+
 
 # Annotation is about the process, not about one object in it; the list is empty in a timed run.
 _sinks: list[Sink] = []
+_open: list[str] = []
+"""The ranges of the forward pass that are open, outermost first; kept without sinks too, for the report of a hang."""
+
+
+def open_ranges() -> list[str]:
+    """Where in the step the program is."""
+    return list(_open)
 
 
 @contextmanager
@@ -46,6 +57,12 @@ def listening(sink: Sink) -> Iterator[None]:
         yield
     finally:
         _sinks.remove(sink)
+
+
+def tally(name: str, amount: int = 1) -> None:
+    """Tell whoever listens that so much of `name` was done: the counters of the receipt."""
+    for sink in _sinks:
+        sink.tally(name, amount)
 
 
 class NvtxSink:
@@ -63,6 +80,9 @@ class NvtxSink:
     def pop(self, name: str) -> None:
         """Pop this thread's NVTX stack."""
         self._pop()
+
+    def tally(self, name: str, amount: int) -> None:
+        """A trace shows when, not how much."""
 
 
 class KinetoSink:
@@ -84,6 +104,9 @@ class KinetoSink:
                 self._open.pop(i)[1].__exit__(None, None, None)
                 return
 
+    def tally(self, name: str, amount: int) -> None:
+        """A trace shows when, not how much."""
+
 
 class range_:
     """A named span of the step, forward and (through `enter` and `exit`) backward."""
@@ -95,6 +118,7 @@ class range_:
         self._on = self._entered = False
 
     def __enter__(self) -> range_:
+        _open.append(self.name)
         if _sinks:
             self._on = True
             for sink in _sinks:
@@ -102,6 +126,7 @@ class range_:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        _open.pop()
         if self._on:
             for sink in reversed(_sinks):
                 sink.pop(self.name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
+from playbook_trainer.nvtx import tally
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp, is_second_copy
 
@@ -47,12 +51,12 @@ def shards(model: nn.Module, axes: Axes) -> list[Shard]:
     return out
 
 
-def sum_over_tp(parts: list[Shard], axes: Axes) -> None:
+def sum_over_tp(parts: list[Shard], axes: Axes, device: torch.device) -> None:
     """Add up the gradients of which each tensor-parallel rank has computed a part: once per step, all in one all-reduce."""
     grads = [g for p in parts if p.partial and (g := p.grad()) is not None and g.numel()]
     if not grads:
         return
-    flat = torch.cat([g.flatten() for g in grads])
+    flat = torch.cat([g.flatten() for g in grads]).to(device)
     dist.all_reduce(flat, group=axes.tp.group)
     for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(summed.view_as(grad))
@@ -70,28 +74,62 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, fused=True, **how)
 
 
+def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
+    """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
+    for part in parts:
+        state = optimizer.state[part.local]
+        if state:
+            continue
+        narrow = optimizer.moments if isinstance(optimizer, AdamW) else None
+        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device; ours counts them on the host.
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if narrow else part.local.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(part.local, dtype=narrow, memory_format=torch.preserve_format)
+
+
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
     """This rank's share of the squared gradient norm, float64; the sum over all ranks is the whole model's."""
     grads = [g for p in parts if p.counts and (g := p.grad()) is not None and g.numel()]
     if not grads:
         return torch.zeros((), device=device, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum().to(device)
 
 
 def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
-    """Clip by the global norm, update, and drop the gradients."""
+    """Clip by the global norm, update, and drop the gradients; where the state lives on the host, on the host."""
     grads = []
     for part in parts:
         grad = part.grad()
         if grad is not None:
             part.local.grad = grad
             grads.append(grad)
-    if grads:
-        torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    offloaded = bool(grads) and grads[0].device.type != norm.device.type
+    if offloaded:
+        tally("offloaded_gradient_bytes", sum(g.numel() * g.element_size() for g in grads))
+    with host_threads(offloaded):
+        if grads:
+            torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0]))
+        optimizer.step()
+    drop_gradients(parts)
+
+
+def drop_gradients(parts: list[Shard]) -> None:
+    """Forget this step's gradients."""
     for part in parts:
-        part.param.grad = None
+        part.param.grad = part.local.grad = None
+
+
+@contextmanager
+def host_threads(on: bool) -> Iterator[None]:
+    """Where `on`, all of this rank's share of the cores: launchers leave a rank one thread, which is for the launching of kernels."""
+    before = torch.get_num_threads()
+    if on:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        yield
+    finally:
+        if on:
+            torch.set_num_threads(before)
 
 
 def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:

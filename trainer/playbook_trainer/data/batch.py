@@ -94,6 +94,8 @@ class Batch:
     num_loss: int
     """Labels that are not IGNORE."""
     num_images: int
+    num_pairs: int = 0
+    """Sum of the squared lengths of the documents, padding left out; what attention costs."""
     vision: VisionBatch | None = None
     slices: list[Slice] | None = None
     """Set by the context-parallel split where keys are gathered."""

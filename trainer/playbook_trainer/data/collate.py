@@ -24,11 +24,12 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
         DataError: an image cannot be decoded, and `data.on_bad_image` is fail.
     """
     documents: list[Document] = []
-    useful = 0
+    useful = pairs = 0
     for row in rows:
         length = sum(len(d.tokens) for d in row)
         documents += row
         useful += length
+        pairs += sum(len(d.tokens) ** 2 for d in row)
         if missing := padded_length(length, data) - length:
             padding = np.full(missing, model.pad_token_id, dtype=np.int64)
             documents.append(Document(padding, loss_from=len(padding)))
@@ -49,6 +50,7 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
         num_useful=useful,
         num_loss=int((labels != IGNORE).sum()),
         num_images=len(images),
+        num_pairs=pairs,
         vision=vision,
     )
 

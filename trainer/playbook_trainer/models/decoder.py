@@ -6,6 +6,7 @@ F expert width, K experts per token, R rows routed to this rank's experts, V vis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,9 @@ from playbook_trainer.config import ModelConfig, VisionConfig
 from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.models import ops
 from playbook_trainer.models.attention import attend
+from playbook_trainer.models.graphs import Part
 from playbook_trainer.models.memory import recomputed
+from playbook_trainer.models.offload import Trip
 from playbook_trainer.models.ops import Ops
 from playbook_trainer.models.vision import VisionTower
 from playbook_trainer.nvtx import range_
@@ -39,6 +42,14 @@ class Options:
     grouped: bool = False
     recompute: frozenset[str] = frozenset()
     """Names of `train.recompute_modules`, or `full` for whole layers."""
+    linear: Callable[[Tensor, Tensor], Tensor] = linear
+    """The product of linear layers; norms, router, embedding and head have their own."""
+    expert_product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """(rows, matrices, last row + 1 of each expert) to each row times its expert's matrix; None takes `grouped` or the loop."""
+    offload: bool = False
+    """What a layer saves for its backward pass waits in host memory."""
+    graphs: frozenset[str] = frozenset()
+    """Names of `train.cuda_graphs`."""
     attention: str = "auto"
     router_wide: bool = True
     """Route in float32, whatever the precision around it."""
@@ -77,13 +88,26 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         return self.norm(x, self.scale(x.dtype), self.eps)
 
-    def scale(self, dtype: torch.dtype) -> Tensor:
+    def scale(self, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
         """The weight, ready for use."""
-        return self.weight.to(dtype)
+        return (self.weight if weight is None else weight).to(dtype)
 
     def kept_until_read(self, x: Tensor) -> AbstractContextManager[Tensor]:
         """As `forward`; where layernorm is recomputed, what reads the result inside the block does not keep it."""
         return recomputed(self.again, partial(self.norm, eps=self.eps), x, self.scale(x.dtype))
+
+
+class Linear(nn.Module):
+    """A matrix, multiplied as the options say."""
+
+    def __init__(self, size_in: int, size_out: int, options: Options) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+        self.product = options.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ weight.T`."""
+        return self.product(x, self.weight)
 
 
 class Attention(nn.Module):
@@ -96,25 +120,36 @@ class Attention(nn.Module):
         tp, hd = options.axes.tp.size, config.head_dim
         heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
         self.head_dim = hd
-        self.q_proj = nn.Linear(config.hidden_size, heads * hd, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads * hd, bias=False)
-        self.o_proj = nn.Linear(heads * hd, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, heads * hd, options)
+        self.k_proj = Linear(config.hidden_size, kv_heads * hd, options)
+        self.v_proj = Linear(config.hidden_size, kv_heads * hd, options)
+        self.o_proj = Linear(heads * hd, config.hidden_size, options)
         self.q_norm = RMSNorm(hd, config.rms_norm_eps)
         self.k_norm = RMSNorm(hd, config.rms_norm_eps)
+        self.part = Part(self.project) if "attn" in options.graphs else self.project
 
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """Causal attention within each document."""
         with range_("attention") as r:
             x_ND = tensor.enter(r.enter(x_ND), self.axes)
-            q_NHd, k_NGd, v_NGd = (p(x_ND).unflatten(1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-            q_NHd, k_NGd = (
-                self.norm_rotate(x, n.scale(x.dtype), seq.cos_Nd, seq.sin_Nd, n.eps)
-                for x, n in ((q_NHd, self.q_norm), (k_NGd, self.k_norm))
-            )
+            q_NHd, k_NGd, v_NGd = self.part(x_ND, seq.cos_Nd, seq.sin_Nd, *self.part_weights())
             with recomputed(self.again, partial(self.core, seq=seq), q_NHd, k_NGd, v_NGd) as out_NHd:
                 out_ND = self.o_proj(out_NHd.flatten(1))
             return r.exit(tensor.leave(out_ND, self.axes))
+
+    def part_weights(self) -> list[Tensor]:
+        """What `project` needs besides the input and the rotary tables."""
+        return [m.weight for m in (self.q_proj, self.k_proj, self.v_proj, self.q_norm, self.k_norm)]
+
+    def project(self, x_ND: Tensor, cos_Nd: Tensor, sin_Nd: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (N, H, d), keys and values (N, G, d): normalised by head and rotated."""
+        *matrices, q_scale, k_scale = weights
+        q_NHd, k_NGd, v_NGd = (self.q_proj.product(x_ND, w).unflatten(1, (-1, self.head_dim)) for w in matrices)
+        q_NHd, k_NGd = (
+            self.norm_rotate(x, n.scale(x.dtype, w), cos_Nd, sin_Nd, n.eps)
+            for x, n, w in ((q_NHd, self.q_norm, q_scale), (k_NGd, self.k_norm, k_scale))
+        )
+        return q_NHd, k_NGd, v_NGd
 
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
@@ -131,8 +166,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.axes, self.swiglu = options.axes, options.ops.swiglu
         width = config.ffn_size // self.axes.tp.size
-        self.w13 = nn.Linear(config.hidden_size, 2 * width, bias=False)
-        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.w13 = Linear(config.hidden_size, 2 * width, options)
+        self.w2 = Linear(width, config.hidden_size, options)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
@@ -148,12 +183,26 @@ class Router(nn.Module):
         self.top_k, self.normalize = config.top_k, config.norm_topk_prob
         self.product = ops.wide_linear if options.router_wide else linear
         self.route = options.ops.route
+        self.part = Part(self.choose) if "moe_router" in options.graphs else self.choose
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, K) and their probabilities (N, K), float32 unless the router is narrow."""
         with range_("router") as r:
-            expert_NK, prob_NK = self.route(self.product(r.enter(x_ND), self.weight), self.top_k, self.normalize)
+            expert_NK, prob_NK = self.part(r.enter(x_ND), *self.part_weights())
             return expert_NK, r.exit(prob_NK)
+
+    def part_weights(self) -> list[Tensor]:
+        """What `choose` needs besides the input."""
+        return [self.weight]
+
+    def choose(self, x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and of these the best."""
+        return self.route(self.product(x_ND, weight), self.top_k, self.normalize)
+
+
+def grouped_product(rows_RD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix, in one call: (R, F)."""
+    return grouped_mm(rows_RD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
 class Experts(nn.Module):
@@ -165,20 +214,20 @@ class Experts(nn.Module):
         width = config.expert_ffn_size // options.axes.etp.size
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
-        self.grouped = options.grouped
+        self.product = options.expert_product or (grouped_product if options.grouped else None)
         self.swiglu, self.again = options.ops.swiglu, "moe_act" in options.recompute
 
     def forward(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         """Each expert's SwiGLU on its own rows; `counts` gives the rows per expert, in order."""
         with range_("experts") as r:
             rows_RD = r.enter(rows_RD)
-            return r.exit(self._grouped(rows_RD, counts) if self.grouped else self._loop(rows_RD, counts))
+            return r.exit(self._loop(rows_RD, counts) if self.product is None else self._grouped(rows_RD, counts, self.product))
 
-    def _grouped(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+    def _grouped(self, rows_RD: Tensor, counts: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
-        h_RF = grouped_mm(rows_RD, self.w13.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+        h_RF = product(rows_RD, self.w13.to(rows_RD.dtype), ends)
         with recomputed(self.again, self.swiglu, h_RF) as act_RF:
-            return grouped_mm(act_RF, self.w2.to(rows_RD.dtype).transpose(1, 2), offs=ends)
+            return product(act_RF, self.w2.to(rows_RD.dtype), ends)
 
     def _loop(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
         outs = []
@@ -296,11 +345,17 @@ class Decoder(nn.Module):
         with range_("decoder") as r:
             x_ND = r.enter(x_ND)
             seq, whole = self.sequence(batch, dtype), "full" in self.options.recompute
+            trip = Trip(x_ND.device, keep=(seq.cos_Nd, seq.sin_Nd)) if self.options.offload else None
             for number in self.chunks[chunk]:
                 layer = self.layers[str(number)]
-                x_ND = checkpoint(layer, x_ND, seq, use_reentrant=False) if whole else layer(x_ND, seq)
+                run = partial(checkpoint, layer, use_reentrant=False) if whole else layer
+                # What the last layer saves is wanted at once.
+                stays = number == self.config.num_layers - 1
+                x_ND = run(x_ND, seq) if trip is None else trip.through(layer, run, x_ND, seq, stays=stays)
                 if number < len(visual) and index is not None:
                     x_ND = x_ND.index_add(0, index, visual[number].to(dtype))
+            if trip is not None:
+                trip.end(x_ND)
             x_ND = r.exit(x_ND)
         if not (axes.is_last_stage and chunk == len(self.chunks) - 1):
             return x_ND

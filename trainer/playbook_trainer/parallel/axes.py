@@ -14,7 +14,6 @@ Source: Megatron-LM, `megatron/core/parallel_state.py`, order tp-cp-ep-dp-pp; Mo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import torch
@@ -88,8 +87,7 @@ def groups(world: int, sizes: ParallelConfig) -> dict[str, list[tuple[int, ...]]
     """The ranks of every group, axis by axis; pure, so that layouts can be tested without processes."""
     tp, pp, cp, ep, etp = sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp or sizes.tp
     dp, edp = world // (tp * pp * cp), world // (etp * ep * pp)
-    copies = sizes.dp_replicate if sizes.fsdp else dp * cp
-    expert_copies = gcd(copies, edp) if sizes.fsdp else edp
+    copies, expert_copies = sizes.copies(dp * cp, edp)
     ranks = torch.arange(world)
     attention = ranks.view(pp, dp, cp, tp)
     dense = ranks.view(pp, copies, dp * cp // copies, tp)

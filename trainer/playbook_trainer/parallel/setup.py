@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import linear
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import CompileConfig, TrainConfig, TrainerConfig
+from playbook_trainer.models import fp8, graphs
 from playbook_trainer.models.attention import has_packed_cudnn
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.ops import Ops, compiled
@@ -32,11 +34,16 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     check_device(config, device)
     meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
+    product, expert_product = fp8.products(config.precision.fp8, config.precision.fp8_modules, device)
     options = Options(
         axes=axes,
+        linear=product or linear,
+        expert_product=expert_product,
         dispatcher=config.moe.dispatcher,
         grouped=grouped,
         recompute=frozenset(train.recompute_modules if train.recompute == "selective" else [train.recompute]),
+        offload=config.offload.activations,
+        graphs=frozenset(train.cuda_graphs),
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
@@ -53,11 +60,13 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     compile_regions(model, train.compile)
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
-    model.to_empty(device=device)
+    model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
     if config.init.weights is None:
-        fill(model, axes, initial_value(config.model, config.seed))
+        fill(model, axes, initial_value(config.model, config.seed), device)
     else:
         weights.load(model, axes, Path(config.init.weights))
+    if train.cuda_graphs:
+        graphs.capture(model, train.micro_batch_size * config.data.seq_len, device)
     return model
 
 
@@ -83,6 +92,8 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     train, problems = config.train, []
     fused = {"train.fused_loss": train.fused_loss, "moe.fused_permutation": config.moe.fused_permutation}
     if device.type != "cuda":
+        if train.cuda_graphs:
+            problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
         problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on]
         if train.attention in ("flash", "cudnn"):
             problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
@@ -91,6 +102,11 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
             "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
             "install perf-playbook with the extra 'gpu', or set train.attention: auto"
         )
+    if config.precision.fp8 != "none" and device.type == "cuda":
+        if train.dtype != "bf16":
+            problems.append("precision.fp8 multiplies into 16-bit results on a GPU: set train.dtype: bf16")
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            problems.append("precision.fp8 needs a Hopper GPU or a later one: set it to none")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -122,14 +138,16 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
-    """FSDP2 also serves one rank in bf16: it keeps the float32 master weights and hands out bf16 copies."""
-    return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16"
+    """FSDP2 also serves one rank: it keeps the float32 master weights, if need be on the host, and hands out copies in the precision of training."""
+    return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16" or config.offload.optimizer
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
     """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy, with HSDP)."""
     dtype = DTYPES[config.train.dtype]
     policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    if config.offload.optimizer:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     dense, sparse = mesh(axes.dp_cp, axes.replicate, axes.shard, device), mesh(axes.edp, axes.edp_replicate, axes.edp_shard, device)
     again = config.parallel.reshard_after_forward
 

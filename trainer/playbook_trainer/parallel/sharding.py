@@ -162,11 +162,11 @@ def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tupl
 
 
 @torch.no_grad()
-def fill(model: nn.Module, axes: Axes, value: Callable[[str, list[int], torch.device], Tensor]) -> None:
-    """Set each parameter to this rank's part of `value(name, full shape, device)`."""
+def fill(model: nn.Module, axes: Axes, value: Callable[[str, list[int], torch.device], Tensor], device: torch.device | None = None) -> None:
+    """Set each parameter to this rank's part of `value(name, full shape, device)`, drawn on `device` (by default where the parameter is)."""
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        mine = part(value(name, full_shape(param, name, axes), local.device), name, axes).to(local.dtype)
+        mine = part(value(name, full_shape(param, name, axes), device or local.device), name, axes).to(local.dtype)
         if isinstance(param, DTensor):
             # src_data_rank=None: every rank has the same tensor at hand, nothing is sent.
             mine = distribute_tensor(mine, param.device_mesh, param.placements, src_data_rank=None).to_local()

@@ -98,7 +98,7 @@ def _collect(
     for sender, box in boxes:
         if sender == rank:
             assert local is not None
-            part = local[slices(here[box])].to(dtype).contiguous()
+            part = local[slices(here[box])].to(device, dtype).contiguous()
             if whole is None:
                 dist.send(part, dst=0)
         elif whole is not None:

@@ -1,0 +1,151 @@
+"""Checkpoints, signals and utilisation on GPUs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+from ranks import run, start, steps, summary
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+WORDS = [
+    "train.warmup_steps=1",
+    "train.dtype=bf16",
+    "model.head_dim=64",
+    "model.hidden_size=128",
+    "moe.experts=grouped",
+    "train.receipt=false",
+]
+
+SAVE_AGAIN = """
+import sys
+from pathlib import Path
+import torch
+from playbook_trainer import loop, optimizer
+from playbook_trainer.checkpoint import Checkpointer
+from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.parallel import axes as layout, setup
+config = load(Path(sys.argv[1]), parse_overrides(sys.argv[2:]))
+device = loop.start(config, 0, 1)
+axes = layout.build(1, 0, config.parallel)
+model = setup.build(config, axes, device)
+parts = optimizer.shards(model, axes)
+optim = optimizer.make(parts, config.optimizer)
+saver = Checkpointer(config, axes, model, parts, optim)
+index = saver.restore()
+saver._root = Path(config.output)
+assert saver.save(index.step, index.data)
+saver.wait()
+"""
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint."""
+    index = json.loads((folder / "checkpoint.json").read_text())
+    files = {p.name: p.read_bytes() for p in folder.glob("*.distcp")}
+    return {
+        f"{name} {piece['offsets']}": files[piece["file"]][piece["start"] : piece["start"] + piece["length"]]
+        for name, tensor in index["tensors"].items()
+        for piece in tensor["pieces"]
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_checkpoint_restored_and_saved_again_is_the_same(moments: str, tmp_path: Path) -> None:
+    """FSDP on one GPU, asynchronous, through pinned memory: every weight and moment to the last bit."""
+    words = [TEXT, *WORDS, "train.steps=3", f"optimizer.moments_dtype={moments}", f"checkpoint.dir={tmp_path / 'saved'}"]
+    code, out, err = run([*words, "checkpoint.every=3", f"output={tmp_path / 'out'}"])[0]
+    assert code == 0, out + err
+    code, out, err = run([SAVE_AGAIN, *words, f"output={tmp_path / 'again'}"], command=[sys.executable, "-c"])[0]
+    assert code == 0, out + err
+    first, second = (tensors(tmp_path / name / "step_00000003") for name in ("saved", "again"))
+    print(f"{len(first)} tensors, {sum(map(len, first.values())) / 2**20:.1f} MiB")
+    assert first == second
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
+    words = [TEXT, *WORDS, "train.steps=6"]
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
+    code, out, err = run([*words, f"output={tmp_path / 'whole'}"])[0]
+    assert code == 0, out + err
+    assert run([*words, *saving, "train.steps=3", "optimizer.schedule=constant", f"output={tmp_path / 'first'}"])[0][0] == 0
+    assert run([*words, *saving, "optimizer.schedule=constant", f"output={tmp_path / 'second'}"])[0][0] == 0
+    assert run([*words, "optimizer.schedule=constant", f"output={tmp_path / 'constant'}"])[0][0] == 0
+    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "constant")[3:]
+    print([(a["loss"], b["loss"], a["grad_norm"], b["grad_norm"]) for a, b in zip(resumed, whole, strict=True)])
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=5e-3)
+    assert [r["useful_tokens"] for r in resumed] == [r["useful_tokens"] for r in whole]
+
+
+def signalled(words: list[str], ranks: int, folder: Path) -> list[tuple[int, str]]:
+    """Start ranks, send SIGTERM to the last once two steps are written, and wait for all."""
+    processes: Any = start([*words, f"output={folder}"], ranks)
+    try:
+        deadline = time.monotonic() + 90
+        while not (folder / "metrics.jsonl").is_file() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
+            assert time.monotonic() < deadline, "no step"
+            time.sleep(0.02)
+        processes[-1].send_signal(signal.SIGTERM)
+        texts = [p.communicate(timeout=60) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [(p.returncode, text[1]) for p, text in zip(processes, texts, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_signal_saves_and_ends(log_every: int, tmp_path: Path) -> None:
+    words = [TEXT, *WORDS, "train.steps=20000", f"train.log_every={log_every}", f"checkpoint.dir={tmp_path / 'saved'}"]
+    ended = signalled(words, 1, tmp_path / "out")
+    assert ended[0][0] == 5, ended[0][1]
+    last = steps(tmp_path / "out")[-1]["step"]
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{last:08d}"]
+
+
+@pytest.mark.multigpu
+def test_a_signal_to_one_of_two_ends_both(tmp_path: Path) -> None:
+    words = [TEXT, *WORDS, "train.steps=20000", "train.log_every=4", "parallel.ep=2", f"checkpoint.dir={tmp_path / 'saved'}"]
+    ended = signalled(words, 2, tmp_path / "out")
+    assert [code for code, _ in ended] == [5, 5], ended[0][1] + ended[1][1]
+    assert len(list((tmp_path / "saved").iterdir())) == 1
+
+
+@pytest.mark.gpu
+def test_steps_that_are_not_finite_are_skipped(tmp_path: Path) -> None:
+    words = ["train.on_nan=skip", "train.steps=30", "optimizer.lr=1e30", "optimizer.warmup_steps=0"]
+    assert run([TEXT, *WORDS, *words, f"output={tmp_path}"])[0][0] == 3
+    assert [bool(r.get("skipped")) for r in steps(tmp_path)] == [False] + [True] * 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_utilisation_names_its_peak(recompute: str, tmp_path: Path) -> None:
+    sizes = ["data.seq_len=4096", "train.micro_batch_size=2", "train.global_batch_size=2", "train.steps=12", "train.warmup_steps=4"]
+    words = [
+        "model=qwen3_0_6b",
+        "train.dtype=bf16",
+        "train.log_every=4",
+        f"train.recompute={recompute}",
+        "train.straggler_every=10",
+        *sizes,
+    ]
+    code, out, err = run(["trainer/configs/qwen3_tiny.yaml", *words, "train.receipt=false", f"output={tmp_path}"])[0]
+    assert code == 0, out + err
+    found = summary(tmp_path)["flops"]
+    print(
+        json.dumps({k: found[k] for k in ("peak", "mfu", "hfu", "flops_per_step")}), [r["ranks"] for r in steps(tmp_path) if "ranks" in r]
+    )
+    assert found["peak"] is not None, "the peak of this GPU is not in playbook/peaks.py"
+    assert 0.02 < found["mfu"] <= found["hfu"] < 1
+    if recompute == "full":
+        assert 1.15 < found["hfu"] / found["mfu"] < 1.5

@@ -1,0 +1,222 @@
+"""Checkpoints: written under one layout and read under another, killed at any moment, damaged, or hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forking import Forks
+from ranks import free_port, run, steps
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
+QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=6", "data.seq_len=64"]
+
+LAYOUTS = {
+    "one": (1, []),
+    "fsdp2": (2, []),
+    "ep2": (2, ["parallel.ep=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "tp2-pp2": (4, ["parallel.tp=2", "parallel.pp=2"]),
+    "ep2-dp4": (4, ["parallel.ep=2"]),
+}
+
+
+def trained(folder: Path, config: str, layout: str, *words: str) -> list[dict[str, Any]]:
+    ranks, sizes = LAYOUTS[layout]
+    results = run([config, *QUICK, *sizes, *words, f"output={folder}"], ranks)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    return steps(folder)
+
+
+def saving(folder: Path, every: int = 3) -> list[str]:
+    return [f"checkpoint.dir={folder}", f"checkpoint.every={every}", "checkpoint.keep=9"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(tmp_path_factory.mktemp("whole"), TEXT, "one")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2-pp2", ["one", "ep2"]), ("ep2-dp4", ["tp2", "pp2"]), ("one", ["tp2-pp2"])],
+)
+def test_resumed_in_another_layout(before: str, after: list[str], whole: list[dict[str, Any]], tmp_path: Path) -> None:
+    trained(tmp_path / "first", TEXT, before, *saving(tmp_path / "saved"))
+    for layout in after:
+        folder = tmp_path / f"from-{layout}"
+        folder.mkdir()
+        shutil.copytree(tmp_path / "saved" / "step_00000003", folder / "step_00000003")
+        rows = trained(tmp_path / layout, TEXT, layout, f"checkpoint.dir={folder}")
+        assert [r["step"] for r in rows] == [4, 5, 6]
+        for row, expected in zip(rows, whole[3:], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5), (layout, row["step"])
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), (layout, row["step"])
+            assert row["useful_tokens"] == expected["useful_tokens"], "the data position is exact"
+
+
+def test_images_resume_in_another_layout(tmp_path: Path) -> None:
+    words = ["train.steps=4", "data.num_workers=1"]
+    expected = trained(tmp_path / "whole", VISION, "one", *words)
+    trained(tmp_path / "first", VISION, "fsdp2", *words, *saving(tmp_path / "saved", every=2))
+    shutil.rmtree(tmp_path / "saved" / "step_00000004")
+    rows = trained(tmp_path / "second", VISION, "one", "train.steps=4", "data.num_workers=2", *saving(tmp_path / "saved", every=9))
+    assert [(r["step"], r["images"]) for r in rows] == [(r["step"], r["images"]) for r in expected[2:]]
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected[2:]], rel=1e-5)
+
+
+@pytest.mark.timeout(600)
+def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
+    """A random rank dies at a random moment; in the end the losses are those of an uninterrupted run, to the last bit."""
+    words = [TEXT, *QUICK, "train.deterministic=true", "parallel.ep=2", "model.num_layers=1", "train.global_batch_size=2"]
+    words.append("train.hang_timeout_s=60")  # a stall says where it is
+    saved, chance, kills, runs = tmp_path / "saved", random.Random(20), 0, 0
+    forks = Forks(tmp_path / "log")
+    try:
+        assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], logs(tmp_path)
+        whole = exact(tmp_path / "whole")
+        while kills < 20:
+            # A new run each time the last one has come to its end, which it does after a few deaths.
+            parts, more = tmp_path / f"parts{runs}", [f"checkpoint.dir={saved}", "checkpoint.every=1", "checkpoint.keep=2"]
+            line = [*words, *more, f"output={parts}"]
+            kills += killed(forks, line, parts, chance)
+            if kills == 20 or len(lines(parts)) >= 4:
+                assert forks.run(line, 2, free_port()) == [0, 0], logs(tmp_path)
+                assert exact(parts) == whole
+                assert sorted(p.name for p in saved.iterdir()) == ["step_00000005", "step_00000006"]
+                shutil.rmtree(saved)
+                runs += 1
+    finally:
+        forks.close()
+    assert runs >= 4
+
+
+def killed(forks: Forks, line: list[str], parts: Path, chance: random.Random) -> int:
+    """Start the run, kill one of its ranks at a random moment, then the other, as a launcher does; 0 where the run ended before that."""
+    more = chance.randint(0, 2)
+    at = len(lines(parts)) + more
+    ranks = forks.start(line, 2, free_port())
+    deadline = time.monotonic() + 120
+    while len(lines(parts)) < at and all(alive(pid) for pid in ranks):
+        assert time.monotonic() < deadline, logs(parts.parent)
+        time.sleep(0.002)
+    time.sleep(chance.random() * (0.05 if more else 1.0))
+    for pid in chance.sample(ranks, 2):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(chance.choice([0, 0.02, 0.2]))
+    codes = forks.wait()
+    assert set(codes) <= {0, 1, -signal.SIGKILL}, f"{codes} {logs(parts.parent)}"
+    return int(-signal.SIGKILL in codes)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def exact(folder: Path) -> list[tuple[Any, ...]]:
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in steps(folder)]
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(p.read_text()[-3000:] for p in sorted(folder.glob("log.*")))
+
+
+def lines(folder: Path) -> list[bytes]:
+    path = folder / "metrics.jsonl"
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.is_file() else []
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    trained(folder / "out", TEXT, "one", "train.steps=2", *saving(folder / "checkpoints", every=2))
+    return folder / "checkpoints"
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def resumed(copy: Path, *words: str) -> tuple[int, str]:
+    code, _, err = run([TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={copy / 'out'}", *words])[0]
+    assert "Traceback" not in err
+    return code, err
+
+
+def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
+    copy, marker = tmp_path / "copy", tmp_path / "executed"
+    shutil.copytree(saved, copy)
+    bomb = pickle.dumps(Hostile(marker))
+    (copy / "step_00000002" / ".metadata").write_bytes(bomb)
+    assert resumed(copy)[0] == 0, "the library's own index is never read"
+    shutil.rmtree(copy / "out")
+    # The stretch of the file that holds a tensor holds a pickle that runs code.
+    index = json.loads((copy / "step_00000002" / "checkpoint.json").read_text())
+    for tensor in index["tensors"].values():
+        for piece in tensor["pieces"]:
+            piece |= {"start": 0, "length": len(bomb)}
+    (copy / "step_00000002" / "checkpoint.json").write_text(json.dumps(index))
+    (copy / "step_00000002" / "__0_0.distcp").write_bytes(bomb)
+    code, err = resumed(copy)
+    assert (code, "cannot be read" in err) == (2, True), err
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda i: i["tensors"]["model.norm.weight"]["pieces"].clear(), "has pieces for 0 of its 64 values"),
+        (lambda i: i["tensors"]["model.norm.weight"]["pieces"][0].update(file="../../x.distcp"), "file"),
+        (lambda i: i["tensors"]["model.norm.weight"]["pieces"][0].update(offsets=[60]), "stick out"),
+        (lambda i: i["tensors"]["model.norm.weight"].update(dtype="object"), "dtype"),
+        (lambda i: i["tensors"].pop("model.norm.weight"), "lacks 1 tensors"),
+        (lambda i: i["model"].update(num_layers=8), "another model: num_layers 8 where this run has 4"),
+        (lambda i: i.update(schema="checkpoint/9"), "schema"),
+        (lambda i: i["data"].update(row="x"), "row"),
+    ],
+)
+def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    path = copy / "step_00000002" / "checkpoint.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    code, err = resumed(copy)
+    assert code == 2
+    assert expected in err
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    code, err = resumed(copy, "checkpoint.resume=false", "checkpoint.every=2")
+    assert (code, "checkpoint.resume is false" in err) == (2, True)
+    assert [p.name for p in copy.glob("step_*")] == ["step_00000002"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    results = run([TEXT, *QUICK, *saving(tmp_path / "file" / "saved"), f"output={tmp_path / 'out'}"])
+    assert results[0][0] == 2
+    assert "cannot be written" in results[0][2]
+    assert "Traceback" not in results[0][2]

@@ -1,0 +1,216 @@
+"""A run under adversity: signals, values that are not finite, a rank that no longer answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forking import Forks
+from ranks import free_port, steps, summary
+
+from playbook_bench.launch import LocalLauncher, Spec
+from playbook_trainer.config import load
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=6", "data.seq_len=64", "model.num_layers=1"]
+
+NAN_GRADIENT = """
+import os
+from playbook_trainer import loop
+real, calls = loop.forward_backward, []
+def planted(model, *args):
+    out = real(model, *args)
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "1":
+        grad = next(iter(model.layers.values())).attn.q_proj.weight.grad
+        grad.to_local().fill_(float("nan"))
+    return out
+loop.forward_backward = planted
+"""
+
+STILL = """
+import os, signal
+from playbook_trainer import loop
+real, calls = loop.forward_backward, []
+def planted(*args):
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*args)
+loop.forward_backward = planted
+"""
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
+    yield forks
+    forks.close()
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint."""
+    index = json.loads((folder / "checkpoint.json").read_text())
+    files = {p.name: p.read_bytes() for p in folder.glob("*.distcp")}
+    return {
+        f"{name} {piece['offsets']}": files[piece["file"]][piece["start"] : piece["start"] + piece["length"]]
+        for name, tensor in index["tensors"].items()
+        for piece in tensor["pieces"]
+    }
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, "train.deterministic=true", "train.steps=400"]
+    out, saving = tmp_path / "out", [f"checkpoint.dir={tmp_path / 'saved'}"]
+    ranks = forks.start([*words, *saving, f"output={out}"], 2, free_port())
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").is_file() or len(steps(out)) < 2:
+        assert time.monotonic() < deadline, forks.text(0)
+        time.sleep(0.01)
+    os.kill(ranks[1], signum)
+    assert forks.wait() == [5, 5], forks.text(0)
+    stopped = steps(out)[-1]["step"]
+    assert summary(out)["outcome"] == "stopped"
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{stopped:08d}"]
+    assert forks.run([*words, *saving, f"train.steps={stopped + 2}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert [r["step"] for r in steps(out)] == list(range(1, stopped + 3))
+
+
+def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANT", json.dumps({"baseline": {"fault": "terminate", "rank": 1, "at": 2}}))
+    changes = {k: v for k, _, v in (w.partition("=") for w in QUICK)} | {"train.steps": 400, "checkpoint.dir": str(tmp_path / "saved")}
+    config = load(Path(TEXT), {k: json.loads(v) if isinstance(v, str) and v[0] in "0123456789tf" else v for k, v in changes.items()})
+    planted = Path(__file__).with_name("planted.py")
+    result = LocalLauncher(command=(sys.executable, str(planted), "--real")).run(Spec(config, 2, tmp_path / "run", timeout_s=120))
+    assert (result.outcome, result.returncode) == ("killed", 5), result.message
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{steps(tmp_path / 'run')[-1]['step']:08d}"]
+
+
+@pytest.mark.parametrize(("policy", "code", "saved"), [("skip", 0, [1, 2, 3, 4, 5, 6]), ("stop", 3, [1, 2]), ("continue", 3, [1, 2])])
+def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int], forks: Forks, tmp_path: Path) -> None:
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=1", "checkpoint.keep=9"]
+    words = [TEXT, *QUICK, f"train.on_nan={policy}", *saving, f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)
+    rows, metrics = steps(tmp_path / "out"), summary(tmp_path / "out")["metrics"]
+    assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
+    folders = sorted((tmp_path / "saved").iterdir())
+    assert [int(p.name[-8:]) for p in folders] == saved, "what is not finite is never saved"
+    if policy == "skip":
+        assert [r["step"] for r in rows if r.get("skipped")] == [3]
+        assert (metrics["nan_steps"], metrics["skipped_steps"]) == (1, 1)
+        held = [tensors(f) for f in folders]
+        assert held[1] == held[2], "no rank made the update"
+        assert held[2] != held[3]
+
+
+def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:
+    words = ["train.on_nan=skip", "train.steps=30", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"]
+    assert forks.run([TEXT, *QUICK, *words], 1, free_port()) == [3]
+    assert [bool(r.get("skipped")) for r in steps(tmp_path)] == [False] + [True] * 10
+
+
+def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, "train.hang_timeout_s=4", f"output={tmp_path}"]
+    assert forks.run(words, 2, free_port(), STILL) == [6, -signal.SIGKILL]
+    said: Any = forks.text(0)[forks.text(0).index("rank 0: no step") :]
+    assert "after step 2, in step > " in said
+    assert "in train_step" in said
+    assert "in forward_backward" in said
+
+
+SLOW_EXPERTS = """
+import os, time
+from playbook_trainer.models import decoder
+real = decoder.Experts._loop
+def planted(self, rows, counts):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.2)
+    return real(self, rows, counts)
+decoder.Experts._loop = planted
+"""
+
+
+def test_the_slow_rank_is_named(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, "train.steps=4", "train.straggler_every=2", f"output={tmp_path}"]
+    assert forks.run(words, 2, free_port(), SLOW_EXPERTS) == [0, 0], forks.text(0)
+    compared = {r["step"]: r["ranks"] for r in steps(tmp_path) if "ranks" in r}
+    assert list(compared) == [2, 4]
+    for times in compared.values():
+        assert times["slowest"] == 1
+        assert times["max"] > times["min"] + 0.2
+        assert times["min"] <= times["median"] <= times["max"]
+    found = summary(tmp_path)["stragglers"]
+    assert (found["samples"], found["slowest"]) == (2, {"1": 2})
+
+
+def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> None:
+    words = ["tracker.tensorboard=true", "tracker.wandb=true", "tracker.offline=true", "tracker.name=a run", f"output={tmp_path}"]
+    assert forks.run([TEXT, *QUICK, *words], 2, free_port()) == [0, 0], forks.text(0)
+    resolved, rows = yaml.safe_load((tmp_path / "config.yaml").read_text()), steps(tmp_path)
+    assert (resolved["tracker"]["name"], resolved["train"]["steps"], resolved["optimizer"]["lr"]) == ("a run", 6, 0.0003)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(text) == resolved
+    losses = events.Scalars("loss")
+    assert [e.step for e in losses] == [r["step"] for r in rows]
+    assert [e.value for e in losses] == pytest.approx([r["loss"] for r in rows])
+    assert events.Scalars("summary/skipped_steps")[0].value == 0
+
+    config, history = offline_run(tmp_path / "wandb")
+    assert config == resolved
+    assert [(row["_step"], row["loss"]) for row in history] == [(r["step"], r["loss"]) for r in rows]
+
+
+def offline_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The configuration and the history that an offline run of Weights & Biases would upload."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("offline-run-*/*.wandb")
+    config: dict[str, Any] = {}
+    history = []
+    for data in log_records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        for update in [*record.run.config.update, *record.config.update]:
+            config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
+        if record.history.item:
+            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    return {key: value for key, value in config.items() if not key.startswith("_")}, history
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format (blocks of 32 KiB; checksum, length, kind), which follow a header of seven bytes.
+
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32_768 - at % 32_768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_a_missing_tracker_is_said(forks: Forks, tmp_path: Path) -> None:
+    missing = "import importlib.util as u; real = u.find_spec; u.find_spec = lambda name, *a: None if name == 'wandb' else real(name, *a)"
+    assert forks.run([TEXT, *QUICK, "tracker.wandb=true", f"output={tmp_path / 'out'}"], 1, free_port(), missing) == [2]
+    assert "tracker.wandb needs the package wandb" in forks.text(0)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,123 @@
+"""The FLOPs ledger against PyTorch's own counter, on models of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from playbook import flops, peaks
+from playbook.shapes import MODELS
+from playbook_trainer import ledger
+from playbook_trainer.config import load
+from playbook_trainer.data.loader import build_loader
+from playbook_trainer.ledger import Counts, Ledger, shape_of
+from playbook_trainer.parallel import setup
+from playbook_trainer.parallel.axes import Axes
+
+CONFIGS = Path("trainer/configs")
+
+
+def one_step(config: str, **changes: Any) -> tuple[Ledger, Counts, float]:
+    """The ledger, what it counts in one step of real data, and what PyTorch counts in the same step."""
+    words = {key.replace("__", "."): value for key, value in changes.items()}
+    tree = load(CONFIGS / f"{config}.yaml", {"data.num_workers": 0, "train.device": "cpu", **words})
+    model = setup.build(tree, Axes(), torch.device("cpu"))
+    batches = next(iter(build_loader(tree, dp_rank=0, dp_size=1)))
+    counter = FlopCounterMode(display=False)
+    # The mathematical path multiplies whole squares and shows them as matrix products.
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        for batch in batches:
+            model(batch).backward()
+    pairs, padded_pairs, patches, patch_pairs = ledger.counts(batches)
+    useful, raw = sum(b.num_useful for b in batches), sum(b.tokens_N.numel() for b in batches)
+    return Ledger(tree), Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs), counter.get_total_flops()
+
+
+def squared(found: dict[str, float]) -> float:
+    """All classes, with attention over whole squares as the counter sees it."""
+    return sum(found.values()) + found["attention"]
+
+
+DENSE = {"model": "qwen3_tiny"}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ("qwen3_moe_tiny", DENSE),
+        ("qwen3_moe_tiny", {}),
+        ("qwen3_vl_moe_tiny", {}),
+        ("qwen3_vl_moe_tiny", {"train__freeze": ["vision"]}),
+        ("qwen3_vl_moe_tiny", {"train__freeze": ["vision", "projector"]}),
+        ("qwen3_moe_tiny", {"train__recompute": "selective", "train__recompute_modules": ["core_attn"]}),
+    ],
+    ids=["dense", "moe", "vision", "frozen tower", "frozen tower and projector", "core_attn again"],
+)
+def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) -> None:
+    book, counts, counted = one_step(config, **changes)
+    found = book.hardware(counts)
+    print({name: f"{value:.4g}" for name, value in found.items()}, f"{squared(found) / counted - 1:+.4%}")
+    assert squared(found) == pytest.approx(counted, rel=0.02)
+
+
+def test_whole_layers_again_cost_at_most_what_the_ledger_says() -> None:
+    """PyTorch stops a recomputation once it has what it needs, before the last product; the convention counts whole forward passes."""
+    book, counts, counted = one_step("qwen3_moe_tiny", train__recompute="full")
+    plain = one_step("qwen3_moe_tiny")[2]
+    assert plain < counted <= squared(book.hardware(counts)) < 1.06 * counted
+    assert book.model(counts) == one_step("qwen3_moe_tiny")[0].model(counts), "recomputed passes are no model FLOPs"
+
+
+def test_padding_is_hardware_and_not_model() -> None:
+    book, counts, _ = one_step("qwen3_vl_moe_tiny")
+    assert counts.tokens < counts.padded_tokens
+    model, hardware = book.model(counts), book.hardware(counts)
+    assert model["head"] / hardware["head"] == pytest.approx(counts.tokens / counts.padded_tokens)
+    assert model["vision"] == hardware["vision"], "images have no padding"
+
+
+def test_documents_bound_attention() -> None:
+    book, counts, _ = one_step("qwen3_moe_tiny")
+    whole = Counts(counts.tokens, counts.tokens**2, counts.tokens, counts.tokens**2, 0, 0)
+    assert book.model(counts)["attention"] < 0.7 * book.model(whole)["attention"]
+    assert book.model(counts)["linear"] == book.model(whole)["linear"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b", "qwen3_vl_2b_a300m", "qwen3_0_6b"])
+def test_configurations_become_the_published_shapes(name: str) -> None:
+    if not (CONFIGS / "models" / f"{name}.yaml").is_file():
+        pytest.skip("no configuration of this name")
+    tree = load(CONFIGS / "qwen3_moe_tiny.yaml", {"model": name, "data.tokenizer": "byte"})
+    mine, published = shape_of(tree.model), MODELS[name]
+    assert flops.forward(mine, 4096) == flops.forward(published, 4096)
+    assert (mine.vision is None) == (published.vision is None)
+    if mine.vision is not None and published.vision is not None:
+        assert flops.vision_forward(mine.vision, mine.hidden, 1000, 1e6) == flops.vision_forward(
+            published.vision, published.hidden, 1000, 1e6
+        )
+
+
+def test_classes_add_up_to_the_formula() -> None:
+    shape = MODELS["deepseek_v3"]
+    assert 3 * sum(v for k, v in flops.forward(shape, 4096).items() if k != "router") == flops.per_token(shape, 4096)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("NVIDIA H200", ("H200 SXM dense BF16", 989.5e12)),
+        ("NVIDIA H100 80GB HBM3", ("H100 SXM dense BF16", 989.5e12)),
+        ("NVIDIA H100 PCIe", ("H100 PCIe dense BF16", 756.5e12)),
+        ("NVIDIA GB200", ("GB200 dense BF16", 2500e12)),
+        ("NVIDIA A100-SXM4-80GB", ("A100 dense BF16", 312e12)),
+        ("Some other GPU", None),
+    ],
+)
+def test_peaks_go_by_the_name_of_the_device(device: str, expected: tuple[str, float] | None) -> None:
+    found = peaks.dense_bf16(device)
+    assert (None if found is None else (found.name, found.flops_per_s)) == expected

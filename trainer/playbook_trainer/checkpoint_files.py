@@ -1,0 +1,247 @@
+"""The files of a checkpoint: tensors as torch.distributed.checkpoint writes them, and an index of our own that is plain JSON.
+
+    <dir>/step_00000020/checkpoint.json     step, data position, model, and where each piece of each tensor lies
+                        __0_0.distcp ...    one file per rank
+                        .metadata           the library's own index, for other tools; a pickle, which nothing here ever opens
+    <dir>/.writing-00000040/                being written; it gets its final name once every rank has written everything
+
+Reading cannot run code: the index is JSON, and the tensors are read with weights_only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError, field_validator
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from playbook.document import Strict
+from playbook.errors import ConfigError
+
+INDEX = "checkpoint.json"
+_NAME = re.compile(r"step_(\d{8})\Z")
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
+
+
+class Piece(Strict):
+    """A box of a tensor, and the stretch of a file that holds it."""
+
+    offsets: list[int]
+    sizes: list[int]
+    file: str = Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")
+    start: int = Field(ge=0)
+    length: int = Field(ge=0)
+
+
+class Stored(Strict):
+    """A whole tensor."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "int64"]
+    shape: list[int]
+    pieces: list[Piece]
+
+    def problem(self) -> str:
+        """What is wrong with it, or nothing."""
+        volume = 0
+        for p in self.pieces:
+            if not len(p.offsets) == len(p.sizes) == len(self.shape):
+                return "has pieces of another number of dimensions"
+            if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(p.offsets, p.sizes, self.shape, strict=True)):
+                return "has pieces that stick out of it"
+            volume += math.prod(p.sizes)
+        return "" if volume == math.prod(self.shape) else f"has pieces for {volume} of its {math.prod(self.shape)} values"
+
+
+class Header(Strict):
+    """What a checkpoint says about itself, apart from its tensors."""
+
+    step: int = Field(ge=0)
+    world_size: int = Field(gt=0)
+    parallel: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    """The loader's state; its `row` is the first row of the next step."""
+
+    @field_validator("data")
+    @classmethod
+    def _has_row(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("row"), int) or value["row"] < 0:
+            raise ValueError("'row' must be a number of at least 0")
+        return value
+
+
+class Index(Header):
+    """checkpoint.json."""
+
+    schema_: Literal["checkpoint/1"] = Field(default="checkpoint/1", alias="schema")
+    tensors: dict[str, Stored]
+
+
+def complete(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in root.glob("step_*") if _NAME.match(p.name)) if root.is_dir() else []
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        ConfigError: it is missing, or not what this version writes.
+    """
+    path = folder / INDEX
+    try:
+        index = Index.model_validate_json(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(x) for x in first["loc"])
+        raise ConfigError(f"{path} is no index of a checkpoint: {where}: {first['msg']}; {e.error_count()} such problems") from e
+    for name, stored in index.tensors.items():
+        if problem := stored.problem():
+            raise ConfigError(f"{path}: tensor '{name}' {problem}; the checkpoint is damaged, remove {folder} to go on from an older one")
+    return index
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Finds pieces where the library's planner finds tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The memory of one piece."""
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Finds pieces where the library's planner finds tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """As the library's, which would look for tensors here and drop everything else."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads: where its pieces meet those that were saved."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        return LoadPlan(
+            [
+                item
+                for name, pieces in self.state_dict.items()
+                for item in create_read_items_for_chunk_list(name, saved[name], pieces.__create_chunk_list__())
+            ]
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Any:
+        """The memory of one piece."""
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class Reader(FileSystemReader):
+    """Reads by our index; the library's own reader would open `.metadata`, a pickle."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The library's view of the index."""
+        tensors, storage = {}, {}
+        for name, stored in self._index.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=_DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
+            for p in stored.pieces:
+                storage[MetadataIndex(name, torch.Size(p.offsets))] = _StorageInfo(p.file, p.start, p.length)
+        return Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=StorageMeta())
+
+
+class Writer(FileSystemWriter):
+    """Writes into a folder with a provisional name; `finish`, which one rank calls once all have written, names it."""
+
+    def __init__(self, root: Path, header: Header, keep: int) -> None:
+        super().__init__(writing_folder(root, header.step))
+        self._root, self._header, self._keep = root, header, keep
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """Write both indices, give the folder its name, and remove what is older than `keep`."""
+        super().finish(metadata, results)
+        folder = Path(self.path)
+        _write_durably(folder / INDEX, _index_json(self._header, metadata))
+        folder.rename(self._root / f"step_{self._header.step:08d}")
+        _sync_folder(self._root)
+        for old in complete(self._root)[: -self._keep]:
+            # Renamed first: half a folder must never pass for a checkpoint.
+            gone = self._root / f".removing-{old.name}"
+            old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def writing_folder(root: Path, step: int) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return root / f".writing-{step:08d}"
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove what killed runs have left unfinished."""
+    for pattern in (".writing-*", ".removing-*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _index_json(header: Header, metadata: Metadata) -> bytes:
+    tensors: dict[str, Any] = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        pieces = []
+        for chunk in stored.chunks:
+            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            pieces.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": info.relative_path,
+                    "start": info.offset,
+                    "length": info.length,
+                }
+            )
+        tensors[name] = {"dtype": str(stored.properties.dtype).removeprefix("torch."), "shape": list(stored.size), "pieces": pieces}
+    index = {"schema": "checkpoint/1", **header.model_dump(mode="json"), "tensors": tensors}
+    return json.dumps(index, separators=(",", ":")).encode()
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,49 @@
+"""Ending a run on request: a signal to any rank makes all ranks save and leave after one and the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send before they kill; Slurm's `--signal=USR1@300` sends the second five minutes ahead."""
+
+
+class StopRequest:
+    """Whether this rank was asked to end, and whether any rank was."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._copies: list[tuple[Tensor, Any]] = []
+
+    def listen(self) -> None:
+        """Take the signals from here on; a second one has its usual effect. Data workers that start later inherit this and outlive it."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                signal.signal(signum, self._ask)
+
+    def agreed(self, flag: Tensor) -> bool:
+        """Whether `flag`, summed over the ranks in this step, says that one of them was asked; every rank gets the same answer.
+
+        On a GPU the answer is that of the step before, whose copy has arrived: the host need not wait for what it has just issued.
+        """
+        if not flag.is_cuda:
+            return bool(flag.item())
+        copy, event = torch.empty(1, dtype=flag.dtype, pin_memory=True), torch.cuda.Event()
+        copy.copy_(flag.view(1), non_blocking=True)
+        event.record()
+        self._copies.append((copy, event))
+        if len(self._copies) < 2:
+            return False
+        copy, event = self._copies.pop(0)
+        event.synchronize()
+        return bool(copy.item())
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signum, signal.SIG_DFL)
