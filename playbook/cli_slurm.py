@@ -34,7 +34,6 @@ _LAST_LOOKS = 5
 _STOPPED = (-1, 130, 143, 255)
 """Exit codes of a job that was interrupted; it has no result yet."""
 _SAVING_S = 90
-_CODES: Mapping[str, int] = {"ok": 0, "refused": 2, "nan": 3, "oom": 4}
 
 LauncherName = Annotated[
     str, typer.Option("--launcher", help="local; slurm, which submits a job; or srun, inside the allocation of a job.")
@@ -179,9 +178,10 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     forever = float("inf")
     say(f"{ranks} ranks on {', '.join(slurm.allocation.hosts)}; logs in {folder}")
     found = slurm.run(Spec(config, ranks, folder, timeout_s=forever, stall_s=forever, threads=threads, output=output))
-    if found.outcome != "ok":
-        complain(f"{found.outcome}: {found.message}")
-    return _CODES.get(found.outcome, 1)
+    if found.outcome == "ok":
+        return 0
+    complain(f"{found.outcome}: {found.message}")
+    return max(found.returncode or 1, 1)  # the rank's own code, as docs/trainer-files.md lists them
 
 
 # --- the job ---------------------------------------------------------------------------------------------------------------------
