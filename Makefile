@@ -44,7 +44,7 @@ check: $(VENV)/.dev
 	$(BIN)/playbook skills check
 
 parity: $(VENV)/.dev
-	rm -f docs/parity/*.jsonl
+	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl
 	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py
 
 docs: $(VENV)/.dev
