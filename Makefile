@@ -2,6 +2,7 @@
 #
 #   make demo     every claim of every card gets a verdict on this machine's CPU
 #   make test     the tests, then every card, case and trainer key
+#   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
 #   make docs     the site, strictly, into site/
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SETUP := pyproject.toml constraints.txt
 SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
 
-.PHONY: help demo test check docs parity test-browser clean
+.PHONY: help demo test test-slurm test-browser check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,6 +31,9 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/playbook cards check
 
+test-slurm: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,7 +44,7 @@ check: $(VENV)/.dev
 	$(BIN)/playbook skills check
 
 parity: $(VENV)/.dev
-	rm -f docs/parity/*.jsonl
+	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl
 	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py
 
 docs: $(VENV)/.dev

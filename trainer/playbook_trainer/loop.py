@@ -72,9 +72,11 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if config.checkpoint.dir:
         trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    outcome = run_steps(trainer, recorder)
-    saver.wait()
-    trainer.watchdog.close()
+    try:
+        outcome = run_steps(trainer, recorder)
+        saver.wait()
+    finally:
+        trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:
         weights.save(model, axes, Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
