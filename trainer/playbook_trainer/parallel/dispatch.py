@@ -40,7 +40,8 @@ Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 def make(name: str, num_experts: int, ep: Axis, *, fused: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None) -> Dispatcher:
     """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels;
-    `wrap_sort` takes the place of the sort of local and alltoall."""
+    `wrap_sort` takes the place of the sort of local and alltoall.
+    """
     dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
     dispatcher.fused = fused
     if wrap_sort is not None:
