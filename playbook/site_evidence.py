@@ -311,7 +311,7 @@ def list_page(shelf: Shelf) -> str:
         for r in shelf.records
         if r.schema == TRACE
     ]
-    parts = [front_matter("Evidence", description="Every verdict on record", hide="toc", search="boost: 0.4"), "# Evidence"]
+    parts = [front_matter("Evidence", description="Every verdict on record", hide="navigation toc", search="boost: 0.4"), "# Evidence"]
     parts.append("Each verdict is one file, written once. Its page shows the launches behind it; the file is there to replay.")
     parts.append(
         table(["Date", "Claim", "Machine", "Verdict", "Effect", "Reason"], verdict_rows) if verdict_rows else "No verdict is on record yet."
