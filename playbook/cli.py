@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook import __version__, cli_lint
+from playbook import __version__, cli_lint, cli_slurm
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
 from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
+from playbook.cli_train import train
 from playbook.errors import FileError, PlaybookError
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
@@ -45,6 +46,7 @@ app.add_typer(layout_app, name="layout")
 app.add_typer(skills_app, name="skills")
 app.command()(mcp)
 app.command()(search)
+app.command()(train)
 
 cli_lint.mount(cards_app)
 
@@ -69,27 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def version() -> None:
     """Print the version."""
     say(__version__)
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False})
-def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration and print what each rank would hold; runs nothing.")
-    ] = False,
-    gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Train: one rank alone, or this rank of a torchrun launch; options go before CONFIG."""
-    if dry_run:
-        from playbook.cli_dry_run import show
-
-        show(config, overrides or [], gpus, as_json=as_json)
-        return
-    from playbook_trainer.__main__ import main as run
-
-    raise typer.Exit(run([config, *(overrides or [])]))
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------------------
@@ -177,19 +158,32 @@ def confirm(
     pairs: Pairs = None,
     budget: Budget = None,
     seed: Seed = None,
+    launcher: cli_slurm.LauncherName = "local",
+    nodes: cli_slurm.Nodes = None,
+    cluster: cli_slurm.ClusterFile = None,
+    show: cli_slurm.Print = False,
+    no_wait: cli_slurm.NoWait = False,
+    job: cli_slurm.JobId = None,
+    journal: cli_slurm.JournalFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Test claims on this machine: matched runs of the trainer, a verdict with evidence for each."""
+    """Test claims on this machine, or on the nodes of a job of Slurm: matched runs of the trainer, a verdict with evidence for each."""
     from playbook.validate import load_all
     from playbook_bench import confirm as harness
 
-    if every == bool(targets):
+    if every == bool(targets) and not job:
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     chosen = list(load_all()) if every else targets or []
     seconds = _seconds(budget)
+    slurm = cli_slurm.inside(launcher, cluster)
+    if launcher == "slurm":
+        words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
+        raise typer.Exit(cli_slurm.confirm(words, results, cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)))
+    kept = cli_slurm.journal(journal, slurm)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
-        return harness.run(chosen, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress)
+        limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed}
+        return harness.run(chosen, profile=profile, results=results, progress=progress, slurm=slurm, journal=kept, **limits)
 
     _outcomes(run, as_json)
 
@@ -418,10 +412,11 @@ def schema_models() -> dict[str, type[BaseModel]]:
     """The model behind each schema, from the package that owns it."""
     from playbook.cards import Card
     from playbook_bench.case import Case
+    from playbook_bench.cluster import Cluster
     from playbook_bench.records import Evidence, Machine, Run
     from playbook_trainer.config import TrainerConfig
 
-    return {"card": Card, "case": Case, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
 
 
 @site_app.command("build")

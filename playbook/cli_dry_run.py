@@ -28,7 +28,7 @@ def show(config: str, overrides: Sequence[str], gpus: int, *, as_json: bool) -> 
         return
 
     def cells(stage: Stage) -> dict[str, str]:
-        figures = ("state", "gathered", "activation", "loss", "peak")
+        figures = ("state", "gathered", "activation", "loss", "peak", "host")
         own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.parameters / 1e9:.3f} B"}
         return own | {name: f"{getattr(stage, f'{name}_bytes') / GIB:.2f}" for name in figures}
 

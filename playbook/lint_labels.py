@@ -16,6 +16,8 @@ from playbook.shapes import MODELS
 _WORD = re.compile(r"[a-z0-9_+]+\Z")
 _LIST_KEYS = {"recompute": "recompute_modules", "cuda_graph": "cuda_graph_modules"}
 """Short keys of our cards; as lists they hold megatron-core's module names."""
+_OWN_KEYS = frozenset({"precision.fp8"})
+"""Keys of the trainer whose last part is a key of megatron-core with other words; the trainer's schema judges them."""
 
 
 class Table(Strict):
@@ -44,6 +46,8 @@ def table_for(version: Any) -> Table | None:
 def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[str, str]]:
     """The words that `table` does not know: (key, message) for each."""
     for key, value in values.items():
+        if key in _OWN_KEYS:
+            continue
         name, words = _words(key, value, table)
         if name in table.unknown_keys and words:
             yield key, f"megatron-core {table.version} has no key '{name}'; {table.unknown_keys[name]}"

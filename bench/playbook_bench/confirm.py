@@ -8,7 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ from playbook.document import did_you_mean, load
 from playbook.errors import ConfigError
 from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
 from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
+from playbook_bench.journal import Journal
 from playbook_bench.launch import Launcher, LocalLauncher
 from playbook_bench.records import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook_bench.series import Series, Silent
+from playbook_bench.slurm import SrunLauncher
 from playbook_bench.telemetry import Telemetry
 from playbook_bench.variants import resolve_all
 
@@ -87,6 +89,8 @@ class Options:
     seed: int | None
     launcher: Launcher
     command: str
+    nodes: int = 1
+    journal: Journal | None = None
 
 
 def run(
@@ -99,6 +103,8 @@ def run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
     seed: int | None = None,
+    slurm: SrunLauncher | None = None,
+    journal: Journal | None = None,
 ) -> list[Outcome]:
     """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim.
 
@@ -110,7 +116,9 @@ def run(
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
     shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)]) if from_file else ""
-    return _run_all(tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet())
+    return _run_all(
+        tasks, _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command), shown, journal), progress or Quiet()
+    )
 
 
 def bench_run(
@@ -123,6 +131,8 @@ def bench_run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
     seed: int | None = None,
+    slurm: SrunLauncher | None = None,
+    journal: Journal | None = None,
 ) -> list[Outcome]:
     """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
 
@@ -134,7 +144,10 @@ def bench_run(
     tasks = naming or [Task(None, case_id)]
     shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s)])
     return _run_all(
-        tasks, _options(profile, results, pairs, budget_s, seed, command, shown), progress or Quiet(), {case.id: case, case_id: case}
+        tasks,
+        _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command), shown, journal),
+        progress or Quiet(),
+        {case.id: case, case_id: case},
     )
 
 
@@ -199,7 +212,7 @@ def _tasks_of_file(path: Path) -> list[Task]:
 
 def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
     """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
-    machine = preflight.detect()
+    machine = preflight.over_nodes(preflight.detect(), options.nodes)
     progress.machine(machine)
     loaded = dict(known or {})
     for name in {t.case for t in tasks if t.case} - loaded.keys():
@@ -211,13 +224,31 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
         for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
             group = [i for i, t in enumerate(tasks) if t.case == wanted]
             case = loaded[wanted] if wanted else None
+            kept = _from_before([tasks[i] for i in group], options.journal)
+            for i, outcome in zip(group, kept, strict=False):
+                outcomes[i] = outcome
+                progress.finished(outcome)
+            if kept:
+                continue
             for i, (measured, derived, seconds) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
                 evidence = store.evidence_of(measured, derived, options.command or _repeat(measured), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
+            if options.journal:
+                options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
     return [outcomes[i] for i in range(len(tasks))]
+
+
+def _from_before(tasks: Sequence[Task], journal: Journal | None) -> list[Outcome]:
+    """The outcomes of one case's claims where the command that was stopped had them all, else none."""
+    paths = [journal.settled.get(_key(t)) for t in tasks] if journal else []
+    return [Outcome(store.load(p), p) for p in paths if p] if all(paths) else []
+
+
+def _key(task: Task) -> str:
+    return f"{task.claim.card}/{task.claim.id}" if task.claim else task.case or ""
 
 
 def _repeat(measured: Measured) -> str:
@@ -256,8 +287,9 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
     kind: str = case.kind if case else task.claim.kind if task.claim else ""
     here = preflight.restrict(machine, profile)
     known = preflight.facts(here)
-    if case is not None and case.kind in LAUNCHED_KINDS:
+    if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
         missing += preflight.unmet_requirements(case.requires)
+    if case is not None and case.kind in LAUNCHED_KINDS:
         if profile is None:
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
@@ -304,18 +336,20 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
     own = time.monotonic() + budget
     deadline = own if options.deadline is None else min(own, options.deadline)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    journal = options.journal.series(case, profile, seed) if options.journal else None
     return Series(
         case=case,
         profile=profile,
         machine=preflight.restrict(machine, profile),
         variants=resolve_all(case, profile),
-        plan=schedule.plan(case, seed, options.pairs, deadline - time.monotonic()),
+        plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, deadline - time.monotonic()),
         launcher=options.launcher,
         work=work,
         cache=options.results / "cache",
         progress=progress,
         deadline=deadline,
         telemetry=telemetry,
+        journal=journal,
     )
 
 
@@ -405,17 +439,25 @@ def _options(
     pairs: int | None,
     budget_s: float | None,
     seed: int | None,
-    command: Sequence[str] | None,
+    launcher: Launcher,
     shown: str,
+    journal: Journal | None,
 ) -> Options:
     if pairs is not None and pairs < 1:
         raise ConfigError(f"--pairs is {pairs}; expected at least 1")
     if budget_s is not None and not budget_s > 0:
         raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0")
     deadline = None if budget_s is None else time.monotonic() + budget_s
-    launcher = LocalLauncher() if command is None else LocalLauncher(tuple(command))
+    nodes = len(launcher.allocation.hosts) if isinstance(launcher, SrunLauncher) else 1
     folder = Path(results) if results is not None else store.DEFAULT_RESULTS
-    return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown)
+    return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown, nodes, journal)
+
+
+def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None) -> Launcher:
+    """The launcher of the runs; `command` replaces the trainer in either."""
+    if slurm is not None:
+        return slurm if command is None else replace(slurm, command=tuple(command))
+    return LocalLauncher() if command is None else LocalLauncher(tuple(command))
 
 
 def _flags(profile: str | None, pairs: int | None, budget_s: float | None) -> list[str]:

@@ -74,6 +74,13 @@ class Spec:
     stall_s: float | None = None
     """Seconds without a new step after which a run hangs; None takes six tenths of the timeout."""
     threads: int = 1
+    output: Path | None = None
+    """Where the trainer writes, if not into `folder`."""
+
+    @property
+    def written(self) -> Path:
+        """The folder of what the trainer writes."""
+        return self.output or self.folder
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,15 @@ class _Rank:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A rank that has ended. `own` is the code with which it ended by itself (negative: by that signal), None where it was ended."""
+
+    index: int
+    own: int | None
+    log: Path
+
+
+@dataclass(frozen=True)
 class LocalLauncher:
     """Ranks as processes of this machine. `command` is what a rank runs; the configuration's path follows it."""
 
@@ -121,29 +137,24 @@ class LocalLauncher:
         Raises:
             LaunchError: the command does not exist, or the run's folder cannot be written.
         """
-        result = self._once(spec, on_step)
-        # Another process may have taken the port between the asking and the listening; that says nothing about the run.
-        if result.outcome == "crash" and any(text in result.message for text in _PORT_TAKEN):
-            shutil.rmtree(spec.folder, ignore_errors=True)
-            result = self._once(spec, on_step)
-        return result
+        return again_where_the_port_was_taken(lambda: self._once(spec, on_step), spec.folder)
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
-        config = _write_config(spec)
+        config = write_config(spec)
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
         ranks: list[_Rank] = []
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
-            watched = _Watch(spec, on_step)
+            watched = Watch(spec, on_step)
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
             _end(ranks, self.grace_s)
         wall = time.monotonic() - clock
         if hung:
             return Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
-        return _judge(ranks, spec, started, wall)
+        return judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> _Rank:
         log = spec.folder / f"rank{index}.log"
@@ -158,7 +169,7 @@ class LocalLauncher:
                     stderr=subprocess.STDOUT,
                     env=env,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
         except OSError as e:
             raise LaunchError(f"a rank could not be started with {' '.join(self.command)}: {e.strerror or e}") from e
@@ -252,14 +263,14 @@ def new_folder(parent: Path, name: str) -> Path:
     return folder
 
 
-class _Watch:
+class Watch:
     """Follows metrics.jsonl by its size alone; reading it in earnest waits until the ranks have gone."""
 
     def __init__(self, spec: Spec, on_step: Callable[[int], None] | None) -> None:
         self.spec = spec
         self.stall_s = spec.stall_s if spec.stall_s is not None else 0.6 * spec.timeout_s
         self.on_step = on_step
-        self.path = spec.folder / "metrics.jsonl"
+        self.path = spec.written / "metrics.jsonl"
         self.offset = 0
         self.steps = 0
         self.last = time.monotonic()
@@ -286,7 +297,7 @@ class _Watch:
         return ""
 
 
-def _wait(ranks: Sequence[_Rank], watch: _Watch, began: float, drain_s: float) -> str:
+def _wait(ranks: Sequence[_Rank], watch: Watch, began: float, drain_s: float) -> str:
     """Until all ranks have ended, one has failed, or the run hangs; returns why it hangs."""
     finished: float | None = None
     while True:
@@ -345,14 +356,23 @@ def _kill_sessions(leaders: set[int]) -> None:
                 os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
-def _judge(ranks: Sequence[_Rank], spec: Spec, started: float, wall: float) -> Result:
+def again_where_the_port_was_taken(once: Callable[[], Result], folder: Path) -> Result:
+    """A second launch where another process took the port between the asking and the listening; that says nothing about the run."""
+    result = once()
+    if result.outcome == "crash" and any(text in result.message for text in _PORT_TAKEN):
+        shutil.rmtree(folder, ignore_errors=True)
+        result = once()
+    return result
+
+
+def judge(ranks: Sequence[Ended], folder: Path, started: float, wall: float) -> Result:
     """The outcome, from the ranks that ended by themselves; those that the launcher ended say nothing."""
     judged = [(_outcome(r.own, tail(r.log)), r, r.own) for r in ranks if r.own]
     if judged:
         outcome, rank, code = min(judged, key=lambda j: _WORST_FIRST.index(j[0]))
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Result(outcome, code, f"rank {rank.index} ended with {how}\n{tail(rank.log)}", started, wall)
-    summary = read_summary(spec.folder)
+    summary = read_summary(folder)
     if summary is None:
         return Result("crash", 0, f"every rank ended well but wrote no readable summary.json\n{tail(ranks[0].log)}", started, wall)
     if summary.get("outcome") != "ok":
@@ -377,9 +397,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _write_config(spec: Spec) -> Path:
+def write_config(spec: Spec) -> Path:
     """The resolved configuration, as JSON: every JSON text is YAML, and no value changes its type on the way."""
-    data = trainer_config.dump(spec.config) | {"output": str(spec.folder)}
+    data = trainer_config.dump(spec.config) | {"output": str(spec.written)}
     path = spec.folder / "resolved.yaml"
     try:
         spec.folder.mkdir(parents=True, exist_ok=True)
@@ -389,12 +409,12 @@ def _write_config(spec: Spec) -> Path:
     return path
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What a rank does before it starts: ask the kernel to kill it when the harness dies, even by SIGKILL."""
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """What a child does before it starts: ask the kernel to signal it when the harness dies, even by SIGKILL."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, lint_labels, number_formats, placement, statements
+from playbook import layout, lint_labels, number_formats, placement, statements, utilization
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
-from playbook_bench import invariants
+from playbook_bench import invariants, short_runs
 from playbook_bench.case import Case
 
 Statement = tuple[bool, str, dict[str, Any]]
@@ -21,15 +21,20 @@ ARITHMETIC: Mapping[str, Function] = {
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
     "refused_together": lint_labels.refused_together,
+    "vision_left_out": utilization.vision_left_out,
+    "published_utilization": utilization.published_utilization,
     "interleaving": statements.interleaving,
     "platform_walls": statements.platform_walls,
     "offload_makes_it_fit": statements.offload_makes_it_fit,
     "mfu_falls_as_throughput_rises": statements.mfu_falls_as_throughput_rises,
+    "rows_per_rank": statements.rows_per_rank,
     "coarser": number_formats.coarser,
     "routing_flips": number_formats.routing_flips,
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
+    "tracker_gets_configuration": short_runs.tracker_gets_configuration,
+    "finetune_saves_and_evaluates": short_runs.finetune_saves_and_evaluates,
     "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,
 }
 

@@ -77,6 +77,20 @@ def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores
     )
 
 
+def over_nodes(machine: Machine, nodes: int) -> Machine:
+    """As many such machines as an allocation has nodes, as one."""
+    if nodes == 1:
+        return machine
+    gpus = machine.gpus * nodes
+    name = f"{short_gpu(machine.gpu)}x{gpus}" if machine.gpu else CPU
+    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "description": f"{nodes} nodes of {machine.description}"})
+
+
+def gpus_per_node(machine: Machine) -> int:
+    """GPUs of one of its nodes."""
+    return machine.gpus // machine.nodes
+
+
 def short_gpu(name: str) -> str:
     """`NVIDIA H200` as `h200`: the first word that has a digit, else the last word."""
     words = re.findall(r"[a-z0-9]+", name.lower())
@@ -134,7 +148,7 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     if profile is None:
         return machine
     if profile == CPU:
-        return machine_of([], "", machine.cpu, machine.cores)
+        return over_nodes(machine_of([], "", machine.cpu, machine.cores), machine.nodes)
     gpu, gpus = _profile_gpus(profile)
     if not gpus:
         raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
@@ -143,9 +157,12 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     if gpus == machine.gpus:
         return machine
     joined = "none" if gpus == 1 else machine.interconnect
+    nodes = max(1, gpus // gpus_per_node(machine))
     suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
     name = f"{short_gpu(machine.gpu or '')}x{gpus}"
-    return machine.model_copy(update={"name": name, "gpus": gpus, "interconnect": joined, "description": f"{gpus} x {machine.gpu}{suffix}"})
+    over = f"{nodes} nodes, " if nodes > 1 else ""
+    description = f"{over}{gpus} x {machine.gpu}{suffix}"
+    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "interconnect": joined, "description": description})
 
 
 def _profile_gpus(profile: str) -> tuple[str, int]:
@@ -154,7 +171,10 @@ def _profile_gpus(profile: str) -> tuple[str, int]:
 
 
 def _has(machine: Machine, gpu: str, gpus: int) -> bool:
-    return machine.gpus >= gpus and machine.gpu is not None and short_gpu(machine.gpu) == gpu
+    """A part of one node, or whole nodes."""
+    if machine.gpu is None or machine.gpus < gpus or short_gpu(machine.gpu) != gpu:
+        return False
+    return gpus <= gpus_per_node(machine) or gpus % gpus_per_node(machine) == 0
 
 
 def facts(machine: Machine, config: TrainerConfig | None = None, ranks: int = 1) -> dict[str, Any]:
@@ -260,7 +280,8 @@ def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict
 
 def context() -> dict[str, Any]:
     """Reported with the evidence; never compared."""
-    return {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
+    slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
+    return {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version(), **slurm}
 
 
 def commit(folder: Path | None = None) -> str | None:
@@ -277,7 +298,8 @@ def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
     if profile == CPU:
         return {"CUDA_VISIBLE_DEVICES": ""}
     have = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    return {"CUDA_VISIBLE_DEVICES": ",".join((have or [str(i) for i in range(machine.gpus)])[: machine.gpus])}
+    gpus = gpus_per_node(machine)
+    return {"CUDA_VISIBLE_DEVICES": ",".join((have or [str(i) for i in range(gpus)])[:gpus])}
 
 
 def _nvidia_smi(arguments: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from playbook_bench import launch, preflight, schedule
 from playbook_bench.case import Case
+from playbook_bench.journal import Kept, SeriesJournal
 from playbook_bench.launch import Launcher, Result, Spec, read_summary
 from playbook_bench.records import Baseline, CaseRef, Fingerprint, Machine, Measured, Observed, Plan, Run, Sample, Seconds, Variant, digest
 from playbook_bench.schedule import RunSpec
@@ -87,13 +88,16 @@ class Series:
     """Variants that may be out of memory or refused, because the claims say so."""
     launched: list[Run] = field(default_factory=list)
     """Every run that was paid for, discarded ones included."""
+    journal: SeriesJournal | None = None
     _slowest: float = 0.0
 
     def run(self, spec: RunSpec) -> Run:
-        """Launch once and record it."""
+        """Launch once and record it; a run that the journal has from before is taken from there."""
         resolved = self.variants[spec.variant]
+        if self.journal and (kept := self.journal.take(spec, resolved.sha)):
+            return self._again(kept, resolved)
         folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
-        threads = max(1, self.machine.cores // max(r.ranks for r in self.variants.values()))
+        threads = max(1, self.machine.cores // -(-max(r.ranks for r in self.variants.values()) // self.machine.nodes))
         environment = {**preflight.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
         number = len(self.launched) + 1
         self.progress.launch(number, max(self.expected, number), spec)
@@ -106,8 +110,23 @@ class Series:
         run = self._record(spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)})
         self.runs.append(run)
         self.launched.append(run)
+        if self.journal:
+            self.journal.add(run, self.strict.get(run.strict_sha, {}))
         if run.outcome == "ok":
             shutil.rmtree(folder, ignore_errors=True)
+        return run
+
+    def _again(self, kept: Kept, resolved: Resolved) -> Run:
+        """A run of before, in its new place; the time that it took is spent."""
+        run = kept.run.model_copy(update={"position": len(self.runs)})
+        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        if run.strict_sha:
+            self.strict[run.strict_sha] = kept.strict
+        self._slowest = max(self._slowest, run.wall_s)
+        if self.deadline is not None:
+            self.deadline -= run.wall_s
+        self.runs.append(run)
+        self.launched.append(run)
         return run
 
     @property

@@ -16,7 +16,8 @@ from ranks import run, steps, summary
 from playbook_trainer.models import fp8
 from playbook_trainer.models.offload import Trip
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+# What torch.compile warns about is not what is tested here.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -267,6 +268,20 @@ def test_trainer_with_offloaded_optimizer(trained: Any) -> None:
     assert s["metrics"]["peak_memory_bytes"] < plain["metrics"]["peak_memory_bytes"] - s["metrics"]["optimizer_bytes_per_rank"]
 
 
+def test_offloaded_optimizer_in_float32_is_the_plain_one(tmp_path: Path) -> None:
+    """Six steps of the tiny model in float32: gradients, clipping and AdamW on the host against all of it on the GPU."""
+    curves = {}
+    for on in ("false", "true"):
+        words = ["trainer/configs/qwen3_moe_tiny.yaml", "train.device=cuda", "train.steps=6", "train.warmup_steps=1"]
+        code, _, errors = run([*words, f"offload.optimizer={on}", f"output={tmp_path / on}"], timeout=110)[0]
+        assert code == 0, errors[-2000:]
+        curves[on] = steps(tmp_path / on)
+    norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(curves["true"], curves["false"], strict=True))
+    print(f"losses differ by {apart(curves['true'], curves['false']):.1e} at most, gradient norms by {norms:.1e}")
+    assert apart(curves["true"], curves["false"]) < 1e-5
+    assert norms < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "linear", "experts"),
     [("fp8 rowwise", 48, 24), ("fp8 blockwise linear", 48, 0)],
@@ -296,4 +311,4 @@ def test_trainer_with_cuda_graphs(trained: Any) -> None:
     assert apart(rows, plain_rows) < 2e-3
     assert rows[0]["grad_norm"] == pytest.approx(plain_rows[0]["grad_norm"], rel=1e-2)
     assert s["receipt"]["counters"]["graph_replays"] == 2 * 6 * 2
-    assert "graph_replays" not in plain["receipt"]["counters"]
+    assert plain["receipt"]["counters"]["graph_replays"] == 0

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench import aa, confirm, report, store
+from playbook_bench import aa, confirm, launch, report, store
+from playbook_bench.journal import Journal
 
 HERE = Path(__file__).parent
 FAKE = (sys.executable, str(HERE / "planted.py"))
@@ -418,3 +419,31 @@ def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, 
     found = confirmed(curve_card("interaction", "{op: excludes, infeasible: [s2+r1]}", "fits"), tmp_path)
     assert found.status == status
     assert store.replay(found.path)[0]
+
+
+def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
+    plant(candidate={"slower": 0.2})
+    launched = []
+
+    class StopsOnce(launch.LocalLauncher):
+        def run(self, spec, on_step=None):
+            launched.append(spec.folder.name)
+            if len(launched) == 14:
+                raise launch.Interrupted(signal.SIGTERM)
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
+    path = case()
+    with pytest.raises(launch.Interrupted):
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    measured = found.evidence.measured
+    assert found.status == "measured"
+    assert len(launched) == 14 + 6, "two burn-ins, eight of the noise and one pair are kept; the pair that was cut is whole"
+    kept = [r.run_id for r in measured.runs if r.role == "measure"][:2]
+    assert set(kept) <= set(launched[:13])
+    assert [r.position for r in measured.runs] == list(range(len(measured.runs)))
+    assert store.replay(found.path) == (True, [])
+    before = len(launched)
+    bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(launched) == before, "a settled case is not run again"

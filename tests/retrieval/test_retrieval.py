@@ -99,9 +99,9 @@ def test_the_questions_are_many_and_split_in_halves() -> None:
     assert 0.4 < sum(q.held_out for q in every) / len(every) < 0.6
 
 
-# (recall@3, MRR, recall@1, abstention precision and recall). The aim on either half is 0.9 and 0.8. The held-out half reached 0.79 and 0.77
-# with the first four cards (19 of 24 questions), so its floor lies below the aim; raise it as cards land, and tune on the other half only.
-FLOORS = {"tuned": (0.9, 0.8, 0.8, 0.8, 0.8), "held out": (0.75, 0.7, 0.7, 0.6, 0.8)}
+# (recall@3, MRR, recall@1, abstention precision and recall). The first two are what the search has to reach on either half; tune on the
+# tuned half only.
+FLOORS = {"tuned": (0.9, 0.8, 0.8, 0.8, 0.8), "held out": (0.9, 0.8, 0.75, 0.7, 0.8)}
 
 
 @pytest.mark.parametrize("half", list(FLOORS))

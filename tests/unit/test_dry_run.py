@@ -45,6 +45,16 @@ def test_the_parameters_are_those_of_the_model(name):
     assert report.stages[0].state_bytes == 16 * held  # parameter, gradient and two moments in float32
 
 
+def test_offload_moves_bytes_to_the_host_and_loses_none():
+    def stage(**overrides):
+        return dry_run(load(TEXT, {"model.num_layers": 8, **overrides}), 1).stages[0]
+
+    plain, sent = stage(), stage(**{"offload.activations": True, "offload.optimizer": True})
+    assert plain.host_bytes == sent.state_bytes == 0
+    assert sent.activation_bytes == pytest.approx(plain.activation_bytes * 3 / 8)
+    assert sent.host_bytes + sent.activation_bytes == pytest.approx(plain.state_bytes + plain.activation_bytes)
+
+
 def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     def state(world, **overrides):
         stages = dry_run(load(TEXT, {"train.global_batch_size": 8, **overrides}), world).stages
@@ -54,6 +64,7 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     assert state(4) == pytest.approx(whole / 4)
     assert state(4, **{"parallel.fsdp": False}) == whole
     assert state(4, **{"parallel.dp_replicate": 2}) == pytest.approx(whole / 2)
+    assert state(4, **{"parallel.ep": 2, "parallel.etp": 2}) == pytest.approx(whole / 4, rel=0.01)
     assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
     assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
     assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)

@@ -99,3 +99,12 @@ def test_rounding_flips_routing_more_where_more_experts_compete():
     few = number_formats.routing_flips(experts=8, top_k=2, tokens=500, spread=1.0, least=0.0)[2]["share"]
     many = number_formats.routing_flips(experts=512, top_k=8, tokens=500, spread=1.0, least=0.0)[2]["share"]
     assert few < many
+
+
+def test_rows_vary_without_dropping_and_a_larger_capacity_drops_less():
+    case = {"tokens": 256, "experts": 32, "top_k": 4, "ranks": 4, "batches": 10}
+    holds, _, tight = statements.rows_per_rank(**case, capacity_factor=1.0)
+    wide = statements.rows_per_rank(**case, capacity_factor=4.0)[2]
+    assert holds
+    assert tight["dropped"] > 0 == wide["dropped"]
+    assert not statements.rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always

@@ -101,7 +101,7 @@ def test_without_gradients_nothing_travels():
     observer = Observer(model, {})
     with torch.no_grad(), observing(observer):
         model(document_batch(config))
-    assert not observer.counters
+    assert observer.counters["offloaded_activation_bytes"] == 0
 
 
 GRAPHED = Options(graphs=frozenset({"attn", "moe_router"}))

@@ -161,6 +161,8 @@ class Checkpointer:
         tops = [torch.linalg.vector_norm(t, float("inf")).float() for p in state.values() for _, t in p.pieces if t.dim()]
         good = torch.stack(tops).isfinite().all().int() if tops else torch.ones((), dtype=torch.int32, device=device)
         if self._axes.world.size > 1:
+            # With an offloaded optimizer the state is on the host, and NCCL is not.
+            good = good.cuda() if dist.get_backend() == "nccl" else good
             dist.all_reduce(good, op=dist.ReduceOp.MIN)
         return bool(good)
 

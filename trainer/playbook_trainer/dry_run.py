@@ -38,10 +38,12 @@ class Stage:
     """Two layers gathered at once under full sharding."""
     activation_bytes: float
     loss_bytes: float
+    host_bytes: float
+    """In host memory, with offload: state, and activations of all layers but three (one computes, its neighbours are on their way)."""
 
     @property
     def peak_bytes(self) -> float:
-        """All of it together."""
+        """All of it that is on the GPU."""
         return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.loss_bytes
 
     def row(self) -> dict[str, Any]:
@@ -112,15 +114,20 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     counts = held.dense / shards + held.experts * expert_copies / plan.edp
     width = {"fp32": 4, "bf16": 2}[config.train.dtype]
     alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
-    kept = sum(n * activations.kept(plan, i) for n, chunk in zip(alive, chunks, strict=True) for i in chunk)
+    layers = [(n, activations.kept(plan, i)) for n, chunk in zip(alive, chunks, strict=True) for i in chunk]
+    kept = sum(n * size for n, size in layers) * width / activations.BF16
+    state = counts * (2 * MASTER_BYTES + 2 * moments)
+    on_gpu = min(kept, 3 * max(size for _, size in layers) * width / activations.BF16) if config.offload.activations else kept
+    state_on_gpu = 0.0 if config.offload.optimizer else state
     last = stage == plan.pp - 1
     logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
     return Stage(
         stage=stage,
         layers=sum(map(len, chunks)),
         parameters=held.dense + held.experts,
-        state_bytes=counts * (2 * MASTER_BYTES + 2 * moments),
+        state_bytes=state_on_gpu,
         gathered_bytes=2 * width * held.largest if shards > 1 else 0.0,
-        activation_bytes=kept * width / activations.BF16,
+        activation_bytes=on_gpu,
         loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        host_bytes=state - state_on_gpu + kept - on_gpu,
     )

@@ -72,9 +72,11 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if config.checkpoint.dir:
         trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    outcome = run_steps(trainer, recorder)
-    saver.wait()
-    trainer.watchdog.close()
+    try:
+        outcome = run_steps(trainer, recorder)
+        saver.wait()
+    finally:
+        trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:
         weights.save(model, axes, Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
@@ -297,7 +299,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},
-        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.operators, **observer.counters}},
+        "receipt": {"numbers": numbers, **observer.as_dict(), "counters": {**counters, **observer.counters}},
     }
 
 

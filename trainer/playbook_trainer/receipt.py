@@ -37,7 +37,7 @@ _OPS: dict[str, str] = {
     "broadcast_": "broadcast",
 }
 
-# Operators whose number tells which implementation ran, by the counter that a case asks for; each is reported, at 0 where it did not run.
+# Operators whose number tells which implementation ran, by the counter that a case asks for.
 _COUNTED: dict[str, str] = {
     "_grouped_mm": "grouped_products",
     "_flash_attention_forward": "flash_attentions",
@@ -48,6 +48,7 @@ _COUNTED: dict[str, str] = {
     "_scaled_grouped_mm": "scaled_grouped_products",
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_TALLIED = ("graph_replays", "fp8_linear_products", "fp8_expert_products", "offloaded_activation_bytes", "offloaded_gradient_bytes")
 
 
 class Observer:
@@ -56,9 +57,9 @@ class Observer:
     def __init__(self, model: nn.Module, group_names: dict[str, str]) -> None:
         self.model, self.group_names = model, group_names
         self.ranges: Counter[str] = Counter()
-        self.counters: Counter[str] = Counter()
+        # Each name is reported, so that a case may require that something did not happen.
+        self.counters: Counter[str] = Counter(dict.fromkeys([*_COUNTED.values(), "float32_products", *_TALLIED], 0))
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
-        self.operators: dict[str, int] = dict.fromkeys([*_COUNTED.values(), "float32_products"], 0)
         self.stack: list[str] = []
         self.saved = _Saved(model)
 
@@ -90,9 +91,9 @@ class Observer:
     def count(self, name: str, args: Any) -> None:
         """One operator ran; products count as float32 where a factor is."""
         if name in _COUNTED:
-            self.operators[_COUNTED[name]] += 1
+            self.counters[_COUNTED[name]] += 1
         elif name in _PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
-            self.operators["float32_products"] += 1
+            self.counters["float32_products"] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Ranges and collectives, as the receipt holds them."""

@@ -19,8 +19,9 @@ class Watchdog:
         self._timeout_s, self._rank = timeout_s, rank
         self._step, self._last = 0, time.monotonic()
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(timeout_s,), name="watchdog", daemon=True)
         if timeout_s is not None:
-            threading.Thread(target=self._watch, args=(timeout_s,), name="watchdog", daemon=True).start()
+            self._thread.start()
 
     def alive(self, step: int) -> None:
         """A step is over."""
@@ -29,6 +30,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
+        if self._timeout_s is not None:
+            self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self, timeout_s: float) -> None:

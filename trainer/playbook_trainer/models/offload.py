@@ -33,6 +33,7 @@ class Trip:
     """One forward pass: its layers, and what each of them has sent to the host."""
 
     def __init__(self, device: torch.device, keep: Iterable[Tensor], smallest: int | None = None) -> None:
+        self.device = device
         self.side = side_stream(device) if device.type == "cuda" else None
         self.kept = {t.untyped_storage().data_ptr() for t in keep}
         self.smallest = SMALLEST if smallest is None else smallest
@@ -92,7 +93,7 @@ class Trip:
         self.last = load
 
     def _travels(self, t: Tensor, modules: list[nn.Module]) -> bool:
-        if isinstance(t, nn.Parameter | DTensor):
+        if isinstance(t, nn.Parameter | DTensor) or t.device.type != self.device.type:
             return False
         storage = t.untyped_storage()
         if storage.nbytes() < self.smallest or storage.data_ptr() in self.kept:

@@ -1,0 +1,152 @@
+"""What a command that was stopped had done, so that the same command goes on where it was: finished runs, and verdicts with their records.
+
+A folder belongs to one command. Runs taken before and after a stop form one series only where the machines are the same ones; elsewhere
+the series of the case that was under way starts over. A pair that the stop cut in two is run again whole: pairs are adjacent runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from playbook.errors import StoreError
+from playbook_bench.case import Case
+from playbook_bench.records import Run, digest
+from playbook_bench.schedule import RunSpec
+
+_SETTLED = "settled.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run of before, with the environment that its hash stands for."""
+
+    run: Run
+    strict: dict[str, Any]
+
+
+@dataclass
+class SeriesJournal:
+    """The finished runs of one case, a line each, behind a line that says what they belong to."""
+
+    path: Path
+    seed: int
+    kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
+
+    def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
+        """The run of before that stands for this launch, once."""
+        found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
+        return found.pop(0) if found else None
+
+    def add(self, run: Run, strict: Mapping[str, Any]) -> None:
+        """Note a run that has just ended.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        _append(self.path, {"run": run.model_dump(mode="json"), "strict": strict})
+
+
+class Journal:
+    """The folder of one command; `place` names the machines that it runs on now.
+
+    Raises:
+        StoreError: the folder cannot be made, or its list of verdicts cannot be read.
+    """
+
+    def __init__(self, folder: Path, place: Sequence[str]) -> None:
+        self.folder = folder
+        self.place = list(place)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
+            self.settled = {key: Path(path) for line in text.splitlines() for key, path in json.loads(line).items()}
+        except (OSError, ValueError, AttributeError, TypeError) as e:
+            raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
+
+    def settle(self, paths: Mapping[str, Path]) -> None:
+        """Note the records of a case's claims."""
+        _append(self.folder / _SETTLED, {key: str(path) for key, path in paths.items()})
+
+    def series(self, case: Case, profile: str, seed: int) -> SeriesJournal:
+        """The journal of a case's series: what it holds from before, or a new one with this seed.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        path = self.folder / f"{case.id}.jsonl"
+        header = {"case": digest(case.model_dump(mode="json"), 16), "profile": profile, "place": self.place}
+        lines = _lines(path)
+        if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
+            kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
+            _rewrite(path, lines[0], kept)
+            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
+        _rewrite(path, header | {"seed": seed}, [])
+        return SeriesJournal(path, seed)
+
+
+def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
+    """All but the last pair or block, where that was cut."""
+    if not kept:
+        return []
+    last = kept[-1].run
+    size = {"aa": 2, "measure": variants}.get(last.role, 1)
+    count = 0
+    while count < len(kept) and (kept[-1 - count].run.role, kept[-1 - count].run.pair) == (last.role, last.pair):
+        count += 1
+    return list(kept[:-count] if count % size else kept)
+
+
+def _by_launch(kept: Sequence[Kept]) -> dict[tuple[Any, ...], list[Kept]]:
+    found = defaultdict(list)
+    for k in kept:
+        found[k.run.variant, k.run.role, k.run.pair, k.run.config_sha].append(k)
+    return dict(found)
+
+
+def _kept(line: Mapping[str, Any]) -> Kept | None:
+    try:
+        strict = line.get("strict")
+        return Kept(Run.model_validate(line.get("run")), strict if isinstance(strict, dict) else {})
+    except ValidationError:
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, up to the first line that is none: a job that was killed may leave half a line."""
+    out: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return out
+    for line in text.splitlines():
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(data, dict):
+            break
+        out.append(data)
+    return out
+
+
+def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    rows = [header, *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept)]
+    try:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}") from e
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}") from e

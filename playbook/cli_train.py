@@ -1,0 +1,41 @@
+"""`playbook train`: the trainer here, its dry run, or all its ranks as a job of Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from playbook import cli_slurm
+
+
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration and print what each rank would hold; runs nothing.")
+    ] = False,
+    gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
+    launcher: cli_slurm.LauncherName = "local",
+    nodes: cli_slurm.Nodes = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
+    cluster: cli_slurm.ClusterFile = None,
+    show: cli_slurm.Print = False,
+    no_wait: cli_slurm.NoWait = False,
+    job: cli_slurm.JobId = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout, of a dry run or a job.")] = False,
+) -> None:
+    """Train: one rank alone, this rank of a torchrun launch, or all ranks of a job of Slurm."""
+    if dry_run:
+        from playbook import cli_dry_run
+
+        cli_dry_run.show(config, overrides or [], gpus, as_json=as_json)
+        return
+    cli_slurm.check_launcher(launcher)
+    if launcher != "local":
+        request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
+        raise typer.Exit(cli_slurm.train(Path(config), overrides or [], launcher, ranks_per_node, request))
+    from playbook_trainer.__main__ import main as run
+
+    raise typer.Exit(run([config, *(overrides or [])]))

@@ -1,0 +1,171 @@
+"""`--launcher slurm` where there is no Slurm: the script that it would submit, and every mistake as one message with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook import cli
+from playbook.paths import repo_root
+from playbook_bench import cluster
+from playbook_trainer import config as trainer_config
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "slurm"
+TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
+W9 = ("confirm", "moe-dispatcher-choice/W9", "--launcher", "slurm")
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory of its own, on a machine without Slurm."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def file(elsewhere):
+    def write(text):
+        (elsewhere / "cluster.yaml").write_text(text, encoding="utf-8")
+
+    return write
+
+
+def test_the_script_is_printed_and_nothing_is_submitted(capsys, elsewhere):
+    code, out, err = run(capsys, *W9, "--budget", "30m", "--cluster", str(FIXTURES / "cluster.yaml"), "--print")
+    assert (code, err) == (0, "")
+    shown = out.replace(str(elsewhere), "HERE").replace(f"{repo_root()}", "PLAYBOOK")
+    assert shown == (FIXTURES / "confirm.sh").read_text(encoding="utf-8")
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_the_script_of_training_holds_the_variables_of_its_layout(capsys, elsewhere):
+    words = ("train", TINY, "parallel.tp=2", "parallel.fsdp=false", "--launcher", "slurm", "--print")
+    code, out, err = run(capsys, *words, "--ranks-per-node", "2", "--nodes", "4")
+    assert code == 0
+    assert "checkpoint.dir is not set" in err
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in out
+    assert "#SBATCH --nodes=4\n" in out
+    assert "# playbook train --launcher srun --cluster" in out
+
+
+@pytest.mark.parametrize(
+    ("platform", "keys", "expected"),
+    [
+        ("hopper", {"parallel.tp": 2, "parallel.fsdp": False}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("hopper", {"parallel.tp": 2}, {}),
+        ("nvl72", {"parallel.cp": 2, "parallel.fsdp": False}, {}),
+        ("cpu", {"parallel.tp": 2, "parallel.fsdp": False}, {}),
+        (
+            "hopper",
+            {"moe.dispatcher": "hybridep", "parallel.ep": 16},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "8"},
+        ),
+        (
+            "nvl72",
+            {"moe.dispatcher": "hybridep", "parallel.ep": 64},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "64"},
+        ),
+    ],
+)
+def test_a_layout_asks_for_its_own_variables(platform, keys, expected):
+    config = trainer_config.load(Path(TINY), keys)
+    assert cluster.layout_environment(platform, config) == expected
+    own = cluster.Cluster(platform=platform, environment={"NCCL_NVLS_ENABLE": "1"})
+    assert cluster.environment(own, config) == {**cluster.PLATFORMS[platform], **expected, "NCCL_NVLS_ENABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("partitoin: h200\n", "cluster.yaml:1:1: unknown key 'partitoin'; did you mean 'partition'?"),
+        ("time: soon\n", "cluster.yaml:1:1: 'time': expected a time such as 90m, 2h, 02:30:00 or 1-00:00:00, found 'soon'"),
+        ("time: 0m\n", "a time limit is at least a minute"),
+        ("nodes: 0\n", "cluster.yaml:1:1: 'nodes': input should be greater than 0, found 0"),
+        ("platform: hoper\n", "did you mean 'hopper'?"),
+        ('partition: "a\\nrm -rf b"\n', "'partition': string should match pattern"),
+        ('setup: ["a\\nb"]\n', "string should match pattern"),
+        ("environment: {A B: c}\n", "string should match pattern"),
+        ("sbatch: {nodes: '3'}\n", "nodes is set from the other keys or from the command line"),
+        ("- a\n", "expected a mapping of keys to values, found a list"),
+        ("container: {image: nvcr.io/x}\n", "a container holds ranks of `playbook train` alone"),
+    ],
+)
+def test_a_bad_cluster_file_is_one_message(capsys, file, elsewhere, text, says):
+    file(text)
+    code, out, err = run(capsys, *W9)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+    assert [p.name for p in elsewhere.iterdir()] == ["cluster.yaml"], "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (W9, "Slurm's sbatch, srun, squeue is not on PATH"),
+        ((*W9, "--cluster", "nowhere.yaml"), "nowhere.yaml:1:1: cannot be read"),
+        ((*W9[:-1], "pbs"), "--launcher is 'pbs'; expected one of local, slurm, srun"),
+        ((*W9[:-1], "srun"), "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here"),
+        (("confirm", "--launcher", "slurm", "--job", "12"), "job '12' was not submitted with the results folder"),
+        (("confirm", "--launcher", "slurm", "--job", "../1"), "job '../1' was not submitted"),
+        (("train", TINY, "--launcher", "slurm"), "say --ranks-per-node, or gpus_per_node in the cluster's file"),
+        (("train", TINY, "--launcher", "slurm", "--ranks-per-node", "8"), "this configuration cannot run on 8 ranks"),
+        (("train", TINY, "parallel.tpp=2", "--launcher", "slurm", "--ranks-per-node", "8"), "unknown key 'tpp'"),
+        (("train", TINY, "--launcher", "slurm", "--ranks-per-node", "4"), "Slurm's sbatch, srun, squeue is not on PATH"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_stays_behind(capsys, elsewhere, words, says):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_missing_submitit_is_one_line(capsys, elsewhere, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    code, out, err = run(capsys, *W9, "--print")
+    assert (code, out) == (2, "")
+    assert err == "error: package submitit is not installed; install perf-playbook with the extra 'slurm'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90m", 90), ("2h", 120), ("2:30:00", 150), ("02:30", 150), ("0:00:30", 1), ("1-01:00:00", 1500)]
+)
+def test_times_are_read_in_minutes(text, expected):
+    assert cluster.minutes(text) == expected
+
+
+def test_a_container_is_an_option_of_srun_and_its_own_python(monkeypatch):
+    from playbook_bench.slurm import Allocation
+
+    monkeypatch.setattr(cluster, "allocation", lambda: Allocation("7", ("n1", "n2"), "10.0.0.1"))
+    image = cluster.Container(image="nvcr.io/nvidia/pytorch:26.01-py3", mounts=["/shared:/shared", "/data:/data"])
+    launcher = cluster.launcher(cluster.Cluster(gpus_per_node=8, container=image), 0)
+    words = launcher.step(16, Path("/shared/run"), launcher.command)
+    assert "--container-image=nvcr.io/nvidia/pytorch:26.01-py3" in words
+    assert "--container-mounts=/shared:/shared,/data:/data" in words
+    assert words[-3:] == ["python3", "-m", "playbook_trainer"]
+    assert launcher.variables == {"PYTHONPATH": ""}
+
+
+def test_a_cluster_file_that_ships_with_the_tests_fits_its_schema():
+    from jsonschema import Draft202012Validator
+
+    from playbook import document
+
+    schema = json.loads((repo_root() / "schemas/cluster.schema.json").read_text(encoding="utf-8"))
+    assert not list(Draft202012Validator(schema).iter_errors(document.read(FIXTURES / "cluster.yaml")[0]))

@@ -1,0 +1,129 @@
+"""Ranks as steps of an allocation, without Slurm: where they go, how their ends are read, what a journal gives back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import ConfigError, StoreError
+from playbook_bench import preflight
+from playbook_bench.case import load_case
+from playbook_bench.journal import Journal
+from playbook_bench.records import Machine, Run
+from playbook_bench.schedule import RunSpec
+from playbook_bench.slurm import Allocation, SrunLauncher, allocation, exits
+
+TWO = Allocation("7", ("n1", "n2"), "10.0.0.1")
+
+
+def option(words, name):
+    return next(w.partition("=")[2] for w in words if w.startswith(f"--{name}="))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "nodes", "hosts"),
+    [(2, None, "2", "n1,n2"), (8, 8, "1", "n1"), (16, 8, "2", "n1,n2"), (3, 2, "2", "n1,n2"), (1, None, "1", "n1")],
+)
+def test_ranks_fill_the_nodes_in_order(ranks, per_node, nodes, hosts):
+    words = SrunLauncher(TWO, per_node).step(ranks, Path("/run"), ["rank"])
+    assert (option(words, "nodes"), option(words, "nodelist"), option(words, "ntasks")) == (nodes, hosts, str(ranks))
+
+
+def test_more_ranks_than_the_allocation_holds_are_refused():
+    with pytest.raises(ConfigError, match="24 ranks at 8 a node need 3 nodes, and the allocation has 2"):
+        SrunLauncher(TWO, 8).step(24, Path("/run"), ["rank"])
+
+
+def test_an_allocation_is_needed():
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
+        allocation({})
+
+
+@pytest.mark.parametrize(
+    ("codes", "own"),
+    [
+        (["0", "0"], [0, 0]),
+        (["4", "137"], [4, None]),  # the other was killed because the first ended
+        (["137", ""], [-9, None]),  # the kernel killed it
+        (["143", "143"], [None, None]),  # ended by Slurm or by the launcher
+        (["0", None], [0, None]),
+        (["nonsense", "1"], [None, 1]),
+    ],
+)
+def test_only_ranks_that_ended_by_themselves_say_how_a_run_ended(codes, own, tmp_path):
+    for index, code in enumerate(codes):
+        if code is not None:
+            (tmp_path / f"rank{index}.exit").write_text(code + "\n", encoding="ascii")
+    assert [r.own for r in exits(tmp_path, 2)] == own
+
+
+def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones():
+    node = Machine(
+        name="h200x8", description="8 x NVIDIA H200, NVLink", gpus=8, gpu="NVIDIA H200", interconnect="nvlink", cpu="x", cores=64
+    )
+    both = preflight.over_nodes(node, 2)
+    assert (both.name, both.gpus, both.nodes) == ("h200x16", 16, 2)
+    assert preflight.over_nodes(node, 1) == node
+    assert (preflight.restrict(both, "h200x4").nodes, preflight.restrict(both, "h200x16").nodes) == (1, 2)
+    assert preflight.visible_devices(preflight.restrict(both, "h200x16"), "h200x16")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    with pytest.raises(ConfigError, match="needs 12 x H200"):
+        preflight.restrict(both, "h200x12")
+    assert preflight.restrict(both, "cpu").nodes == 2
+
+
+def a_run(number, variant, pair, role="measure"):
+    return Run(
+        run_id=f"{number}",
+        variant=variant,
+        role=role,
+        pair=pair,
+        position=number,
+        outcome="ok",
+        started="",
+        wall_s=1,
+        ranks=2,
+        steps_wanted=1,
+        config_sha="c",
+    )
+
+
+@pytest.fixture
+def case():
+    return load_case("moe-dispatch-bytes")
+
+
+def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
+    first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
+    for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
+        first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
+    with first.path.open("a") as f:
+        f.write('{"run": {"run_id"')  # killed while writing
+    again = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 12)
+    assert again.seed == 11
+    kept = again.take(RunSpec("baseline", "measure", 0), "c")
+    assert (kept.run.run_id, kept.strict) == ("0", {"env": {"A": "1"}})
+    assert again.take(RunSpec("baseline", "measure", 0), "c") is None, "each run stands for one launch"
+    assert again.take(RunSpec("candidate", "measure", 0), "other") is None, "of the same configuration"
+    assert again.take(RunSpec("candidate", "measure", 1), "c") is None, "a pair that was cut is run again"
+    assert all(json.loads(line) for line in again.path.read_text().splitlines())
+    again.add(a_run(2, "candidate", 1), {})
+    again.add(a_run(3, "baseline", 1), {})
+    third = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 13)
+    assert third.take(RunSpec("baseline", "measure", 1), "c").run.run_id == "3"
+
+
+def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
+    first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
+    first.add(a_run(0, "baseline", 0), {})
+    first.add(a_run(1, "candidate", 0), {})
+    moved = Journal(tmp_path / "j", ["n1", "n3"]).series(case, "cpu", 12)
+    assert moved.seed == 12
+    assert moved.take(RunSpec("baseline", "measure", 0), "c") is None
+
+
+def test_a_folder_that_is_no_journal_is_refused(tmp_path):
+    (tmp_path / "settled.json").write_text("[1]\n", encoding="utf-8")
+    with pytest.raises(StoreError, match="cannot be used"):
+        Journal(tmp_path, ["n1"])

@@ -1,0 +1,36 @@
+"""The Triton kernels compile for a Hopper GPU; that needs Triton, but no GPU. What they compute is tested in tests/gpu/test_switches_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from playbook_trainer.models.kernels import cross_entropy, permute  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}
+ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width": "i32"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (cross_entropy._stats, {**LOSS, "top": "*fp32", "total": "*fp32", "aimed": "*fp32"}, {"BLOCK": 4096}),
+        (cross_entropy._gradient, {**LOSS, "lse": "*fp32", "valid": "*i1"}, {"BLOCK": 4096}),
+        (permute._spread, {**ROWS, "weight": "*fp32"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
+        (permute._spread, {**ROWS, "weight": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
+        (permute._collect, {**ROWS, "weight": "*fp32", "out": "*bf16"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
+        (permute._collect, {**ROWS, "weight": "*bf16", "out": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
+        (permute._weight_gradient, {**ROWS, "out": "*fp32"}, {"K": 8, "BLOCK": 2048}),
+    ],
+)
+def test_kernel_compiles_for_a_hopper(kernel, types, constants):
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel, {n: types.get(n, "constexpr") for n in names}, constexprs={(names.index(k),): v for k, v in constants.items()}
+    )
+    assert triton.compile(source, target=HOPPER).asm["cubin"]
