@@ -6,6 +6,7 @@
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
 #   make docs     the site, strictly, into site/
+#   make test-browser   the site in headless Chromium (Debian: apt-get install chromium)
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SETUP := pyproject.toml constraints.txt
 SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
 
-.PHONY: help demo test test-slurm check docs parity clean
+.PHONY: help demo test test-slurm test-browser check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,12 +44,15 @@ check: $(VENV)/.dev
 	$(BIN)/playbook skills check
 
 parity: $(VENV)/.dev
-	rm -f docs/parity/*.jsonl
+	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl
 	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py
 
 docs: $(VENV)/.dev
 	$(BIN)/playbook site build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+test-browser: $(VENV)/.browser
+	$(BIN)/python -m pytest -m browser tests/site
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -68,3 +72,7 @@ $(VENV)/.dev: $(SETUP) | $(BIN)/python
 	@echo "installing tests, linters and the site generator into $(VENV)"
 	@$(PIP) -e '.[train,dev,docs]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.browser: $(VENV)/.dev
+	@$(PIP) -e '.[browser]'
+	@touch $@

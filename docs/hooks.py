@@ -14,7 +14,6 @@ from playbook import cli, site
 from playbook.cli_site import reference
 from playbook.errors import PlaybookError
 
-LATEST = "<!-- latest verdicts -->"
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 
 
@@ -28,7 +27,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         made = site.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(get_command(cli.app)))
     except PlaybookError as e:
         raise PluginError(str(e)) from e
-    config.extra["latest_verdicts"] = made.latest
+    config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain
     for entry in config.nav or []:
         if "Cards" in entry:
             entry["Cards"] = ["cards/index.md", *({title: f"cards/{name}.md"} for name, title in made.cards.items())]
@@ -37,8 +36,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
-    """Put the newest verdicts where a page asks for them."""
-    return markdown.replace(LATEST, config.extra["latest_verdicts"])
+    """Put what cards and evidence say where a page asks for it by a comment."""
+    for name, content in config.extra["inserts"].items():
+        markdown = markdown.replace(f"<!-- {name} -->", content)
+    return markdown
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Put each card beside its page as plain Markdown, for readers that follow llms.txt."""
+    for name, content in config.extra["plain"].items():
+        (Path(config.site_dir) / name).write_text(content, encoding="utf-8")
 
 
 def _project(docs: Path) -> list[dict[str, Any]]:

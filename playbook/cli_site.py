@@ -11,16 +11,17 @@ from typing import Any
 from playbook import schemas
 from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
-from playbook_bench.metrics import METRICS
+from playbook_bench import metrics
 from playbook_trainer import config as trainer
 
 
 def reference(root: Any) -> Reference:
-    """Metrics, commands and the trainer's keys as plain data; `root` is the command tree of the command line."""
-    rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in METRICS.values()]
+    """Metrics, commands, the trainer's keys and the packages' folders as plain data; `root` is the command tree of the command line."""
+    rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = field_docs(Path(inspect.getfile(trainer)).read_text(encoding="utf-8"))
-    return Reference(metrics=rows, commands=list(commands(root, "playbook")), schema=schema, field_docs=docs)
+    packages = {m.__name__.split(".")[0]: Path(inspect.getfile(m)).parent for m in (schemas, metrics, trainer)}
+    return Reference(metrics=rows, commands=list(commands(root, "playbook")), schema=schema, field_docs=docs, packages=packages)
 
 
 def commands(node: Any, name: str) -> Iterator[Command]:

@@ -6,7 +6,7 @@ the file of Megatron-LM that enforces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,6 +18,16 @@ RECOMPUTE = frozenset({"full", "core_attn", "moe_act", "layernorm", "mla_up_proj
 GRAPH_MODULES = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
 CP_COMM = frozenset({"p2p", "all_gather", "a2a", "a2a+p2p"})
 SHARDING = frozenset({"none", "optimizer", "fsdp", "fsdp2"})
+FP8 = frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})
+LABELS: Mapping[str, frozenset[str]] = {
+    "dispatcher": DISPATCHERS,
+    "cp_comm": CP_COMM,
+    "sharding": SHARDING,
+    "recompute": RECOMPUTE,
+    "graphs": GRAPH_MODULES | {"full_iteration"},
+    "fp8": FP8,
+}
+"""The names that each option takes."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +86,17 @@ def broken(degrees: Degrees, options: Options) -> list[str]:
 
 def labels(d: Degrees, o: Options) -> Iterator[str]:
     """Every name is one that megatron-core knows. Source: `megatron/core/transformer/transformer_config.py`."""
-    known = {
-        "dispatcher": ({o.dispatcher} - {""}, DISPATCHERS),
-        "cp_comm": ({o.cp_comm} - {""}, CP_COMM),
-        "sharding": ({o.sharding}, SHARDING),
-        "recompute": (set(o.recompute), RECOMPUTE),
-        "graphs": (set(o.graphs), GRAPH_MODULES | {"full_iteration"}),
-        "fp8": ({o.fp8} - {""}, frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})),
+    given = {
+        "dispatcher": {o.dispatcher} - {""},
+        "cp_comm": {o.cp_comm} - {""},
+        "sharding": {o.sharding},
+        "recompute": set(o.recompute),
+        "graphs": set(o.graphs),
+        "fp8": {o.fp8} - {""},
     }
-    for key, (found, allowed) in known.items():
-        if found - allowed:
-            yield f"{key} {', '.join(sorted(found - allowed))} is not known; set {key} to one of {', '.join(sorted(allowed))}"
+    for key, found in given.items():
+        if found - LABELS[key]:
+            yield f"{key} {', '.join(sorted(found - LABELS[key]))} is not known; set {key} to one of {', '.join(sorted(LABELS[key]))}"
     if sorted(o.rank_order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
         yield f"rank order {o.rank_order} does not name tp, cp, ep, dp and pp once each; set it to tp-cp-ep-dp-pp"
 

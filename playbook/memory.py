@@ -135,7 +135,7 @@ def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
         parameters=params,
         gradients=grads,
         optimizer=optimizer,
-        fp8_weights=_fp8_copies(plan) * held.linear,
+        fp8_weights=fp8_copies(plan.options.fp8) * held.linear,
         gathered=_gathered(plan, held),
         activations=held_bytes,
         transient=max(replay, activations.loss(plan) if last else 0.0),
@@ -143,12 +143,12 @@ def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     )
 
 
-def _fp8_copies(plan: Plan) -> float:
+def fp8_copies(recipe: str) -> float:
     """Bytes per weight of the row-wise and the column-wise FP8 copy; MXFP8 adds a scale for 32 values.
 
     Source: Transformer Engine, `pytorch/tensor/float8_blockwise_tensor.py` and `mxfp8_tensor.py`.
     """
-    return {"": 0.0, "mxfp8": 2 * 33 / 32}.get(plan.options.fp8, 2.0)
+    return {"": 0.0, "mxfp8": 2 * 33 / 32}.get(recipe, 2.0)
 
 
 def _gathered(plan: Plan, held: Weights) -> float:

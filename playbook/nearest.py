@@ -112,7 +112,8 @@ def _powers(most: int) -> list[int]:
 
 
 def _apart(a: int, b: int) -> float:
-    return abs(log2(a) - log2(b))
+    """Doublings between two values, rounded so that values equally far away tie on every platform."""
+    return round(abs(log2(a) - log2(b)), 9)
 
 
 def _changes(plan: Plan, found: Plan) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, metrics, commands, configuration). A page whose source is gone is removed.
+`_generated/` (claims, calculator, families, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from typing import Any
 from playbook.cards import Card
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, repo_root
-from playbook.site_cards import Shelf, card_page, index_page, latest, matrix_page, summary
+from playbook.site_api import api_pages
+from playbook.site_calculator import calculator_page
+from playbook.site_cards import Shelf, card_page
 from playbook.site_evidence import evidence_page, list_page, trace_page
+from playbook.site_lists import by_phase, index_page, machines_today, matrix_page, summary
+from playbook.site_llms import llms, llms_full, plain_card
+from playbook.site_models import families_page, models_page
 from playbook.site_parity import parity_page
 from playbook.site_records import EVIDENCE, Record, read
 from playbook.site_reference import Command, commands_page, configuration_page, metrics_page
@@ -34,6 +39,8 @@ class Reference:
     commands: Sequence[Command] = ()
     schema: Mapping[str, Any] = field(default_factory=dict)
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    packages: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the packages that the API pages are about, by name."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,10 @@ class Site:
     """Card ids with their titles, in order of title."""
     statuses: dict[str, int]
     """How many records there are of each status."""
-    latest: str
-    """The newest verdicts as a Markdown table, for a page at the root."""
+    inserts: dict[str, str]
+    """Markdown for a page at the root, by the name that it asks for it: `what is true today`, `cards by phase`."""
+    plain: dict[str, str]
+    """Cards as Markdown without markup, by the address that they have in the built site: that of their page with `.md` added."""
     files: list[Path]
 
 
@@ -61,18 +70,25 @@ def generate(
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),
+        "_generated/calculator.md": calculator_page(),
+        "_generated/families.md": families_page(shelf),
+        "_generated/models.md": models_page(data_root("configs")),
         "evidence/index.md": list_page(shelf),
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(reference or Reference()),
         "_generated/parity.md": parity_page(out / "parity"),
     }
+    guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
+    pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
         pages[f"evidence/{record.id}.md"] = _record_page(shelf, record)
     written = [_write(out / name, content) for name, content in pages.items()]
     written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
     _remove_others(out, set(written))
     titles = {c.id: c.title for c in sorted(shelf.cards.values(), key=lambda c: c.title)}
-    return Site(titles, summary(shelf.records), latest(shelf), written)
+    inserts = {"what is true today": machines_today(shelf), "cards by phase": by_phase(shelf)}
+    plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
+    return Site(titles, summary(shelf.records), inserts, plain, written)
 
 
 def _load_cards(folder: Path) -> dict[str, Card]:
@@ -109,7 +125,7 @@ def _reference(reference: Reference) -> dict[str, str]:
         pages["_generated/commands.md"] = commands_page(reference.commands)
     if reference.schema:
         pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
-    return pages
+    return pages | api_pages(reference.packages)
 
 
 def _shown(path: Path) -> str:

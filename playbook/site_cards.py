@@ -6,11 +6,11 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
 
+from playbook import site_curves
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
 from playbook.site_figures import effect_axis
-from playbook.site_records import UNTESTED, Record, earlier, standings, trace_for, verdicts
+from playbook.site_records import UNTESTED, Record, earlier, trace_for, verdicts
 from playbook.site_text import (
     NBSP,
     attribute,
@@ -33,7 +33,8 @@ from playbook.site_text import (
 )
 
 NEGLIGIBLE_MS = 0.01
-_PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
+PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
+"""The phases of work on a run, in their order, in words."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,13 @@ def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str)
 def card_page(shelf: Shelf, card: Card) -> str:
     """The page of one card."""
     symptoms = "\n".join(f"- {text(s)}" for s in card.symptoms)
+    if card.aliases:
+        symptoms += f"\n\nIn other words: {text(', '.join(card.aliases))}.\n{{ .pb-of }}"
     parts = [
-        front_matter(card.title, description=card.summary),
+        front_matter(card.title, description=card.summary, search="boost: 4"),
         f"# {text(card.title)}",
         f"{text(card.summary)}",
-        f'<p class="pb-chips"><span>{html.escape(_PHASES[card.phase])}</span><span>{html.escape(card.wall)} wall</span></p>',
+        f'<p class="pb-chips"><span>{html.escape(PHASES[card.phase])}</span><span>{html.escape(card.wall)} wall</span></p>',
         "## You may see\n\n" + symptoms,
     ]
     if card.decide:
@@ -186,9 +189,10 @@ def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
         figure = _axis(record, claim.expect)
         if figure:
             parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
+        parts.append(site_curves.figures(record))
     commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
     parts.append("Repeat it:\n\n" + block("\n".join(" ".join(c.split()) for c in commands if c), "text"))
-    return "\n\n".join(parts)
+    return "\n\n".join(p for p in parts if p)
 
 
 def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
@@ -285,113 +289,3 @@ def _related(shelf: Shelf, card: Card) -> list[str]:
         if ids
     ]
     return ["## Related\n\n" + "\n".join(lines)] if lines else []
-
-
-def index_page(shelf: Shelf) -> str:
-    """Every card, with filters by symptom, hardware and status that work in the page itself."""
-    hardware = sorted({m for c in shelf.cards.values() for m in _machines(shelf, c)})
-    statuses = sorted({s for c in shelf.cards.values() for s in _statuses(shelf, c)})
-    parts = [
-        front_matter("Cards", description="What to do, found by symptom, hardware and status"),
-        "# Cards",
-        "Type what you see, or choose where you run and what has been settled.",
-        _filters(hardware, statuses),
-        *[_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)],
-        '<p id="pb-none" hidden>No card matches. Remove a filter, or use the search at the top.</p>',
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _filters(hardware: Sequence[str], statuses: Sequence[str]) -> str:
-    def options(values: Sequence[str]) -> str:
-        return "".join(f'<option value="{attribute(v)}">{attribute(v.replace("_", " "))}</option>' for v in values)
-
-    return (
-        '<form id="pb-filters" class="pb-filters" hidden>'
-        '<label>Symptom<input type="search" id="pb-text" placeholder="all-to-all, out of memory, recompile" autocomplete="off"></label>'
-        f'<label>Hardware<select id="pb-hardware"><option value="">any</option>{options(hardware)}</select></label>'
-        f'<label>Status<select id="pb-status"><option value="">any</option>{options(statuses)}</select></label>'
-        "</form>"
-    )
-
-
-def _each(card: Card) -> list[Claim | MechanismCheck]:
-    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
-
-
-def _machines(shelf: Shelf, card: Card) -> set[str]:
-    return {r.machine for c in _each(card) for r in verdicts(shelf.records, c.id)}
-
-
-def _statuses(shelf: Shelf, card: Card) -> set[str]:
-    return set().union(*(standings(shelf.records, claim, shelf.today) for claim in _each(card)))
-
-
-def _entry(shelf: Shelf, card: Card) -> str:
-    words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
-    rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in _each(card)]
-    return "\n\n".join(
-        [
-            f'<div class="pb-card" data-text="{attribute(words)}" data-hardware="{attribute(" ".join(sorted(_machines(shelf, card))))}" '
-            f'data-status="{attribute(" ".join(sorted(_statuses(shelf, card))))}" markdown="1">',
-            f"## {link(text(card.title), f'{card.id}.md')} {{ #{card.id} }}",
-            text(card.summary),
-            "You may see: " + "; ".join(f"*{text(s)}*" for s in card.symptoms),
-            table(["Claim", "Statement", "Verdicts"], rows),
-            "</div>",
-        ]
-    )
-
-
-def matrix_page(shelf: Shelf) -> str:
-    """Claims against machines."""
-    machines = sorted({r.machine for r in shelf.records if r.claim and not r.altered})
-    rows = []
-    for card in sorted(shelf.cards.values(), key=lambda c: c.title):
-        for claim in _each(card):
-            found = {r.machine: r for r in verdicts(shelf.records, claim.id)}
-            cells = [_cell(shelf, found[m], claim) if m in found else "" for m in machines]
-            name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
-            rows.append([name, text(claim.statement), *cells, "" if found else badge(UNTESTED)])
-    total = f"{number(len(rows))} claims, {number(len(machines))} machine{'' if len(machines) == 1 else 's'}."
-    head = ["Claim", "Statement", *[text(m) for m in machines], ""]
-    return (
-        "\n\n".join(
-            [front_matter("Claims", description="Every claim and its verdict on every machine"), "# Claims", total, table(head, rows)]
-        )
-        + "\n"
-    )
-
-
-def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
-    old = record.stale(shelf.today, claim)
-    shown = effect(record)
-    word = badge("stale" if old else record.status, f"{record.status}, stale" if old else None)
-    return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
-
-
-def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """How many verdicts there are of each status; altered records counted as such."""
-    out: dict[str, int] = {}
-    for r in records:
-        if r.get("derived"):
-            out[r.status] = out.get(r.status, 0) + 1
-    return out
-
-
-def latest(shelf: Shelf, most: int = 8) -> str:
-    """The newest verdict of each claim and machine: settled ones first, those from GPUs before those from a CPU."""
-    found = [(r, c) for card in shelf.cards.values() for c in _each(card) for r in verdicts(shelf.records, c.id)]
-    found.sort(key=lambda f: f[0].created, reverse=True)
-    found.sort(key=lambda f: (f[0].status not in ("confirmed", "refuted"), f[0].machine == "cpu", "." in f[1].id))
-    rows = [
-        [
-            link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),
-            text(c.statement),
-            link(badge("stale" if r.stale(shelf.today, c) else r.status, r.status), f"evidence/{r.id}.md"),
-            link(effect(r), f"evidence/{r.id}.md") if effect(r) else "",
-            text(r.machine),
-        ]
-        for r, c in found[:most]
-    ]
-    return table(["Claim", "Statement", "Verdict", "Effect", "Machine"], rows) if rows else "No verdict is on record yet."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from playbook import site_curves
 from playbook.site_cards import Shelf, anchor, coverage, effect
 from playbook.site_figures import samples
 from playbook.site_records import EVIDENCE, TRACE, Record
@@ -33,9 +34,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
     claim = record.claim or str(record.get("measured", "case", "id", default="a case"))
     head = [
-        front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude").replace(
-            'search: "exclude"', "search:\n  exclude: true"
-        ),
+        front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude: true"),
         f"# {text(claim)} on {text(record.machine)}",
     ]
     raw = link("the record as JSON", f"{record.id}.json")
@@ -125,33 +124,8 @@ def _comparison(record: Record) -> str:
 
 
 def _curve(record: Record) -> str:
-    """The values of a sweep or the cells of an interaction, and the contrasts that the claim's rule looks at."""
-    found = record.get("derived", "curve")
-    if not isinstance(found, Mapping):
-        return ""
-    unit, relative = str(found.get("unit")), found.get("scale") == "log_ratio"
-
-    def change(value: object) -> str:
-        return "" if not isinstance(value, int | float) else percent(value) if relative else number(value)
-
-    points = [
-        [
-            code(p.get("variant")),
-            quantity(p.get("value"), unit) if p.get("outcome") == "ok" else text(p.get("outcome")),
-            change(p.get("effect")),
-        ]
-        for p in found.get("points", [])
-        if isinstance(p, Mapping)
-    ]
-    contrasts = [
-        [text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))]
-        for c in found.get("contrasts", [])
-        if isinstance(c, Mapping)
-    ]
-    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks."
-    tables = [table(["Variant", "Value>", "Against the first>"], points)]
-    tables += [table(["Contrast", "Gain>", "from>", "to>"], contrasts)] if contrasts else []
-    return "\n\n".join(["## Curve", note, *tables])
+    shown = site_curves.tables(record)
+    return f"## Curve\n\n{site_curves.figures(record)}\n\n{shown}" if shown else ""
 
 
 def _checks(record: Record) -> str:
@@ -256,7 +230,7 @@ def _environment(record: Record) -> str:
 def trace_page(record: Record) -> str:
     """The table of time per range of both variants."""
     title = f"Trace of {record.get('case')} on {record.get('profile')}"
-    head = [front_matter(title, description="Time per range"), f"# {text(title)}"]
+    head = [front_matter(title, description="Time per range", search="exclude: true"), f"# {text(title)}"]
     if record.altered:
         return (
             "\n\n".join(
@@ -337,7 +311,7 @@ def list_page(shelf: Shelf) -> str:
         for r in shelf.records
         if r.schema == TRACE
     ]
-    parts = [front_matter("Evidence", description="Every verdict on record"), "# Evidence"]
+    parts = [front_matter("Evidence", description="Every verdict on record", hide="toc", search="boost: 0.4"), "# Evidence"]
     parts.append("Each verdict is one file, written once. Its page shows the launches behind it; the file is there to replay.")
     parts.append(
         table(["Date", "Claim", "Machine", "Verdict", "Effect", "Reason"], verdict_rows) if verdict_rows else "No verdict is on record yet."

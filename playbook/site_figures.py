@@ -97,3 +97,56 @@ def _mean(values: Sequence[float]) -> float:
 def _seconds(run: Mapping[str, Any]) -> list[float]:
     found = [s.get("seconds") for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")]
     return [float(v) for v in found if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v >= 0]
+
+
+def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
+    """A value for each variant of a sweep, in its order, joined by a line; a variant without one says why instead.
+
+    `points` are name, value and the value in words (or the reason why there is none).
+    """
+    values = [v for _, v, _ in points if v is not None]
+    if not values or not all(math.isfinite(v) for v in values):
+        return ""
+    height, top, bottom = 168, 34, 140
+    most = max(values) or 1.0
+    column = (_WIDTH - 40) / len(points)
+
+    def at(i: int, value: float) -> tuple[float, float]:
+        return 20 + (i + 0.5) * column, bottom - value / most * (bottom - top)
+
+    words = f"{label}: " + ", ".join(f"{name} {shown}" for name, _, shown in points)
+    out = [f'<svg class="pb-curve" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">']
+    out.append(f'<line class="pb-rule" x1="20" y1="{bottom}" x2="{_WIDTH - 20}" y2="{bottom}"/>')
+    places = [at(i, v) for i, (_, v, _) in enumerate(points) if v is not None]
+    out.append(f'<polyline class="pb-path" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+    for i, (name, value, shown) in enumerate(points):
+        x, y = at(i, value if value is not None else 0.0)
+        out.append(f'<circle class="pb-effect" cx="{x:.1f}" cy="{y:.1f}" r="5"/>' if value is not None else "")
+        out.append(f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{attribute(shown)}</text>')
+        out.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{attribute(name)}</text>')
+    return "".join([*out, "</svg>"])
+
+
+def contrasts(rows: Sequence[tuple[str, float, float, float]]) -> str:
+    """Effects with their intervals on one axis: name, effect, low and high, as shares of the value compared with."""
+    edges = [0.0, *(v for _, *values in rows for v in values)]
+    if not rows or not all(math.isfinite(e) for e in edges):
+        return ""
+    span, line, left = max(edges) - min(edges) or 0.01, 26, 170
+    height = line * len(rows) + 34
+
+    def x(value: float) -> str:
+        return f"{left + (value - min(edges)) / span * (_WIDTH - left - 90):.1f}"
+
+    words = "; ".join(f"{n}: {percent(e)}, interval {percent(a)} to {percent(b)}" for n, e, a, b in rows)
+    out = [f'<svg class="pb-contrasts" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{attribute(words)}">']
+    out.append(f'<line class="pb-zero" x1="{x(0.0)}" y1="8" x2="{x(0.0)}" y2="{height - 22}"/>')
+    out.append(f'<text x="{x(0.0)}" y="{height - 8}" text-anchor="middle">no difference</text>')
+    for i, (name, effect, low, high) in enumerate(rows):
+        y = line * i + 20
+        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{attribute(name)}</text>')
+        out.append(
+            f'<line class="pb-interval" x1="{x(low)}" y1="{y}" x2="{x(high)}" y2="{y}"/><circle class="pb-effect" cx="{x(effect)}" cy="{y}" r="5"/>'
+        )
+        out.append(f'<text x="{float(x(high)) + 12:.1f}" y="{y + 4}">{percent(effect)}</text>')
+    return "".join([*out, "</svg>"])

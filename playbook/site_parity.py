@@ -13,7 +13,9 @@ from typing import Any
 from playbook.errors import FileError, Finding
 from playbook.site_text import code, text
 
-MODELS, LAYOUTS = "models.jsonl", "layouts.jsonl"
+MODELS = "models.jsonl"
+LAYOUTS = ("layouts.jsonl", "layouts-nccl.jsonl")
+"""Over gloo, as `make parity` writes them on any machine; over NCCL, from the tests marked `multigpu` on a machine that has the GPUs."""
 
 INTRO = """# Parity
 
@@ -49,7 +51,8 @@ def parity_page(folder: Path) -> str:
         FileError: rows of another shape.
     """
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
-    layouts = read_rows(folder / LAYOUTS, ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"])
+    wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
+    layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
     return "\n".join([INTRO, *_models(models), *_layouts(layouts)])
 
 

@@ -39,13 +39,13 @@ def metrics_page(rows: Sequence[Mapping[str, Any]]) -> str:
         "A metric per step means nothing where the variants do different work in a step."
     )
     head = ["Metric", "Unit", "Better", "Kind", "Meaning", "Per step"]
-    return "\n\n".join([front_matter("Metrics"), "# Metrics", intro, table(head, cells)]) + "\n"
+    return "\n\n".join([front_matter("Metrics", search="boost: 0.3"), "# Metrics", intro, table(head, cells)]) + "\n"
 
 
 def commands_page(commands: Sequence[Command]) -> str:
     """Every command with its options."""
     parts = [
-        front_matter("Commands"),
+        front_matter("Commands", search="boost: 0.3"),
         "# Commands",
         "Every command answers `--help`. The exit codes are in [Exit codes](../guide/exit-codes.md).",
     ]
@@ -60,7 +60,7 @@ def configuration_page(schema: Mapping[str, Any], docs: Mapping[tuple[str, str],
     """Every key of the trainer's configuration, from its JSON Schema and the comments beside the fields."""
     definitions = schema.get("$defs", {})
     parts = [
-        front_matter("Trainer configuration"),
+        front_matter("Trainer configuration", search="boost: 0.3"),
         "# Trainer configuration",
         "One YAML tree. Unknown keys are errors; `key.path=value` on the command line replaces a value. "
         "`model` may also be the name of a file in `trainer/configs/models/`.",

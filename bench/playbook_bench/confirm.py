@@ -287,8 +287,9 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
     kind: str = case.kind if case else task.claim.kind if task.claim else ""
     here = preflight.restrict(machine, profile)
     known = preflight.facts(here)
-    if case is not None and case.kind in LAUNCHED_KINDS:
+    if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
         missing += preflight.unmet_requirements(case.requires)
+    if case is not None and case.kind in LAUNCHED_KINDS:
         if profile is None:
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))

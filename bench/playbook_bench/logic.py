@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from playbook import layout, lint_labels, number_formats, placement, statements
+from playbook import layout, lint_labels, number_formats, placement, statements, utilization
 from playbook.document import did_you_mean
 from playbook.errors import ConfigError
-from playbook_bench import invariants
+from playbook_bench import invariants, short_runs
 from playbook_bench.case import Case
 
 Statement = tuple[bool, str, dict[str, Any]]
@@ -21,6 +21,8 @@ ARITHMETIC: Mapping[str, Function] = {
     "min_gpus_families": layout.min_gpus_families,
     "hot_inside": placement.hot_inside,
     "refused_together": lint_labels.refused_together,
+    "vision_left_out": utilization.vision_left_out,
+    "published_utilization": utilization.published_utilization,
     "interleaving": statements.interleaving,
     "platform_walls": statements.platform_walls,
     "offload_makes_it_fit": statements.offload_makes_it_fit,
@@ -31,6 +33,9 @@ ARITHMETIC: Mapping[str, Function] = {
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
+    "bisect_finds_the_commit": invariants.bisect_finds_the_commit,
+    "tracker_gets_configuration": short_runs.tracker_gets_configuration,
+    "finetune_saves_and_evaluates": short_runs.finetune_saves_and_evaluates,
     "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,
 }
 

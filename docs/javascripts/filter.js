@@ -1,38 +1,42 @@
-// Filters the list of cards by symptom text, hardware and status. Without this script every card is shown.
+// Filters cards, claims and configuration families by text and by what they carry. Without this script everything is shown.
 (function () {
   "use strict";
-  var form = document.getElementById("pb-filters");
+  const form = document.getElementById("pb-filters");
   if (!form) return;
-  var text = document.getElementById("pb-text");
-  var hardware = document.getElementById("pb-hardware");
-  var status = document.getElementById("pb-status");
-  var none = document.getElementById("pb-none");
-  var cards = Array.prototype.slice.call(document.querySelectorAll(".pb-card"));
+  const controls = [...form.elements].filter((e) => e.name);
+  const items = [...document.querySelectorAll("[data-text]")].map((e) => [e, e.closest("tr") || e]);
+  const none = document.getElementById("pb-none"), count = document.getElementById("pb-count");
+  const value = (name) => { const found = controls.find((e) => e.name === name); return found ? found.value : ""; };
 
-  function has(card, name, wanted) {
-    return !wanted || card.getAttribute("data-" + name).split(" ").indexOf(wanted) >= 0;
+  // Where hardware and status are both asked for, one and the same verdict has to have both.
+  function stands(element) {
+    const pairs = (element.dataset.standings || "").split(" ").map((pair) => pair.split(":"));
+    const [hardware, status] = [value("hardware"), value("status")];
+    return !hardware && !status || pairs.some(([machine, word]) => (!hardware || machine === hardware) && (!status || word === status));
+  }
+
+  function matches(element) {
+    const words = value("text").toLowerCase().split(/\s+/).filter(Boolean);
+    const exact = controls.filter((e) => !["text", "hardware", "status"].includes(e.name) && e.value);
+    return words.every((word) => element.dataset.text.includes(word)) && stands(element) && exact.every((e) => element.dataset[e.name] === e.value);
   }
 
   function apply() {
-    var words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
-    var shown = 0;
-    cards.forEach(function (card) {
-      var content = card.getAttribute("data-text");
-      var match = has(card, "hardware", hardware.value) && has(card, "status", status.value) &&
-        words.every(function (word) { return content.indexOf(word) >= 0; });
-      card.hidden = !match;
-      shown += match ? 1 : 0;
-    });
+    const shown = items.filter(([element, item]) => { item.hidden = !matches(element); return !item.hidden; }).length;
     none.hidden = shown > 0;
+    count.textContent = `${shown} of ${items.length} shown`;
   }
 
-  // A link can carry the filters: cards/index.html?text=recompile&status=confirmed
-  var query = new URLSearchParams(window.location.search);
-  [["text", text], ["hardware", hardware], ["status", status]].forEach(function (pair) {
-    if (query.has(pair[0])) pair[1].value = query.get(pair[0]);
-  });
+  // The address carries the filters: cards/index.html?text=recompile&status=confirmed
+  function remember() {
+    const query = new URLSearchParams(controls.filter((e) => e.value).map((e) => [e.name, e.value])).toString();
+    window.history.replaceState(null, "", (query ? "?" + query : window.location.pathname) + window.location.hash);
+  }
+
+  const query = new URLSearchParams(window.location.search);
+  controls.forEach((e) => { if (query.has(e.name)) e.value = query.get(e.name); });
   form.hidden = false;
-  form.addEventListener("input", apply);
-  form.addEventListener("submit", function (event) { event.preventDefault(); });
+  form.addEventListener("input", () => { apply(); remember(); });
+  form.addEventListener("submit", (event) => event.preventDefault());
   apply();
 })();

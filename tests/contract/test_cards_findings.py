@@ -35,7 +35,8 @@ def alone(text):
     text = re.sub(r"aliases: \[[^\]]*\]", "aliases: [planted fault]", text)
     for old, new in (("W9", "Z9"), ("W10", "Z10"), ("V5", "Z5")):
         text = re.sub(rf"\b{old}\b", new, text)
-    return text
+    # What the card says against its own claims, the copy would say against the card's.
+    return text.replace("related: {see:", "related: {contradicts: [moe-dispatcher-choice], see:")
 
 
 @pytest.fixture
@@ -209,6 +210,7 @@ disputes:
 
 
 def test_claims_in_dispute_link_each_other_and_one_of_them_stands(tmp_path, text):
+    text = re.sub(r"^disputes:\n.*?(?=^interactions:)", "", text, flags=re.DOTALL | re.MULTILINE)  # its own make room for a planted one
     unlinked = findings(tmp_path, text + DISPUTE, "planted.yaml")
     assert sum("is in dispute, and no claim of this card links it" in f for f in unlinked) == 2
     linked = (

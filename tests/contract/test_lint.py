@@ -143,14 +143,14 @@ def test_a_source_with_an_impossible_date_is_found(tmp_path, change, rule):
 
 
 def many(folder, number):
-    """Cards of the shipped size that differ in what the linter compares."""
-    shipped = (repo_root() / "cards" / "moe-dispatcher-choice.yaml").read_text(encoding="utf-8")
+    """Cards of the shipped size that differ in what the linter compares; copies of a card with a dispute would contradict each other."""
+    shipped = (repo_root() / "cards" / "moe-optimization-workflow.yaml").read_text(encoding="utf-8")
     for n in range(number):
-        text = shipped.replace("id: moe-dispatcher-choice", f"id: made-{n}").replace(
-            "Choosing the MoE token dispatcher", f"Subject {n} of {n}"
+        text = shipped.replace("id: moe-optimization-workflow", f"id: made-{n}").replace(
+            "In which order to tune a mixture-of-experts run", f"Subject {n} of {n}"
         )
         text = re.sub(r"aliases: \[[^\]]*\]", f"aliases: [made {n}]", text)
-        for k, old in enumerate(("W9", "W10", "V5")):
+        for k, old in enumerate(("W18", "W2", "W21")):
             text = re.sub(rf"\b{old}\b", f"{'ABC'[k]}{n}", text)
         (folder / f"made-{n}.yaml").write_text(text, encoding="utf-8")
 

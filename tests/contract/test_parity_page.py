@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook.site_parity import parity_page, read_rows
+from playbook.site_parity import LAYOUTS, parity_page, read_rows
 
 FOLDER = repo_root() / "docs" / "parity"
 
@@ -17,8 +17,9 @@ def test_every_row_is_within_what_was_asked_for():
     models = read_rows(FOLDER / "models.jsonl", [])
     assert all(r["logits"] < 1e-4 and r["loss"] < 1e-4 and (r["gradients"] or 0) < 1e-3 for r in models)
     assert {"text-moe", "text-dense", "vl-moe", "vl-dense"} <= {r["model"] for r in models}
-    layouts = read_rows(FOLDER / "layouts.jsonl", [])
-    assert all(r["loss"] < 1e-5 and r["grad_norm"] < 1e-4 and r["steps"] == 10 for r in layouts if r["backend"] == "gloo")
+    layouts = [row for name in LAYOUTS for row in read_rows(FOLDER / name, [])]
+    assert {"gloo", "nccl"} <= {r["backend"] for r in layouts}
+    assert all(r["loss"] < 1e-5 and r["grad_norm"] < 1e-4 and r["steps"] == 10 for r in layouts)
 
 
 def test_the_page_holds_every_row(tmp_path):

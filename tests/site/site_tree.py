@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from playbook_bench.records import (
     Check,
     ClaimRef,
     Comparison,
+    Contrast,
+    Curve,
     Derived,
     Evidence,
     Gate,
     Machine,
     Measured,
+    PointFigure,
     Run,
     Sample,
     Seconds,
@@ -66,12 +69,12 @@ pitfalls:
 """
 
 
-def claim_ref(card_folder: Path) -> ClaimRef:
-    """The fixture's claim, as the harness copies it into a record."""
+def claim_ref(card_folder: Path, card_id: str = "fixture-card", claim_id: str = "X1") -> ClaimRef:
+    """A claim, by default the fixture's, as the harness copies it into a record."""
     from playbook.validate import read_cards
 
-    card = next(e.card for e in read_cards([card_folder / "fixture-card.yaml"]).loaded)
-    claim: cards.Claim = card.claims[0]
+    card = next(e.card for e in read_cards([card_folder / f"{card_id}.yaml"]).loaded)
+    claim: cards.Claim = next(c for c in card.claims if c.id == claim_id)
     return ClaimRef(
         id=claim.id,
         card=card.id,
@@ -142,6 +145,48 @@ def evidence(claim: ClaimRef, effect: float = 0.0731, evidence_id: str = ID, **c
     return seal(made.model_copy(update=changes))
 
 
+SWEEP = "01JD0000000000000000000009"
+LENGTHS = {"4096": (3000.0, 61.0), "8192": (2940.0, 62.5), "16384": (2710.0, 66.0)}
+"""Tokens per second and GiB at each length of the sweep's record."""
+
+
+def add_sweep(tree: Path) -> Path:
+    """A record of the shipped sweep over sequence lengths, with its curve, its peak memory, and a length that did not fit."""
+    points = [PointFigure(variant=v, outcome="ok", launches=4, value=rate, effect=rate / 3000 - 1) for v, (rate, _) in LENGTHS.items()]
+    contrasts = [
+        Contrast(
+            name=f"{v} over 4096", weights={v: 1.0, "4096": -1.0}, effect=rate / 3000 - 1, low=rate / 3000 - 1.02, high=rate / 3000 - 0.98
+        )
+        for v, (rate, _) in LENGTHS.items()
+        if v != "4096"
+    ]
+    curve = Curve(
+        metric="useful_tokens_per_s_per_gpu",
+        unit="tokens/s",
+        better="higher",
+        design="launches_blocks",
+        scale="log_ratio",
+        points=[*points, PointFigure(variant="32768", outcome="oom", launches=1)],
+        contrasts=contrasts,
+        blocks=4,
+    )
+    made = evidence(claim_ref(tree / "cards", "long-context-cp-sizing", "L7"), evidence_id=SWEEP)
+    runs = [
+        run_(i, v).model_copy(update={"metrics": {"peak_memory_bytes": gib * 2**30}}) for i, (v, (_, gib)) in enumerate(LENGTHS.items())
+    ]
+    sealed = seal(
+        made.model_copy(
+            update={
+                "measured": made.measured.model_copy(update={"runs": runs}),
+                "derived": made.derived.model_copy(update={"comparison": None, "curve": curve}),
+            }
+        )
+    )
+    path = tree / "results" / "h200x4" / f"{SWEEP}.json"
+    path.write_text(render(sealed))
+    return path
+
+
 def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a record and give it the hash that fits."""
     data = json.loads(path.read_text())
@@ -166,10 +211,10 @@ def make_tree(root: Path) -> Path:
     return root
 
 
-def build(root: Path) -> Path:
-    """The site, built strictly; a build that fails shows its output."""
+def build(root: Path, more: Sequence[Path] = ()) -> Path:
+    """The site, built strictly, with records of `more` folders; a build that fails shows its output."""
     path = os.pathsep.join(p for p in sys.path if p)
-    env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": ""}
+    env = {**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1", "PLAYBOOK_SITE_RESULTS": os.pathsep.join(map(str, more))}
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(root / "mkdocs.yml"), "-d", str(root / "built")]
     done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

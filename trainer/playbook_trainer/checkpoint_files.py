@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,7 +189,9 @@ class Writer(FileSystemWriter):
         """Write both indices, give the folder its name, and remove what is older than `keep`."""
         super().finish(metadata, results)
         folder = Path(self.path)
-        _write_durably(folder / INDEX, _index_json(self._header, metadata))
+        # Where things lie is taken from the results: not every version of the library writes it into this `metadata`.
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        _write_durably(folder / INDEX, _index_json(self._header, metadata, places))
         folder.rename(self._root / f"step_{self._header.step:08d}")
         _sync_folder(self._root)
         for old in complete(self._root)[: -self._keep]:
@@ -210,13 +213,13 @@ def clear_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _index_json(header: Header, metadata: Metadata) -> bytes:
+def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> bytes:
     tensors: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         pieces = []
         for chunk in stored.chunks:
-            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            info = places[MetadataIndex(name, chunk.offsets)]
             pieces.append(
                 {
                     "offsets": list(chunk.offsets),

@@ -1,0 +1,148 @@
+// The layout calculator: form to plan to answer. The address holds the settings, so that a layout can be shared.
+(function () {
+  "use strict";
+  const form = document.getElementById("pb-layout"), answer = document.getElementById("pb-answer");
+  const tables = JSON.parse(document.getElementById("pb-tables").textContent);
+  const controls = [...form.elements].filter((e) => e.name);
+  const keys = [...new Set(controls.map((e) => e.name))];
+  const GIB = 2 ** 30;
+  const PARTS = ["parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace"];
+
+  // --- settings: what differs from the defaults, as text ---------------------------------------------------------------------------
+
+  function fallback(key) {
+    if (Object.hasOwn(tables.options, key)) {
+      const value = tables.options[key].default;
+      return value === null ? "" : String(value);
+    }
+    return Object.hasOwn(tables.defaults, key) ? String(tables.defaults[key]) : "";
+  }
+
+  function read(key) {
+    const found = controls.filter((e) => e.name === key);
+    return found[0].type === "checkbox" ? found.filter((e) => e.checked).map((e) => e.value).join(",") : found[0].value.trim();
+  }
+
+  function write(key, text) {
+    for (const control of controls.filter((e) => e.name === key)) {
+      if (control.type === "checkbox") control.checked = text.split(",").includes(control.value);
+      else control.value = text;
+    }
+  }
+
+  function settings() {
+    const found = {};
+    for (const key of keys) {
+      const text = read(key);
+      if (key !== "model" && text !== fallback(key) && !(text === "" && key !== "sharding")) found[key] = text;
+    }
+    return found;
+  }
+
+  function fromAddress() {
+    const query = new URLSearchParams(window.location.search);
+    const unknown = [...query.keys()].filter((k) => !keys.includes(k) && k !== "h");
+    if (!keys.some((k) => query.has(k))) return unknown;
+    for (const key of keys) write(key, query.has(key) ? query.get(key) : key === "model" ? read("model") : fallback(key));
+    return unknown;
+  }
+
+  const pairs = (given) => Object.entries(given).map(([k, v]) => `${k}=${v}`);
+  const address = (model, given) => "?" + new URLSearchParams({model, ...given}).toString().replaceAll("%2C", ",");
+
+  // --- the answer ------------------------------------------------------------------------------------------------------------------
+
+  function element(name, content, attributes) {
+    const node = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes || {})) node.setAttribute(key, value);
+    for (const part of [content].flat()) if (part !== undefined && part !== null) node.append(part);
+    return node;
+  }
+
+  function table(head, rows) {
+    const cells = (row, name) => row.map((c, i) => element(name, String(c), i && typeof c === "number" ? {class: "pb-number"} : {}));
+    const body = rows.map((row) => element("tr", cells(row, "td")));
+    return element("div", element("table", [element("thead", element("tr", cells(head, "th"))), element("tbody", body)], {class: "pb-table"}), {class: "pb-scroll", tabindex: "0"});
+  }
+
+  const big = (n) => n >= 1e12 ? `${(n / 1e12).toFixed(2)} T` : n >= 1e9 ? `${(n / 1e9).toFixed(2)} B` : `${(n / 1e6).toFixed(1)} M`;
+  const gib = (bytes) => (bytes / GIB).toFixed(bytes >= 100 * GIB ? 0 : 2);
+
+  function figures(plan) {
+    const L = PlaybookLayout, shape = plan.shape;
+    return table(["Figure", "Value"], [
+      ["Data parallel, DP", L.dp(plan)],
+      ["Expert data parallel, EDP", L.edp(plan)],
+      ["Fewest GPUs of one copy", L.minGpus(plan)],
+      ["Global batch", L.globalBatch(plan)],
+      ["Microbatches per step and rank", L.microbatches(plan)],
+      ["Pipeline bubble", `${(100 * PlaybookMemory.bubble(plan)).toFixed(1)} %`],
+      ["Parameters", big(PlaybookMemory.total(shape))],
+      ["Parameters that a token meets", big(PlaybookMemory.active(shape))],
+      ["GFLOP per token, both passes", (PlaybookMemory.flopsPerToken(tables, shape, plan.seq_len) / 1e9).toFixed(2)],
+    ]);
+  }
+
+  function bar(stage, most) {
+    const shown = PARTS.filter((part) => stage[part] > 0);
+    const pieces = shown.map((part) => element("span", "", {class: `pb-part-${part}`, style: `width: ${100 * stage[part] / most}%`, title: `${part.replace("_", " ")} ${gib(stage[part])} GiB`}));
+    return element("div", [element("span", `stage ${stage.stage}`, {class: "pb-stage"}), element("span", pieces, {class: "pb-bar", "aria-hidden": "true"})], {class: "pb-stack"});
+  }
+
+  function memory(plan) {
+    let stages;
+    try {
+      stages = PlaybookMemory.estimate(tables, plan);
+    } catch (error) {
+      return [element("h2", "Memory of each GPU"), element("p", `No estimate: ${error.message}.`)];
+    }
+    const most = Math.max(...stages.map((s) => s.peak)), fullest = stages.find((s) => s.peak === most);
+    const used = PARTS.filter((part) => stages.some((s) => s[part] > 0));
+    const legend = element("p", used.map((part) => element("span", part.replace("_", " "), {class: `pb-key pb-part-${part}`})), {class: "pb-legend"});
+    const rows = stages.map((s) => [s.stage, s.layers, s.in_flight.join("+"), ...used.map((part) => gib(s[part])), gib(s.peak)]);
+    return [
+      element("h2", "Memory of each GPU"),
+      element("p", [element("strong", `${(most / GIB).toFixed(1)} GiB`, {id: "pb-peak"}), ` allocated at the peak, on stage ${fullest.stage}.`]),
+      ...stages.map((s) => bar(s, most)), legend,
+      table(["Stage", "Layers", "In flight", ...used.map((part) => part.replace("_", " ")), "peak, GiB"], rows),
+    ];
+  }
+
+  function verdict(plan, broken, model, given) {
+    const shown = [element("p", element("strong", broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}` : "This layout can run."),
+      {class: broken.length ? "pb-refuted" : "pb-confirmed", id: "pb-legal"})];
+    if (!broken.length) return shown;
+    shown.push(element("ul", broken.map((sentence) => element("li", sentence)), {id: "pb-broken"}));
+    const offers = PlaybookLayout.nearest(tables, plan);
+    if (!offers.length) {
+      shown.push(element("p", "No choice of degrees makes this legal: first change the options that the rules above name."));
+      return shown;
+    }
+    const links = offers.map(({changes}) => element("li", element("a", pairs(changes).join(" "), {href: address(model, {...given, ...changes})})));
+    return [...shown, element("p", "Nearest layouts that can run:"), element("ul", links, {id: "pb-nearest"})];
+  }
+
+  function show() {
+    const model = read("model"), given = settings();
+    const command = ["playbook layout check --model", model, ...pairs(given)].join(" ");
+    let plan;
+    try {
+      plan = PlaybookLayout.parse(tables, model, given);
+    } catch (error) {
+      answer.replaceChildren(element("p", error.message, {class: "pb-refuted", id: "pb-legal"}));
+      return;
+    }
+    const broken = PlaybookLayout.broken(tables, plan);
+    const rest = broken.length ? [] : [element("h2", "What follows"), figures(plan), ...memory(plan)];
+    answer.replaceChildren(...verdict(plan, broken, model, given), element("pre", element("code", command), {class: "pb-command", tabindex: "0"}), ...rest);
+    window.history.replaceState(null, "", address(model, given) + window.location.hash);
+  }
+
+  const unknown = fromAddress();
+  form.hidden = false;
+  show();
+  if (unknown.length) answer.prepend(element("p", `Not settings, and left out: ${unknown.map((k) => k.slice(0, 40)).join(", ")}.`));
+  form.addEventListener("input", show);
+  form.addEventListener("reset", () => window.setTimeout(show));
+  form.addEventListener("submit", (event) => event.preventDefault());
+})();

@@ -1,0 +1,336 @@
+// Which layouts are possible, in the browser: a port of playbook/layout.py, layout_rules.py, plan.py and nearest.py, which name the source of
+// each rule. Models, choices and constants come from tables that Python writes; tests/site compares every sentence with Python's.
+var PlaybookLayout = (function () {
+  "use strict";
+
+  const DEGREES = ["tp", "cp", "pp", "ep", "etp", "vpp"];
+  const floorDiv = (a, b) => (a - a % b) / b;
+  const range = (from, to) => Array.from({length: Math.max(0, to - from + 1)}, (_, i) => from + i);
+  const sorted = (names) => [...names].sort();
+  const both = (names, of) => sorted(names.filter((n) => of.includes(n)));
+
+  // --- a plan from words, as playbook/plan.py reads them ---------------------------------------------------------------------------
+
+  function number(tables, key, text) {
+    const least = key === "gbs" ? 0 : 1, most = key === "layers" ? tables.deepest : tables.largest, value = Number(text);
+    if (!(/^[0-9]{1,10}$/.test(text) && least <= value && value <= most))
+      throw new Error(`${key} is '${text.slice(0, 40)}'; expected a whole number from ${least} to ${most}`);
+    if (tables.widths[key] && !tables.widths[key].includes(value))
+      throw new Error(`${key} is ${text}; set it to one of ${tables.widths[key].join(", ")}`);
+    return value;
+  }
+
+  function option(tables, key, text) {
+    const kind = tables.options[key].kind;
+    if (kind === "switch") {
+      if (text !== "true" && text !== "false") throw new Error(`${key} is '${text.slice(0, 40)}'; set it to true or false`);
+      return text === "true";
+    }
+    if (kind === "number") return number(tables, key, text);
+    const parts = text.slice(0, 1000).split(",").filter(Boolean);
+    if (kind === "numbers") return parts.map((p) => number(tables, key, p));
+    return kind === "words" ? parts : text.slice(0, 100);
+  }
+
+  // `values` maps keys to text, as they stand in the page's address. Throws an Error that says what was expected.
+  function parse(tables, model, values) {
+    if (!Object.hasOwn(tables.models, model))
+      throw new Error(`model '${model.slice(0, 40)}' is not known; expected one of ${Object.keys(tables.models).join(", ")}`);
+    const plan = {model, shape: {...tables.models[model]}, ...tables.defaults, options: {}};
+    for (const [key, field] of Object.entries(tables.options)) plan.options[key] = field.default;
+    for (const [key, text] of Object.entries(values)) {
+      if (Object.hasOwn(tables.options, key)) plan.options[key] = option(tables, key, text);
+      else if (key === "layers") relayer(plan.shape, number(tables, key, text));
+      else if (key === "loss") plan.loss = word(tables, text);
+      else if (key === "imbalance") plan.imbalance = ratio(text);
+      else if (Object.hasOwn(tables.defaults, key)) plan[key] = number(tables, key, text);
+      else throw new Error(`'${key.slice(0, 40)}' is not a setting`);
+    }
+    return plan;
+  }
+
+  function relayer(shape, layers) {
+    shape.dense_layers = shape.dense_layers === shape.layers ? layers : Math.min(layers, shape.dense_layers);
+    shape.layers = layers;
+  }
+
+  function word(tables, text) {
+    const known = Object.keys(tables.losses);
+    if (!known.includes(text)) throw new Error(`loss is '${text.slice(0, 40)}'; set it to one of ${known.join(", ")}`);
+    return text;
+  }
+
+  function ratio(text) {
+    const value = text.trim() === "" ? 0 : Number(text);
+    if (!(value >= 1 && value <= 1000)) throw new Error(`imbalance is '${text.slice(0, 40)}'; expected a ratio from 1 to 1000`);
+    return value;
+  }
+
+  // --- what follows from the degrees -----------------------------------------------------------------------------------------------
+
+  const dp = (p) => floorDiv(p.gpus, p.tp * p.cp * p.pp);
+  const edp = (p) => floorDiv(p.gpus, p.etp * p.ep * p.pp);
+  const globalBatch = (p) => p.gbs || p.mbs * Math.max(dp(p), 1) * p.pp;
+  const microbatches = (p) => Math.max(1, floorDiv(globalBatch(p), p.mbs * Math.max(dp(p), 1)));
+  const sequenceParallel = (p) => p.tp > 1 && p.options.sp !== false;
+  const minGpus = (p) => p.pp * Math.max(p.tp * p.cp, p.ep * p.etp);
+
+  // --- rules on degrees: playbook/layout.py ----------------------------------------------------------------------------------------
+
+  function broken(tables, p) {
+    const low = ["gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "mbs"].filter((k) => p[k] < 1);
+    if (low.length) return low.map((k) => `${k === "mbs" ? "micro_batch_size" : k} is ${p[k]}; set it to 1 or more`);
+    const found = [...grid(p), ...heads(p), ...chunks(p), ...experts(p)];
+    if (p.cp > 1 && p.seq_len % (2 * p.cp))
+      found.push(`seq_len ${p.seq_len} is not a multiple of 2 x cp = ${2 * p.cp} (each rank takes two chunks); change data.seq_len`);
+    if (p.gpus % (p.tp * p.pp * p.cp) === 0) {
+      const rows = p.mbs * dp(p);
+      if (globalBatch(p) % rows)
+        found.push(`global batch ${globalBatch(p)} is not a multiple of micro batch ${p.mbs} x dp ${dp(p)} = ${rows};` +
+          ` set train.global_batch_size to a multiple of ${rows}`);
+    }
+    return [...found, ...RULES.flatMap((rule) => rule(p, p.options, tables))];
+  }
+
+  function grid(p) {
+    const found = [], one = p.tp * p.pp * p.cp, other = p.etp * p.ep * p.pp;
+    if (p.gpus % one) found.push(`${p.gpus} ranks do not divide into tp ${p.tp} x pp ${p.pp} x cp ${p.cp} = ${one}; start a multiple of ${one} ranks`);
+    if (p.gpus % other)
+      found.push(`${p.gpus} ranks do not divide into ep ${p.ep} x etp ${p.etp} x pp ${p.pp} = ${other}; start a multiple of ${other} ranks`);
+    return found;
+  }
+
+  function heads(p) {
+    const found = [], n = p.shape.heads, kv = p.shape.kv_heads;
+    if (n % p.tp) found.push(`${n} attention heads do not divide over tp ${p.tp}; set parallel.tp to a divisor of ${n}`);
+    if (kv % p.tp && p.tp % kv) found.push(`${kv} key-value heads and tp ${p.tp}: one must be a multiple of the other; change parallel.tp`);
+    return found;
+  }
+
+  function chunks(p) {
+    const found = [], layers = p.shape.layers, count = p.pp * p.vpp, uneven = p.options.uneven;
+    if (uneven && count > layers + 2)
+      found.push(`${layers} layers, embedding and output do not fill pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change parallel.pp`);
+    else if (!uneven && layers % count)
+      found.push(`${layers} layers do not divide into pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change parallel.pp`);
+    if (p.vpp > 1 && p.pp === 1) found.push(`vpp ${p.vpp} needs pp > 1; set vpp to 1 or raise parallel.pp`);
+    return found;
+  }
+
+  function experts(p) {
+    if (p.ep > 1 && !p.shape.experts) return [`ep ${p.ep} on a model without experts; set parallel.ep to 1`];
+    if (p.shape.experts % p.ep)
+      return [`${p.shape.experts} experts do not divide over ep ${p.ep}; set parallel.ep to a divisor of ${p.shape.experts}`];
+    return [];
+  }
+
+  // --- rules on features: playbook/layout_rules.py, in its order -------------------------------------------------------------------
+
+  function labels(p, o, tables) {
+    const given = {dispatcher: o.dispatcher ? [o.dispatcher] : [], cp_comm: o.cp_comm ? [o.cp_comm] : [], sharding: [o.sharding],
+      recompute: o.recompute, graphs: o.graphs, fp8: o.fp8 ? [o.fp8] : []};
+    const found = Object.entries(given).flatMap(([key, names]) => {
+      const wrong = sorted(new Set(names.filter((n) => !tables.labels[key].includes(n))));
+      return wrong.length ? [`${key} ${wrong.join(", ")} is not known; set ${key} to one of ${tables.labels[key].join(", ")}`] : [];
+    });
+    if (sorted(o.rank_order.split("-")).join() !== "cp,dp,ep,pp,tp")
+      found.push(`rank order ${o.rank_order} does not name tp, cp, ep, dp and pp once each; set it to tp-cp-ep-dp-pp`);
+    return found;
+  }
+
+  function splitSequence(p) {
+    const found = [], sp = sequenceParallel(p), both = p.tp * p.cp;
+    if (p.tp > 1 && p.shape.experts && !sp)
+      found.push(`tp ${p.tp} with experts trains only with sequence parallelism; set sp=true or tp to 1`);
+    if (p.tp > 1 && sp && p.seq_len % both)
+      found.push(`seq_len ${p.seq_len} is not a multiple of tp ${p.tp} x cp ${p.cp} = ${both} (sequence parallelism splits it); change seq_len`);
+    return found;
+  }
+
+  function widths(p) {
+    const s = p.shape, found = [], both = p.tp * p.cp;
+    for (const [what, width, axis, degree] of [
+      ["an expert width", s.expert_ffn, "etp", p.etp],
+      ["an MLP width", s.dense_layers ? s.ffn : 0, "tp", p.tp],
+      ["a shared-expert width", s.shared_ffn, "tp", p.tp],
+    ]) if (width % degree) found.push(`${what} of ${width} does not divide over ${axis} ${degree}; set ${axis} to a divisor of ${width}`);
+    if (s.linear && (s.linear.key_heads % both || s.linear.value_heads % both))
+      found.push(`${s.linear.key_heads} key and ${s.linear.value_heads} value heads of linear attention do not divide over tp x cp = ${both}; change tp or cp`);
+    return found;
+  }
+
+  function expertsGrid(p, o) {
+    if (o.rank_order.endsWith("pp") || p.pp === 1 || p.gpus % (p.tp * p.cp * p.pp) || p.gpus % (p.etp * p.ep * p.pp)) return [];
+    if (dp(p) === edp(p)) return [];
+    return [`rank order ${o.rank_order} with pp ${p.pp} needs edp = dp, found edp ${edp(p)} and dp ${dp(p)}; set an order that ends in pp`];
+  }
+
+  const pipeline = (p, o) =>
+    p.vpp > 1 && p.pp === 2 && !o.overlap_p2p ? [`vpp ${p.vpp} on pp 2 needs overlap_p2p; set overlap_p2p=true or raise pp`] : [];
+
+  function dispatcher(p, o, tables) {
+    const found = [];
+    if (tables.flex.includes(o.dispatcher) && p.etp * p.ep === 1)
+      found.push(`dispatcher ${o.dispatcher} needs etp x ep > 1; raise ep or set dispatcher=alltoall`);
+    if (o.dispatcher === "deepep" && o.capacity)
+      found.push("dispatcher deepep excludes padding to capacity; set capacity=false or dispatcher=alltoall");
+    if (o.dispatcher && !p.shape.experts)
+      found.push(`dispatcher ${o.dispatcher} on a model without experts; change model or leave dispatcher out`);
+    return found;
+  }
+
+  function context(p, o) {
+    const found = [], product = o.cp_sizes.reduce((a, b) => a * b, 1);
+    if (o.cp_comm === "a2a" && p.shape.heads % (p.tp * p.cp))
+      found.push(`${p.shape.heads} heads do not divide over tp ${p.tp} x cp ${p.cp} for cp_comm a2a; set cp_comm=p2p or change cp`);
+    if (o.cp_comm === "a2a+p2p" && !o.cp_sizes.length)
+      found.push("cp_comm a2a+p2p needs the sizes of its two levels; set cp_sizes, such as cp_sizes=2,4");
+    if (o.cp_sizes.length && product !== p.cp) found.push(`cp_sizes ${o.cp_sizes.join("x")} = ${product} is not cp ${p.cp}; change cp_sizes`);
+    return found;
+  }
+
+  function sharding(p, o) {
+    const found = [], shards = floorDiv(p.gpus, p.tp * p.pp);
+    if (o.optimizer_instances > 1 && shards % o.optimizer_instances)
+      found.push(`dp x cp = ${shards} does not divide into ${o.optimizer_instances} optimizer instances; change optimizer_instances`);
+    if (o.sharding === "fsdp2" && (p.pp > 1 || p.ep > 1))
+      found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; set sharding=fsdp or change the degrees`);
+    if (o.precision_aware && !["optimizer", "fsdp"].includes(o.sharding))
+      found.push(`the precision-aware optimizer needs the distributed optimizer, found sharding ${o.sharding}; set sharding=optimizer`);
+    return found;
+  }
+
+  function recompute(p, o) {
+    const found = [], wanted = [...new Set(o.recompute)], sparse = both(wanted, ["moe", "moe_act", "shared_experts"]);
+    if (wanted.includes("full") && wanted.length > 1)
+      found.push(`recompute full stands alone, found ${o.recompute.join(", ")}; set recompute=full or name modules only`);
+    if (!p.shape.experts && sparse.length) found.push(`recompute ${sparse.join(", ")} on a model without experts; change recompute`);
+    if (!p.shape.mla && wanted.includes("mla_up_proj"))
+      found.push("recompute mla_up_proj on a model without compressed attention; change recompute");
+    if (!p.shape.linear && wanted.includes("gdn_norm_out"))
+      found.push("recompute gdn_norm_out on a model without linear attention; change recompute");
+    if (wanted.includes("shared_experts") && o.shared_overlap)
+      found.push("recompute shared_experts excludes overlap of shared experts; change recompute or set shared_overlap=false");
+    if (o.fp8 === "delayed" && both(wanted, ["moe_act", "layernorm"]).length)
+      found.push("recompute of moe_act or layernorm excludes delayed FP8 scaling; change recompute or set fp8=blockwise");
+    return found;
+  }
+
+  function graphs(p, o) {
+    const modules = [...new Set(o.graphs)], again = o.recompute, found = [];
+    if (!modules.length) return found;
+    if (modules.includes("full_iteration"))
+      return modules.length > 1 ? [`graphs full_iteration stands alone, found ${o.graphs.join(", ")}; set graphs=full_iteration`] : [];
+    if (again.includes("full")) found.push("recompute full excludes graphs of modules; set graphs=full_iteration or change recompute");
+    if (modules.includes("moe") && !o.capacity)
+      found.push("graphs moe needs padding to capacity, since dropless routing changes shapes; set graphs=moe_router,moe_preprocess");
+    if (modules.includes("moe") && modules.includes("moe_router"))
+      found.push("graphs moe already holds moe_router; change graphs to one of them");
+    if (modules.includes("moe_preprocess") && !modules.includes("moe_router"))
+      found.push("graphs moe_preprocess needs moe_router; change graphs");
+    if (modules.includes("moe_router") && again.includes("moe"))
+      found.push("recompute moe excludes graphs of moe_router; change one of them");
+    if (modules.includes("mlp") && !p.shape.dense_layers) found.push("graphs mlp on a model without dense layers; change graphs");
+    if (o.offload) found.push("offload of layers excludes graphs of modules; set graphs=full_iteration or offload=false");
+    return found;
+  }
+
+  function offload(p, o) {
+    const found = [];
+    if (o.offload && p.pp > 1) found.push(`offload of layers needs pp 1, found pp ${p.pp}; set pp to 1 or offload=false`);
+    if (o.offload && o.recompute.length) found.push("offload of layers excludes recompute; set one of them");
+    return found;
+  }
+
+  function overlap(p, o) {
+    const found = [];
+    if (o.delay_wgrad && !o.ep_overlap) found.push("delay_wgrad needs ep_overlap; set ep_overlap=true");
+    if (!o.ep_overlap) return found;
+    const again = both([...new Set(o.recompute)], ["full", "moe"]);
+    if (p.ep === 1) found.push("ep_overlap needs ep > 1; raise ep or set ep_overlap=false");
+    if (p.pp > 1 && p.vpp === 1) found.push(`ep_overlap with pp ${p.pp} needs vpp > 1; raise vpp`);
+    if (o.dispatcher === "allgather") found.push("ep_overlap needs dispatcher alltoall or flex, found allgather; change dispatcher");
+    if (again.length) found.push(`ep_overlap excludes recompute ${again.join(", ")}; change recompute`);
+    if (both(o.graphs, ["moe", "mlp"]).length) found.push("ep_overlap excludes graphs of moe and mlp; change graphs");
+    if (o.shared_overlap) found.push("ep_overlap excludes overlap of shared experts; set shared_overlap=false");
+    if (p.shape.mtp > 1) found.push(`ep_overlap takes one MTP depth at most, the model has ${p.shape.mtp}; set ep_overlap=false`);
+    return found;
+  }
+
+  const RULES = [labels, splitSequence, widths, expertsGrid, pipeline, dispatcher, context, sharding, recompute, graphs, offload, overlap];
+
+  // --- the nearest legal layouts: playbook/nearest.py ------------------------------------------------------------------------------
+
+  const round9 = (x) => Math.round(x * 1e9) / 1e9;
+  const apart = (a, b) => round9(Math.abs(Math.log2(a) - Math.log2(b)));
+  const powers = (most) => range(0, Math.floor(Math.log2(most))).map((i) => 2 ** i);
+  const gcd = (a, b) => b ? gcd(b, a % b) : a;
+
+  function halfEven(x) {
+    const low = Math.floor(x), rest = x - low;
+    return rest > 0.5 || rest === 0.5 && low % 2 ? low + 1 : low;
+  }
+
+  function choices(tables, p, key) {
+    const s = p.shape, wanted = p[key], most = Math.max(p.gpus, 1);
+    const divisors = (n) => range(1, Math.min(n, most)).filter((i) => n % i === 0);
+    const allowed = {
+      tp: () => divisors(s.heads),
+      cp: () => powers(most).filter((n) => n === 1 || p.seq_len % (2 * n) === 0),
+      pp: () => range(1, Math.min(s.layers + 2, most)).filter((n) => most % n === 0 || n === wanted),
+      ep: () => s.experts ? divisors(s.experts) : [1],
+      etp: () => powers(most).filter((n) => (s.expert_ffn || 1) % n === 0),
+      vpp: () => range(1, s.layers),
+    }[key]();
+    const near = allowed.sort((a, b) => apart(wanted, a) - apart(wanted, b) || a - b).slice(0, tables.nearest.choices);
+    return near.includes(1) ? near : [...near, 1];
+  }
+
+  function sizes(tables, p) {
+    const one = p.tp * p.cp * p.pp, other = p.etp * p.ep * p.pp, unit = one / gcd(one, other) * other, below = floorDiv(p.gpus, unit) * unit;
+    return [...new Set([p.gpus, below, below + unit])].filter((n) => 0 < n && n <= tables.largest).sort((a, b) => a - b);
+  }
+
+  function candidate(tables, p, gpus, degrees) {
+    const rows = p.mbs * floorDiv(gpus, degrees.tp * degrees.cp * degrees.pp);
+    let distance = DEGREES.reduce((sum, k) => sum + apart(p[k], degrees[k]), 0), uneven = p.options.uneven, gbs = p.gbs;
+    if (gpus !== p.gpus) distance += apart(p.gpus, gpus) + tables.nearest.other_gpus;
+    if (p.shape.layers % (degrees.pp * degrees.vpp) && !uneven) {
+      uneven = true;
+      distance += tables.nearest.uneven;
+    }
+    if (gbs % rows) {
+      gbs = Math.max(1, halfEven(gbs / rows)) * rows;
+      distance += apart(p.gbs, gbs);
+    }
+    return {distance: round9(distance), gpus, ...degrees, gbs, uneven};
+  }
+
+  function candidates(tables, p) {
+    const of = Object.fromEntries(DEGREES.map((k) => [k, choices(tables, p, k)])), found = [];
+    for (const gpus of sizes(tables, p)) for (const tp of of.tp) for (const cp of of.cp) for (const pp of of.pp) {
+      if (gpus % (tp * cp * pp)) continue;
+      for (const ep of of.ep) for (const etp of of.etp) for (const vpp of pp > 1 ? of.vpp : [1])
+        if (gpus % (etp * ep * pp) === 0) found.push(candidate(tables, p, gpus, {tp, cp, pp, ep, etp, vpp}));
+    }
+    const keys = ["distance", "gpus", ...DEGREES, "gbs", "uneven"];
+    const compare = (a, b) => { for (const k of keys) if (a[k] !== b[k]) return a[k] - b[k]; return 0; };
+    return found.sort(compare);
+  }
+
+  // Up to `count` legal plans as the settings that they change, nearest first.
+  function nearest(tables, p, count) {
+    const found = [];
+    for (const {uneven, distance, ...settings} of candidates(tables, p)) {
+      const plan = {...p, ...settings, options: {...p.options, uneven}};
+      if (broken(tables, plan).length) continue;
+      const changed = ["gpus", ...DEGREES, "gbs"].filter((k) => plan[k] !== p[k]).map((k) => [k, plan[k]]);
+      if (uneven && !p.options.uneven) changed.push(["uneven", true]);
+      found.push({plan, distance, changes: Object.fromEntries(changed)});
+      if (found.length === (count || 3)) break;
+    }
+    return found;
+  }
+
+  return {parse, broken, nearest, dp, edp, globalBatch, microbatches, sequenceParallel, minGpus, floorDiv, range};
+})();

@@ -1,0 +1,210 @@
+// Parameters, memory per rank and FLOPs per token, in the browser: a port of playbook/parameters.py, activations.py, pipeline.py, memory.py and
+// flops.py, which name the source of each formula. Constants come from tables that Python writes; tests/site compares the figures with Python's.
+var PlaybookMemory = (function (layout) {
+  "use strict";
+
+  const {floorDiv, range} = layout;
+  const ceilDiv = (a, b) => floorDiv(a + b - 1, b);
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  const isLinear = (s, index) => Boolean(s.linear) && (index + 1) % s.linear.full_every !== 0;
+
+  // --- parameters ------------------------------------------------------------------------------------------------------------------
+
+  function layer(s, index) {
+    const attention = attentionParameters(s, index), repeated = attention.repeated + 2 * s.hidden;
+    if (index < s.dense_layers) return {sharded: attention.sharded + 3 * s.hidden * s.ffn, repeated, experts: 0};
+    const router = s.hidden * s.experts + (s.shared_gate ? s.hidden : 0) + (s.expert_bias ? s.experts : 0);
+    return {sharded: attention.sharded + 3 * s.hidden * s.shared_ffn, repeated: repeated + router, experts: s.experts * expert(s)};
+  }
+
+  const expert = (s) => 3 * s.hidden * s.expert_ffn + (s.expert_bias ? 2 * s.expert_ffn + s.hidden : 0);
+  const embedding = (s) => s.vocab * s.hidden;
+  const all = (x) => x.sharded + x.repeated + x.experts;
+  const decoder = (s) => sum(range(0, s.layers - 1).map((i) => all(layer(s, i)))) + (s.tied ? 1 : 2) * embedding(s) + s.hidden;
+
+  function mtp(s) {
+    const last = layer(s, s.layers - 1);
+    return {sharded: last.sharded + 2 * s.hidden ** 2, repeated: last.repeated + 3 * s.hidden, experts: last.experts};
+  }
+
+  const active = (s) => decoder(s) - (s.experts ? (s.layers - s.dense_layers) * (s.experts - s.top_k) * expert(s) : 0);
+  const total = (s) => decoder(s) + (s.mtp ? s.mtp * all(mtp(s)) : 0) + vision(s);
+
+  function vision(s) {
+    const t = s.vision;
+    if (!t) return 0;
+    const h = t.hidden, wide = h * t.merge ** 2, merge = wide * wide + wide + wide * s.hidden + s.hidden;
+    const patches = t.patch_values * h + h + t.positions * h, block = 4 * h * h + 4 * h + 2 * h * t.ffn + t.ffn + h + 4 * h;
+    return patches + t.depth * block + merge + 2 * h + t.deepstack * (merge + 2 * wide);
+  }
+
+  function attentionParameters(s, index) {
+    const h = s.hidden;
+    if (isLinear(s, index)) {
+      const g = s.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim;
+      return {sharded: h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 2 * g.value_heads + v * h, repeated: g.head_dim};
+    }
+    if (s.mla) {
+      const m = s.mla, up = m.q_rank * s.heads * (m.nope_dim + m.rope_dim) + m.kv_rank * s.heads * (m.nope_dim + m.v_dim);
+      return {sharded: up + s.heads * m.v_dim * h, repeated: h * m.q_rank + h * (m.kv_rank + m.rope_dim) + m.q_rank + m.kv_rank};
+    }
+    const q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim, bias = s.attention_bias;
+    return {
+      sharded: h * q * (s.attention_gate ? 2 : 1) + 2 * h * kv + q * h + (bias ? q + 2 * kv : 0) + (s.sinks ? s.heads : 0),
+      repeated: (s.qk_norm ? 2 * s.head_dim : 0) + (bias ? h : 0),
+    };
+  }
+
+  // --- FLOPs -----------------------------------------------------------------------------------------------------------------------
+
+  function flopsPerToken(tables, s, seqLen) {
+    const depths = [...range(0, s.layers - 1), ...Array(s.mtp).fill(s.layers - 1)];
+    const mlp = (i) => 3 * s.hidden * (i < s.dense_layers ? s.ffn : s.top_k * s.expert_ffn + s.shared_ffn);
+    const heads = s.hidden * s.vocab * (1 + s.mtp) + s.mtp * (2 * s.hidden ** 2 + 3 * s.hidden);
+    return 2 * tables.backward * (sum(depths.map((i) => attentionFlops(s, i, seqLen) + mlp(i))) + heads);
+  }
+
+  function attentionFlops(s, index, seqLen) {
+    const h = s.hidden, n = s.heads, d = s.head_dim;
+    if (isLinear(s, index)) {
+      const g = s.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim;
+      return h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 4 * v * g.head_dim + h * v;
+    }
+    if (s.mla) {
+      const m = s.mla, q = m.q_rank * (h + n * (m.nope_dim + m.rope_dim) + 1), kv = m.kv_rank * (h + n * (m.nope_dim + m.v_dim) + 1);
+      return q + kv + h * m.rope_dim + n * m.v_dim * h + seqLen * n * (m.nope_dim + m.rope_dim + m.v_dim) / 2;
+    }
+    const windowed = s.window && index % 2 === 0 && seqLen > s.window;
+    const keys = windowed ? s.window - s.window * (s.window - 1) / (2 * seqLen) : seqLen / 2;
+    return h * (n * d * (s.attention_gate ? 2 : 1) + 2 * s.kv_heads * d) + n * d * h + 2 * n * d * keys;
+  }
+
+  // --- the pipeline ----------------------------------------------------------------------------------------------------------------
+
+  function split(layers, pp, vpp) {
+    const chunks = pp * vpp;
+    if (layers % chunks === 0) return Array(chunks).fill(layers / chunks);
+    const least = floorDiv(layers + 2, chunks), more = (layers + 2) % chunks;
+    const sizes = range(0, chunks - 1).map((i) => least + (i < more ? 1 : 0));
+    sizes[0] -= 1;
+    sizes[chunks - 1] -= 1;
+    return sizes;
+  }
+
+  function indices(sizes, pp, stage) {
+    const starts = [0];
+    for (const size of sizes) starts.push(starts[starts.length - 1] + size);
+    return range(0, sizes.length - 1).filter((i) => i % pp === stage).map((i) => range(starts[i], starts[i] + sizes[i] - 1));
+  }
+
+  function inFlight(pp, stage, microbatches, vpp, overlap) {
+    const extra = overlap ? 1 : 0;
+    if (vpp === 1) return [Math.min(microbatches, pp - stage + extra)];
+    const alive = Math.min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + extra), order = [];
+    const count = Math.min(microbatches, alive + pp);
+    for (let start = 0; start < count; start += pp)
+      for (let chunk = 0; chunk < vpp; chunk += 1) order.push(...Array(Math.min(pp, count - start)).fill(chunk));
+    return range(0, vpp - 1).map((chunk) => order.slice(0, alive).filter((c) => c === chunk).length);
+  }
+
+  const bubble = (p) => (p.pp - 1) / (p.vpp * layout.microbatches(p) + p.pp - 1);
+
+  // --- activations -----------------------------------------------------------------------------------------------------------------
+
+  const tokens = (p) => floorDiv(p.seq_len * p.mbs, p.cp);
+
+  function saved(t, p, index) {
+    const s = p.shape, wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide, eight = p.options.fp8 ? 0.5 : 1;
+    if (isLinear(s, index))
+      throw new Error("activations of linear attention are not modelled; choose a model with full attention in every layer");
+    const dense = index < s.dense_layers, row = t.bf16 * thin * s.hidden;
+    return {
+      "attention norm in": row, "attention norm out": row * eight, ...attention(t, p, wide, thin),
+      "mlp norm in": row, "mlp norm out": row * (dense ? eight : 1), ...(dense ? denseMlp(t, p, wide, eight) : experts(t, p, wide, thin, eight)),
+    };
+  }
+
+  function attention(t, p, wide, thin) {
+    const s = p.shape, n = s.heads, m = s.mla, d = m ? m.v_dim : s.head_dim, found = {};
+    if (m) {
+      found["compressed q, k, v"] = t.bf16 * thin * (m.q_rank + m.kv_rank + m.rope_dim);
+      found["q, k, v"] = t.bf16 * wide * n * (2 * (m.nope_dim + m.rope_dim) + m.v_dim) / p.tp;
+    } else {
+      const normed = s.qk_norm ? (n + s.kv_heads) * d : 0, gate = s.attention_gate ? n * d : 0;
+      found["q, k, v"] = t.bf16 * wide * ((n + 2 * s.kv_heads) * d + normed + gate) / p.tp;
+    }
+    const copy = p.options.fp8 ? t.bf16 / 2 : 0;
+    return {...found, "attention out": wide * n * ((t.bf16 + copy) * d + t.fp32) / p.tp};
+  }
+
+  const denseMlp = (t, p, wide, eight) => ({
+    "mlp fc1 out": t.bf16 * wide * 2 * p.shape.ffn / p.tp, "mlp act out": t.bf16 * wide * p.shape.ffn * eight / p.tp,
+  });
+
+  function experts(t, p, wide, thin, eight) {
+    const s = p.shape, rows = thin * s.top_k * p.imbalance, found = {
+      "router": 2 * t.fp32 * thin * s.experts,
+      "dispatched tokens": t.bf16 * rows * p.etp * s.hidden * eight,
+      "expert fc1 out": t.bf16 * rows * 2 * s.expert_ffn,
+      "expert act out": t.bf16 * rows * s.expert_ffn * eight,
+    };
+    if (s.shared_ffn) found["shared experts"] = t.bf16 * wide * (2 + eight) * s.shared_ffn / p.tp;
+    return found;
+  }
+
+  function kept(t, p, index) {
+    const all = saved(t, p, index);
+    if (p.options.recompute.includes("full")) return all["attention norm in"];
+    const freed = p.options.recompute.flatMap((module) => t.freed[module] || []);
+    return sum(Object.keys(all).filter((name) => !freed.includes(name)).map((name) => all[name]));
+  }
+
+  const replayed = (t, p, index) => sum(Object.values(saved(t, p, index))) - kept(t, p, index);
+
+  // --- memory ----------------------------------------------------------------------------------------------------------------------
+
+  function weights(p, stage, chunks) {
+    const s = p.shape, last = stage === p.pp - 1, layers = chunks.flat().map((i) => layer(s, i));
+    if (last) layers.push(...Array(s.mtp).fill(null).map(() => mtp(s)));
+    const sharded = layers.map((x) => ceilDiv(x.sharded, p.tp)), experts = layers.map((x) => ceilDiv(x.experts, p.ep * p.etp));
+    const dense = layers.map((x, i) => sharded[i] + x.repeated);
+    const ends = s.tied && p.pp === 1 ? 1 : (stage === 0 ? 1 : 0) + (last ? 1 : 0);
+    const table = ends * ceilDiv(embedding(s), p.tp) + (last ? s.hidden : 0), tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
+    return {
+      dense: sum(dense) + table + tower, experts: sum(experts), linear: sum(sharded) + sum(experts),
+      largest: Math.max(0, ...dense.map((d, i) => d + experts[i])),
+    };
+  }
+
+  function states(t, p, held) {
+    const full = ["fsdp", "fsdp2"].includes(p.options.sharding), over = {dense: layout.dp(p) * p.cp, experts: layout.edp(p)};
+    const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], p.options.optimizer_instances));
+    const count = sum(["dense", "experts"].map((k) => held[k] / (full ? over[k] : 1)));
+    const state = sum(["dense", "experts"].map((k) => held[k] / shards(k)));
+    return {parameters: t.param_bytes * count, gradients: p.grad_bytes * count, optimizer: (p.master_bytes + 2 * p.moment_bytes) * state};
+  }
+
+  function stageOf(t, p, stage, chunks) {
+    const held = weights(p, stage, chunks), last = stage === p.pp - 1, alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap);
+    const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers - 1)] : c);
+    const gathered = ["fsdp", "fsdp2"].includes(p.options.sharding) ? 2 * t.param_bytes * held.largest : 0;
+    const loss = last ? t.losses[p.loss] * tokens(p) * p.shape.vocab / p.tp : 0;
+    const found = {
+      stage, layers: chunks.flat().length, in_flight: alive, ...states(t, p, held),
+      fp8_weights: t.fp8_copies[p.options.fp8] * held.linear, gathered,
+      activations: sum(alive.map((n, i) => sum(depths[i].map((index) => n * kept(t, p, index))))),
+      transient: Math.max(loss, ...depths.flat().map((index) => replayed(t, p, index))), workspace: t.workspace_bytes,
+    };
+    found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;
+    found.peak = found.states + found.gathered + found.activations + found.transient + found.workspace;
+    return found;
+  }
+
+  // The breakdown of each pipeline stage, in bytes on each of its ranks. Throws an Error where a layer has no formula.
+  function estimate(tables, p) {
+    const sizes = split(p.shape.layers, p.pp, p.vpp);
+    return range(0, p.pp - 1).map((stage) => stageOf(tables, p, stage, indices(sizes, p.pp, stage)));
+  }
+
+  return {estimate, flopsPerToken, bubble, total, active, vision};
+})(PlaybookLayout);

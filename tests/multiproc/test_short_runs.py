@@ -1,0 +1,57 @@
+"""Invariants that a short run shows: they hold, and they notice when what they speak of is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from playbook_bench import short_runs
+
+
+def test_the_whole_configuration_reaches_the_tracker() -> None:
+    pytest.importorskip("tensorboard")
+    holds, sentence, figures = short_runs.tracker_gets_configuration()
+    assert holds, sentence
+    assert figures["lines"] > 100
+
+
+def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_path(config: str, out: Path, *words: str) -> str:
+        (out / "tensorboard").mkdir(parents=True)
+        (out / "tensorboard" / "events.out").write_bytes(b"trainer/configs/qwen3_moe_tiny.yaml")
+        (out / "config.yaml").write_text("optimizer:\n  lr: 0.000123\n")
+        return ""
+
+    monkeypatch.setattr(short_runs, "_train", only_the_path)
+    holds, sentence, _ = short_runs.tracker_gets_configuration()
+    assert not holds
+    assert "missing: optimizer:" in sentence
+
+
+def test_a_run_from_saved_weights_evaluates_saves_and_goes_on() -> None:
+    holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
+    assert holds, sentence
+
+
+@pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
+def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, evaluated: list[int], resumed: list[int]
+) -> None:
+    def planted(config: str, out: Path, *words: str) -> str:
+        out.mkdir()
+        (out.parent / "checkpoints" / "step_00000004").mkdir(parents=True, exist_ok=True)
+        (out / "summary.json").write_text(json.dumps({"eval": [{"step": s} for s in evaluated]}))
+        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in resumed))
+        return ""
+
+    monkeypatch.setattr(short_runs, "_train", planted)
+    assert not short_runs.finetune_saves_and_evaluates()[0]
+
+
+def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "_TINY", (*short_runs._TINY, "train.stepz=1"))
+    holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
+    assert not holds
+    assert "export: the trainer ended with code 2" in sentence

@@ -1,0 +1,65 @@
+"""The built site in headless Chromium: a server for it, a browser, and what a page may not do."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: requests are not news."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The folder over HTTP on a free port of this machine; the address of its root."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def started() -> Iterator[Any]:
+    """The system's Chromium. Where it or its driver is missing the checks fail: a skip would look like success."""
+    found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.fail(f"no Chromium: none of {', '.join(CHROMIUM)} is on PATH; install it (Debian: apt-get install chromium)", pytrace=False)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.fail("playwright is not installed; run `make test-browser`, or pip install -e '.[browser]'", pytrace=False)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def watched(page: Any, root: str) -> list[str]:
+    """A list that fills with what the page does wrong: console errors, exceptions, failed or foreign requests."""
+    wrong: list[str] = []
+    page.on("console", lambda m: wrong.append(f"console {m.type}: {m.text}") if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda e: wrong.append(f"exception: {e}"))
+    # Leaving a page aborts what it still loads; a file that is missing answers with 404, below.
+    page.on("requestfailed", lambda r: wrong.append(f"failed: {r.url} {r.failure}") if "ERR_ABORTED" not in str(r.failure) else None)
+    page.on("response", lambda r: wrong.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+    page.on("request", lambda r: wrong.append(f"foreign: {r.url}") if not r.url.startswith((root, "data:", "blob:")) else None)
+    return wrong

@@ -1,0 +1,200 @@
+"""The built site as a reader meets it: every page in headless Chromium, links, search, filters, keyboard, phone, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from site_browser import watched
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+PHONE = {"width": 390, "height": 844}
+DESK = {"width": 1280, "height": 900}
+INSPECT = (Path(__file__).parent / "inspect_page.js").read_text()
+KINDS = ("errors", "phone", "language", "images", "labels", "headings", "names", "ids", "contrast", "tables")
+
+
+def names(built: Path) -> list[str]:
+    return sorted(p.relative_to(built).as_posix() for p in built.rglob("*.html") if p.name != "404.html")
+
+
+@pytest.fixture(scope="module")
+def visited(chromium: Any, built_site: Path, site_root: str) -> dict[str, list[str]]:
+    """Every page opened once, and what is wrong with each, by kind."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    context = chromium.new_context(viewport=DESK)
+    page = context.new_page()
+    wrong = watched(page, site_root)
+    for name in names(built_site):
+        page.set_viewport_size(DESK)
+        page.goto(f"{site_root}/{name}")
+        page.add_style_tag(content="* { transition: none !important; }")
+        for kind, problems in page.evaluate(INSPECT).items():
+            found[kind] += [f"{name}: {p}" for p in problems]
+        page.set_viewport_size(PHONE)
+        wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        found["phone"] += [f"{name}: {wide} pixels too wide"] if wide > 0 else []
+        found["errors"] += [f"{name}: {w}" for w in wrong]
+        wrong.clear()
+    context.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_page_is_in_order(visited: dict[str, list[str]], kind: str) -> None:
+    assert not visited[kind], "\n".join(visited[kind][:40])
+
+
+class Anchors(HTMLParser):
+    """The ids of a page and the addresses that it links to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids |= {v for k in ("id", "name") if (v := values.get(k))}
+        self.links += [v for k in ("href", "src") if (v := values.get(k)) is not None]
+
+
+def test_no_link_and_no_anchor_is_broken(built_site: Path) -> None:
+    read = {}
+    for name in names(built_site):
+        read[built_site / name] = parser = Anchors()
+        parser.feed((built_site / name).read_text())
+    broken = []
+    for path, parser in read.items():
+        for link in parser.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                broken.append(f"{path.relative_to(built_site)} -> {link}: no such file")
+            elif parts.fragment and target in read and unquote(parts.fragment) not in read[target].ids:
+                broken.append(f"{path.relative_to(built_site)} -> {link}: no such anchor")
+    assert not broken, "\n".join(broken)
+    assert sum(len(p.links) for p in read.values()) > 1000
+
+
+@pytest.mark.parametrize(
+    ("question", "card"),
+    [
+        ("all-to-all takes a third of the step", "moe-dispatcher-choice"),
+        ("ring attention", "long-context-"),
+        ("recompiles with images of variable resolution", "vlm-real-data"),
+        ("FP8 slower than bf16", "fp8-recipes"),
+        ("host to device offload is slow", "offloading"),
+        ("thingamajig", "fixture-card"),
+    ],
+)
+def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: str) -> None:
+    page.goto(f"{site_root}/index.html")
+    page.locator("input.md-search__input").press_sequentially(question)
+    first = "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 3)"
+    page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
+
+
+def shown(page: Any, selector: str) -> int:
+    return int(page.locator(f"{selector}:visible").count())
+
+
+def test_filters_of_cards_work_and_are_in_the_address(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/cards/index.html")
+    every = shown(page, ".pb-card")
+    page.fill("#pb-text", "thingamajig")
+    assert shown(page, ".pb-card") == 1
+    page.fill("#pb-text", "no such words at all")
+    assert shown(page, ".pb-card") == 0
+    assert page.is_visible("#pb-none")
+    page.fill("#pb-text", "")
+    assert shown(page, ".pb-card") == every
+    page.select_option("#pb-status", "refuted")
+    assert 0 < shown(page, ".pb-card") < every
+    assert "status=refuted" in page.url
+    page.goto(f"{site_root}/cards/index.html?text=thingamajig&hardware=h200x4")
+    assert shown(page, ".pb-card") == 1
+    assert page.input_value("#pb-text") == "thingamajig"
+
+
+def test_filters_of_claims_ask_for_one_verdict(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/_generated/claims.html")
+    rows = ".pb-matrix tbody tr"
+    every = shown(page, rows)
+    page.select_option("#pb-hardware", "h200x4")
+    on_gpus = shown(page, rows)
+    assert 0 < on_gpus < every
+    page.select_option("#pb-status", "confirmed")
+    texts = page.locator(f"{rows}:visible").all_inner_texts()
+    assert 0 < len(texts) < on_gpus
+    assert all("confirmed" in t for t in texts)
+    assert page.inner_text("#pb-count") == f"{len(texts)} of {every} shown"
+    page.select_option("#pb-hardware", "")
+    page.select_option("#pb-status", "")
+    page.select_option("#pb-card", "fixture-card")
+    assert [t.split()[0] for t in page.locator(f"{rows}:visible").all_inner_texts()] == ["X1", "X1.m"]
+
+
+def test_the_keyboard_reaches_what_the_mouse_does(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/_generated/calculator.html")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className").split()[0] == "md-skip"
+    page.focus("select[name=model]")
+    reached = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        name, seen = page.evaluate(
+            "(() => { const e = document.activeElement, s = getComputedStyle(e);"
+            " return [e.name || e.tagName, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) > 0]; })()"
+        )
+        reached.append(name)
+        assert seen, f"{name} has no visible focus"
+    assert reached[:3] == ["gpus", "seq_len", "mbs"]
+    assert "SUMMARY" in reached
+
+
+PICTURES = {
+    "home": "index.html",
+    "cards": "cards/index.html",
+    "card": "cards/moe-dispatcher-choice.html",
+    "fixture-card": "cards/fixture-card.html",
+    "claims": "_generated/claims.html",
+    "calculator": "_generated/calculator.html?model=deepseek_v3&gpus=256&cp=2&ep=32&pp=8&vpp=2&uneven=true&recompute=mla_up_proj",
+    "calculator-broken": "_generated/calculator.html?model=deepseek_v3&gpus=256&cp=32&ep=32&pp=8&vpp=4&seq_len=131072",
+    "evidence": "evidence/index.html",
+    "families": "_generated/families.html",
+    "models": "_generated/models.html",
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)],
+    ids=["light", "dark", "phone", "phone-dark"],
+)
+def photographer(request: pytest.FixtureRequest, chromium: Any) -> Iterator[tuple[str, Any]]:
+    scheme, size = request.param
+    context = chromium.new_context(viewport=size, color_scheme=scheme)
+    yield f"{scheme}-{size['width']}", context.new_page()
+    context.close()
+
+
+def test_pages_are_drawn_in_light_and_dark(photographer: tuple[str, Any], site_root: str, screenshots: Path) -> None:
+    label, page = photographer
+    backgrounds = set()
+    for name, address in PICTURES.items():
+        page.goto(f"{site_root}/{address}")
+        path = screenshots / f"{name}-{label}.png"
+        page.screenshot(path=str(path), full_page=True)
+        assert path.stat().st_size > 10_000
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    dark = {b for b in backgrounds if max(int(v) for v in b.strip("rgba()").split(",")[:3]) < 128}
+    assert dark == (backgrounds if label.startswith("dark") else set())

@@ -1,0 +1,174 @@
+"""Pages that gather: claims by machine, configuration families, models, curves, the API, and the text for machines."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from datetime import date
+from html import unescape
+from pathlib import Path
+
+import pytest
+import typer
+from site_tree import ID, LENGTHS, SWEEP, add_sweep
+
+from playbook import cli, site
+from playbook.cli_site import reference
+from playbook.shapes import MODELS
+from playbook.site_api import entries
+from playbook.site_models import plan_of, settings
+from playbook.site_text import NBSP
+from playbook.validate import load_all
+
+TODAY = date(2026, 11, 21)
+
+
+def generate(tree: Path, **more: object) -> site.Site:
+    return site.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=TODAY, **more)
+
+
+def page(tree: Path, name: str) -> str:
+    return (tree / "docs" / name).read_text().replace(NBSP, " ")
+
+
+def test_home_says_what_is_true_on_which_machine(tree: Path) -> None:
+    shown = generate(tree).inserts["what is true today"].replace(NBSP, " ")
+    assert "### 4 x NVIDIA H200, NVLink" in shown
+    assert "1 confirmed; " in shown
+    assert f"[+7.3 % &#91;+6.2, +8.5&#93;](evidence/{ID}.md)" in shown
+    assert "claims.md?hardware=h200x4" in shown
+
+
+def test_home_has_every_card_once(tree: Path) -> None:
+    made = generate(tree)
+    for card in made.cards:
+        assert made.inserts["cards by phase"].count(f"(cards/{card}.md)") == 1
+
+
+def test_rows_of_claims_carry_what_they_are_filtered_by(tree: Path) -> None:
+    generate(tree)
+    rows = re.findall(r'data-text="([^"]*)" data-standings="([^"]*)" data-card="([^"]*)"', unescape(page(tree, "_generated/claims.md")))
+    assert len(rows) == sum(1 + bool(c.mechanism_check) for card in load_all().values() for c in card.claims) + 2
+    held = {words.split()[0]: (standings, card) for words, standings, card in rows}
+    assert held["x1"] == ("h200x4:confirmed", "fixture-card")
+    assert held["x1.m"] == (":untested", "fixture-card")
+
+
+def test_every_model_is_on_its_page_with_its_source(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, "_generated/models.md")
+    for name, shape in MODELS.items():
+        assert f"{{ #{name.replace('_', '-')} }}" in shown
+        assert f"calculator.md?model={name}" in shown
+        assert shape.source in shown or not shape.source.startswith("http")
+    assert "671" in shown or "682" in shown, "DeepSeek-V3 with its MTP layer"
+
+
+def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, "_generated/families.md")
+    checked = 0
+    for card in load_all().values():
+        for family in card.families:
+            assert f"../cards/{card.id}.md#configurations-in-use" in shown
+            plan = plan_of(family)
+            if plan is not None:
+                checked += 1
+                assert settings(family)["gpus"] == plan.gpus
+                assert all(getattr(plan, k) == v for k, v in family.layout.items() if k not in ("dp", "edp"))
+    assert checked > 5
+
+
+def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(tree: Path) -> None:
+    add_sweep(tree)
+    generate(tree)
+    for name in ("cards/long-context-cp-sizing.md", f"evidence/{SWEEP}.md"):
+        shown = unescape(page(tree, name))
+        assert shown.count('<svg class="pb-curve"') == 2
+        assert shown.count('<svg class="pb-contrasts"') == 1
+        for length, (rate, gib) in LENGTHS.items():
+            assert f"{length} {rate:,.0f} tokens/s" in shown
+            assert f"{length} {gib:.3g} GiB" in shown
+        assert "32768 out of memory" in shown
+        assert "16384 over 4096: −9.7 %, interval −11.7 % to −7.7 %" in shown
+
+
+def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
+    from site_tree import reseal
+
+    def spoil(data: dict) -> None:
+        data["derived"]["curve"]["points"] = [{"variant": "a", "outcome": "ok", "value": None}, "x"]
+        data["derived"]["curve"]["contrasts"] = [{"name": "b", "effect": None, "low": None, "high": None}]
+
+    reseal(add_sweep(tree), spoil)
+    generate(tree)
+    assert "<svg class=" not in page(tree, f"evidence/{SWEEP}.md").split("## Launches")[0]
+
+
+def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> None:
+    made = generate(tree)
+    index, full = page(tree, "llms.txt"), page(tree, "llms-full.txt")
+    assert re.match(r"# [^\n]+\n\n> [^\n]+\n\n[^#]", index), "a title, a summary in a quotation, then text"
+    assert set(re.findall(r"^## (.+)$", index, re.MULTILINE)) == {"Cards", "Guides", "Optional"}
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)(?:: .+)?$", index, re.MULTILINE)
+    assert len(listed) == index.count("\n- ")
+    assert {f"cards/{card}.html.md" for card in made.cards} == set(made.plain) <= set(listed)
+    for path in listed:
+        source = path.removesuffix(".html") + ".md" if path.endswith(".html") else path
+        assert path in made.plain or (tree / "docs" / source).is_file(), path
+    for card in load_all().values():
+        assert all(c.statement in full and f"### {c.id}" in full for c in card.claims)
+    own = made.plain["cards/fixture-card.html.md"]
+    assert f"On h200x4, 2026-11-20: confirmed, +7.3 % [+6.2, +8.5] (evidence {ID})" in own
+    assert "<span" not in own + full
+    assert own.strip() in full
+
+
+def test_api_pages_have_public_names_and_no_private_ones(tree: Path) -> None:
+    generate(tree, reference=reference(typer.main.get_command(cli.app)))
+    shown = page(tree, "_generated/api-playbook.md")
+    assert "{ #playbook-memory-estimate }" in shown
+    assert "*Raises:* ConfigError" in shown
+    assert "playbook-memory-_stage" not in shown
+    assert "playbook.site" not in shown
+    assert "playbook&#95;bench&#46;stats" in page(tree, "_generated/api-playbook-bench.md").replace(".", "&#46;")
+    index = page(tree, "_generated/api.md")
+    assert "api-playbook-trainer.md#playbook-trainer-config" in index
+
+
+def test_api_reads_signatures_fields_and_properties() -> None:
+    source = '''
+class A(Base):
+    """An A."""
+
+    x: int = 3
+    """How many."""
+
+    @property
+    def y(self) -> str:
+        """The y.
+
+        More.
+        """
+
+def f(a: int, *, b: str = "x, y") -> None:
+    """Do it."""
+
+def _g(): ...
+'''
+    found = list(entries(ast.parse(source)))
+    assert [e.signature for e in found] == ["class A(Base)", "f(a: int, *, b: str='x, y') -> None"]
+    assert found[0].members == [("x: int", "How many."), ("y", "The y.")]
+
+
+@pytest.mark.parametrize("name", ["layout.js", "memory.js", "calculator.js", "filter.js", "search.js"])
+def test_scripts_of_the_site_name_no_other_host(name: str, tree: Path) -> None:
+    assert "http" not in (tree / "docs" / "javascripts" / name).read_text()
+
+
+def test_the_calculator_carries_every_model(tree: Path) -> None:
+    generate(tree)
+    held = re.search(r'id="pb-tables">(.*?)</script>', page(tree, "_generated/calculator.md"))
+    assert held
+    assert set(json.loads(held[1])["models"]) == set(MODELS)

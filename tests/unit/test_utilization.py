@@ -1,0 +1,43 @@
+"""What a count of FLOPs leaves out, and what a published rate amounts to."""
+
+from __future__ import annotations
+
+import pytest
+
+from playbook import flops
+from playbook.shapes import MODELS
+from playbook.utilization import published_utilization, vision_left_out
+
+PHOTO = {"images": [[480, 640]], "text_tokens": 100}
+
+
+def test_the_share_is_the_tower_over_tower_and_decoder() -> None:
+    holds, sentence, figures = vision_left_out(model="qwen3_vl_30b_a3b", samples=[PHOTO], at_least=0.05, at_most=0.15)
+    row = figures["rows"][0]
+    assert (row["patches"], row["tokens"]) == (30 * 40, 100 + 300)
+    shape = MODELS["qwen3_vl_30b_a3b"]
+    tower = 3 * sum(flops.vision_forward(shape.vision, shape.hidden, 1200, 1200**2).values())
+    assert row["left_out"] == pytest.approx(tower / (tower + 400 * flops.per_token(shape, 400)))
+    assert holds is (0.05 <= row["left_out"] <= 0.15)
+    assert f"{row['left_out']:.0%}" in sentence
+
+
+def test_the_bounds_decide() -> None:
+    for low, high, expected in ((0.0, 1.0, True), (0.0, 0.01, False), (0.9, 1.0, False)):
+        assert vision_left_out(model="qwen3_vl_30b_a3b", samples=[PHOTO, PHOTO], at_least=low, at_most=high)[0] is expected
+
+
+def test_text_alone_leaves_nothing_out_and_a_text_model_is_refused() -> None:
+    assert vision_left_out(model="qwen3_vl_30b_a3b", samples=[{"images": [], "text_tokens": 50}], at_least=0, at_most=0)[0]
+    with pytest.raises(ValueError, match="no model with a vision tower"):
+        vision_left_out(model="qwen3_30b_a3b", samples=[PHOTO], at_least=0, at_most=1)
+
+
+def test_a_published_rate_is_a_share_of_the_peak() -> None:
+    row = {"gpu": "GB200", "tflops_per_gpu": 500}
+    holds, sentence, _ = published_utilization(rows=[row], at_least=0.15, at_most=0.25)
+    assert holds
+    assert "20.0%" in sentence
+    assert not published_utilization(rows=[row], at_least=0.21, at_most=0.25)[0]
+    with pytest.raises(ValueError, match="not in the table"):
+        published_utilization(rows=[{"gpu": "Z1", "tflops_per_gpu": 1}], at_least=0, at_most=1)
