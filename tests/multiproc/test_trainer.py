@@ -97,6 +97,17 @@ def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> No
     assert 0.4 * saved[1] < saved[2] < 0.75 * saved[1]
 
 
+def test_saved_activations_shrink_with_sequence_parallelism(tmp_path: Path) -> None:
+    saved = {}
+    for cut in ("false", "true"):
+        out = tmp_path / cut
+        words = ["train.steps=2", "train.warmup_steps=1", "train.global_batch_size=1", "parallel.tp=2", f"parallel.sequence_parallel={cut}"]
+        assert [r[0] for r in run(["trainer/configs/qwen3_tiny.yaml", *words, f"output={out}"], 2)] == [0, 0]
+        saved[cut] = summary(out)["metrics"]["saved_activation_bytes_per_rank"]
+    # Were the gathered inputs of attention and MLP kept, it would be 0.84.
+    assert 0.7 < saved["true"] / saved["false"] < 0.8
+
+
 def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
     results = run([TEXT, "train.steps=8", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"])
     assert results[0][0] == 3

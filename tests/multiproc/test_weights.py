@@ -20,7 +20,7 @@ CASES = {
     "tied-pp2-dp2": ("qwen3_tiny", 4, ["parallel.pp=2"]),
     "tied-tp2-dp2": ("qwen3_tiny", 4, ["parallel.tp=2"]),
     "folded-copies": ("qwen3_moe_tiny", 4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=1", "parallel.dp_replicate=2"]),
-    "vision-sequence-hsdp": (
+    "vision-sequence": (
         "qwen3_vl_moe_tiny",
         4,
         ["parallel.tp=2", "parallel.ep=4", "parallel.etp=1", "parallel.sequence_parallel=true", "train.global_batch_size=4"],

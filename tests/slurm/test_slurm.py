@@ -117,11 +117,11 @@ def test_a_matched_series_over_two_nodes_gives_the_record_of_a_local_one(environ
 def test_every_end_of_a_step_is_an_outcome_and_later_runs_go_on(environment, case, tmp_path):
     faults = ("hang", "crash", "oom", "nan", "kill", "silent")
     plants = [*(json.dumps({"baseline": {"fault": f}, "candidate": {"fault": f}}) for f in faults), "cancel", "{}"]
-    found = in_an_allocation(environment, tmp_path, case("dispatch_bytes_per_token_layer", 8), str(tmp_path / "results"), *plants)
+    found = in_an_allocation(environment, tmp_path, case("dispatch_bytes_per_token_layer", 24), str(tmp_path / "results"), *plants)
     last = [series["outcomes"][-1] for series in found]
     assert [outcome for outcome, _ in last] == ["hang", "crash", "oom", "nan", "killed", "crash", "killed", "ok"]
     assert "ValueError: planted" in last[1][1]
-    assert "ended from outside" in last[6][1]
+    assert any(text in last[6][1] for text in ("ended from outside", "ended with signal 9")), "as the shells die first or last"
     assert [series["status"] for series in found] == ["error", "error", "inconclusive", *["error"] * 4, "measured"]
     logs = list((tmp_path / "results").glob("*/work/*/*/rank1.log"))
     assert logs, "the logs of failed runs stay"

@@ -131,8 +131,8 @@ class Attention(nn.Module):
     def forward(self, x_ND: Tensor, seq: Sequence) -> Tensor:
         """Causal attention within each document."""
         with range_("attention") as r:
-            x_ND = tensor.enter(r.enter(x_ND), self.axes)
-            q_NHd, k_NGd, v_NGd = self.part(x_ND, seq.cos_Nd, seq.sin_Nd, *self.part_weights())
+            with tensor.entered(r.enter(x_ND), self.axes) as all_ND:
+                q_NHd, k_NGd, v_NGd = self.part(all_ND, seq.cos_Nd, seq.sin_Nd, *self.part_weights())
             with recomputed(self.again, partial(self.core, seq=seq), q_NHd, k_NGd, v_NGd) as out_NHd:
                 out_ND = self.o_proj(out_NHd.flatten(1))
             return r.exit(tensor.leave(out_ND, self.axes))
@@ -171,7 +171,9 @@ class Mlp(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
-        return tensor.leave(self.w2(self.swiglu(self.w13(tensor.enter(x_ND, self.axes)))), self.axes)
+        with tensor.entered(x_ND, self.axes) as all_ND:
+            h_NF = self.w13(all_ND)
+        return tensor.leave(self.w2(self.swiglu(h_NF)), self.axes)
 
 
 class Router(nn.Module):

@@ -9,6 +9,8 @@ Suffixes: N tokens, D hidden size, W vocabulary rows of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.models.memory import recomputed
 from playbook_trainer.parallel.axes import Axes, Axis
 from playbook_trainer.parallel.comm import all_gather, copy_to, reduce_from, reduce_scatter
 
@@ -27,6 +30,14 @@ CHUNK = 4096
 def enter(x: Tensor, axes: Axes) -> Tensor:
     """All tokens, at the entry of a region; the backward pass adds up the ranks' gradients."""
     return all_gather(x, axes.tp) if axes.sequence_parallel else copy_to(x, axes.tp)
+
+
+def entered(x: Tensor, axes: Axes) -> AbstractContextManager[Tensor]:
+    """As `enter`; what reads the tokens in the block keeps only this rank's, and gathers all again in its backward pass.
+
+    Source: arXiv 2205.05198, section 4.2.2: without it, the inputs of a region's matrices would be kept whole on every rank.
+    """
+    return recomputed(axes.sequence_parallel, partial(enter, axes=axes), x)
 
 
 def leave(x: Tensor, axes: Axes) -> Tensor:
