@@ -104,7 +104,9 @@ def matrix_page(shelf: Shelf) -> str:
     return (
         "\n\n".join(
             [
-                front_matter("Claims", description="Every claim and its verdict on every machine", hide="navigation toc", search="exclude: true"),
+                front_matter(
+                    "Claims", description="Every claim and its verdict on every machine", hide="navigation toc", search="exclude: true"
+                ),
                 "# Claims",
                 total,
                 filters("pipeline, FP8, packing", choices),
