@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from playbook import __version__, cli_lint, cli_slurm
+from playbook.cli_bisect import bisect
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -46,6 +47,7 @@ app.add_typer(layout_app, name="layout")
 app.add_typer(skills_app, name="skills")
 app.command()(mcp)
 app.command()(search)
+app.command()(bisect)
 app.command()(train)
 
 cli_lint.mount(cards_app)

@@ -73,7 +73,7 @@ def _entry(shelf: Shelf, card: Card) -> str:
             f"## {link(text(card.title), f'{card.id}.md')} {{ #{card.id} }}",
             text(card.summary),
             "You may see: " + "; ".join(f"*{text(s)}*" for s in card.symptoms),
-            f'<details markdown="1"><summary>{len(rows)} claims: {html.escape(_tally(shelf, card))}</summary>\n\n'
+            f'<details markdown="1"><summary>{len(rows)} claim{"" if len(rows) == 1 else "s"}: {html.escape(_tally(shelf, card))}</summary>\n\n'
             f"{table(['Claim', 'Statement', 'Verdicts'], rows)}\n\n</details>",
             "</div>",
         ]

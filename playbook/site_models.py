@@ -36,14 +36,14 @@ def models_page(configs: Path) -> str:
         rows.append(
             [
                 f"{name_cell} {{ #{name.replace('_', '-')} }}",
-                _billions(parameters.total(shape)),
-                _billions(parameters.active(shape)),
-                f"{shape.layers} x {number(shape.hidden)}",
-                f"{shape.heads} / {shape.kv_heads}",
-                f"{shape.top_k} of {shape.experts}" if shape.experts else "",
+                _labelled(_billions(parameters.total(shape)), "parameters"),
+                _labelled(_billions(parameters.active(shape)), "active"),
+                _labelled(f"{shape.layers} x {number(shape.hidden)}", "layers x width"),
+                _labelled(f"{shape.heads} / {shape.kv_heads}", "heads / KV"),
+                _labelled(f"{shape.top_k} of {shape.experts}" if shape.experts else "", "experts"),
                 _kind(shape),
-                f"{flops.per_token(shape, SEQ_LEN) / 1e9:.1f}",
-                runs,
+                _labelled(f"{flops.per_token(shape, SEQ_LEN) / 1e9:.1f}", "GFLOP per token"),
+                _labelled(runs, "trainer"),
                 link("layout", address({"model": name})),
             ]
         )
@@ -66,7 +66,7 @@ def models_page(configs: Path) -> str:
         "configurations of this repository that train the model; *by name*: the trainer knows its shape. Names link to the published configuration."
     )
     parts = [front_matter("Models", description="Shapes of models, their parameters and FLOPs", hide="toc"), "# Models", intro]
-    return "\n\n".join([*parts, f'<div class="pb-wide" markdown="1">\n\n{table(head, rows)}\n\n</div>']) + "\n"
+    return "\n\n".join([*parts, f'<div class="pb-matrix pb-families pb-wide" markdown="1">\n\n{table(head, rows)}\n\n</div>']) + "\n"
 
 
 def _recipes(configs: Path) -> dict[str, list[str]]:

@@ -33,6 +33,7 @@ ARITHMETIC: Mapping[str, Function] = {
 }
 INVARIANTS: Mapping[str, Function] = {
     "unequal_work_is_refused": invariants.unequal_work_is_refused,
+    "bisect_finds_the_commit": invariants.bisect_finds_the_commit,
     "tracker_gets_configuration": short_runs.tracker_gets_configuration,
     "finetune_saves_and_evaluates": short_runs.finetune_saves_and_evaluates,
     "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,

@@ -66,7 +66,7 @@
   }
 
   const big = (n) => n >= 1e12 ? `${(n / 1e12).toFixed(2)} T` : n >= 1e9 ? `${(n / 1e9).toFixed(2)} B` : `${(n / 1e6).toFixed(1)} M`;
-  const gib = (bytes) => (bytes / GIB).toFixed(bytes >= 100 * GIB ? 0 : 2);
+  const gib = (bytes) => (bytes / GIB).toFixed(2);
 
   function figures(plan) {
     const L = PlaybookLayout, shape = plan.shape;

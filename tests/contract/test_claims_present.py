@@ -10,6 +10,7 @@ from playbook import cli
 
 # fmt: off
 WANTED = [
+    "H1",
     "L1",
     "L2",
     "L3",

@@ -51,7 +51,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     found = list(commands(typer.main.get_command(cli.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
-        *("version", "train", "confirm", "gate", "search", "site build", "schemas export"),
+        *("version", "train", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
         *("cards check", "cards import", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
         *("layout check", "layout memory", "layout traffic"),

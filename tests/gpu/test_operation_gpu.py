@@ -27,20 +27,19 @@ WORDS = [
 SAVE_AGAIN = """
 import sys
 from pathlib import Path
-import torch
 from playbook_trainer import loop, optimizer
 from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.parallel import axes as layout, setup
-config = load(Path(sys.argv[1]), parse_overrides(sys.argv[2:]))
-device = loop.start(config, 0, 1)
-axes = layout.build(1, 0, config.parallel)
-model = setup.build(config, axes, device)
+first, second = (load(Path(sys.argv[1]), parse_overrides([*sys.argv[3:], f"checkpoint.dir={d}"])) for d in sys.argv[2].split(":"))
+device = loop.start(first, 0, 1)
+axes = layout.build(1, 0, first.parallel)
+model = setup.build(first, axes, device)
 parts = optimizer.shards(model, axes)
-optim = optimizer.make(parts, config.optimizer)
-saver = Checkpointer(config, axes, model, parts, optim)
-index = saver.restore()
-saver._root = Path(config.output)
+optim = optimizer.make(parts, first.optimizer)
+index = Checkpointer(first, axes, model, parts, optim).restore()
+saver = Checkpointer(second, axes, model, parts, optim)
+assert saver.restore() is None
 assert saver.save(index.step, index.data)
 saver.wait()
 """
@@ -61,10 +60,11 @@ def tensors(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_a_checkpoint_restored_and_saved_again_is_the_same(moments: str, tmp_path: Path) -> None:
     """FSDP on one GPU, asynchronous, through pinned memory: every weight and moment to the last bit."""
-    words = [TEXT, *WORDS, "train.steps=3", f"optimizer.moments_dtype={moments}", f"checkpoint.dir={tmp_path / 'saved'}"]
-    code, out, err = run([*words, "checkpoint.every=3", f"output={tmp_path / 'out'}"])[0]
+    words = [*WORDS, "train.steps=3", f"optimizer.moments_dtype={moments}"]
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    code, out, err = run([TEXT, *words, f"checkpoint.dir={saved}", "checkpoint.every=3", f"output={tmp_path / 'out'}"])[0]
     assert code == 0, out + err
-    code, out, err = run([SAVE_AGAIN, *words, f"output={tmp_path / 'again'}"], command=[sys.executable, "-c"])[0]
+    code, out, err = run([SAVE_AGAIN, TEXT, f"{saved}:{again}", *words], command=[sys.executable, "-c"])[0]
     assert code == 0, out + err
     first, second = (tensors(tmp_path / name / "step_00000003") for name in ("saved", "again"))
     print(f"{len(first)} tensors, {sum(map(len, first.values())) / 2**20:.1f} MiB")
@@ -73,14 +73,16 @@ def test_a_checkpoint_restored_and_saved_again_is_the_same(moments: str, tmp_pat
 
 @pytest.mark.gpu
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
-    words = [TEXT, *WORDS, "train.steps=6"]
+    words = [TEXT, *WORDS, "train.steps=6", "optimizer.schedule=constant"]
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=1"]
-    code, out, err = run([*words, f"output={tmp_path / 'whole'}"])[0]
-    assert code == 0, out + err
-    assert run([*words, *saving, "train.steps=3", "optimizer.schedule=constant", f"output={tmp_path / 'first'}"])[0][0] == 0
-    assert run([*words, *saving, "optimizer.schedule=constant", f"output={tmp_path / 'second'}"])[0][0] == 0
-    assert run([*words, "optimizer.schedule=constant", f"output={tmp_path / 'constant'}"])[0][0] == 0
-    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "constant")[3:]
+    for more in (
+        [f"output={tmp_path / 'whole'}"],
+        ["train.steps=3", *saving, f"output={tmp_path / 'first'}"],
+        [*saving, f"output={tmp_path / 'second'}"],
+    ):
+        code, out, err = run([*words, *more])[0]
+        assert code == 0, out + err
+    resumed, whole = steps(tmp_path / "second"), steps(tmp_path / "whole")[3:]
     print([(a["loss"], b["loss"], a["grad_norm"], b["grad_norm"]) for a, b in zip(resumed, whole, strict=True)])
     assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=5e-3)
     assert [r["useful_tokens"] for r in resumed] == [r["useful_tokens"] for r in whole]

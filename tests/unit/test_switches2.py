@@ -104,7 +104,7 @@ def test_without_gradients_nothing_travels():
     assert observer.counters["offloaded_activation_bytes"] == 0
 
 
-GRAPHED = Options(graphs=frozenset({"attn", "moe_router"}))
+GRAPHED = Options(graphs=frozenset({"attn", "moe_router", "moe_preprocess"}))
 
 
 def stand_in(monkeypatch, functions):
@@ -126,15 +126,16 @@ def test_graphed_parts_are_the_whole_model_cut_otherwise(monkeypatch):
     batch = document_batch(config)
     loss, gradients, plain = observed(config, batch, Options())
     model = build(config, GRAPHED)
-    assert graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu")) == len(functions) == 2 * config.num_layers
-    assert [f.__name__ for f in functions] == ["project", "choose"] * config.num_layers
+    assert graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu")) == len(functions) == 3 * config.num_layers
+    names = [getattr(f, "func", f).__name__ for f in functions]
+    assert names == ["project", "choose", "sort_rows"] * config.num_layers
     observer = Observer(model, {})
     with observing(observer):
         again = model(batch)
         again.backward()
     assert torch.equal(again.detach(), loss)
     assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters())
-    assert observer.counters["graph_replays"] == 2 * config.num_layers
+    assert observer.counters["graph_replays"] == 3 * config.num_layers
     assert plain.counters["graph_replays"] == 0
 
 
@@ -165,7 +166,9 @@ def test_another_shape_or_an_evaluation_replays_nothing(monkeypatch):
         ({"offload.activations": True}, "offload.activations: false"),
         ({"train.compile.decoder": True}, "choose one of them"),
         ({"precision.fp8": "rowwise"}, "8-bit casts"),
-        ({"train.cuda_graphs": ["moe_preprocess"]}, "waits for the device"),
+        ({"train.cuda_graphs": ["moe_preprocess"]}, "name both"),
+        ({"train.cuda_graphs": ["moe_router", "moe_preprocess"], "parallel.ep": 2, "moe.dispatcher": "dedup"}, "dispatcher: alltoall"),
+        ({"train.cuda_graphs": ["moe_router", "moe_preprocess"], "parallel.etp": 2}, "etp: 1"),
         ({"train.cuda_graphs": ["moe"]}, "another number of rows"),
         ({"train.cuda_graphs": ["mlp"]}, "three kernels"),
         ({"model.num_experts": 0, "model.top_k": 0, "model.ffn_size": 96}, "no router"),

@@ -231,7 +231,11 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         and "linear" in config.precision.fp8_modules
         and "attn" in names,
         "the model has no router: leave out moe_router": "moe_router" in names and not config.model.num_experts,
-        "moe_preprocess counts the rows of each expert, which waits for the device: leave it out": "moe_preprocess" in names,
+        "moe_preprocess sorts what moe_router has chosen: name both": "moe_preprocess" in names and "moe_router" not in names,
+        "moe_preprocess is the sort of the dispatcher alltoall: set moe.dispatcher: alltoall": "moe_preprocess" in names
+        and par.ep > 1
+        and config.moe.dispatcher != "alltoall",
+        "moe_preprocess sorts a rank's own tokens: set parallel.etp: 1": "moe_preprocess" in names and (par.etp or par.tp) > 1,
         "experts get another number of rows in every batch: leave out moe": "moe" in names,
         "mlp is three kernels, too few to be worth a graph's memory: leave it out": "mlp" in names,
     }

@@ -146,7 +146,7 @@ FREEZABLE = ("vision", "projector", "language_model")
 """The parts of a vision-language model that can be frozen."""
 
 GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
-"""Names as megatron-core has them; the torch backend captures the first two."""
+"""Names as megatron-core has them; the torch backend captures the first three."""
 
 _MEANT = {
     "vision_tower": "vision",
@@ -309,7 +309,7 @@ class TrainConfig(Strict):
     """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
     cuda_graphs: list[str] = Field(default_factory=list)
     """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
-    moe_router: from the router's product to the chosen experts."""
+    moe_router: from the router's product to the chosen experts. moe_preprocess: the order of rows by expert."""
     recompute: Literal["none", "selective", "full"] = "none"
     """selective: what `recompute_modules` names. full: each layer, from its input."""
     recompute_modules: list[str] = Field(default_factory=list)

@@ -248,7 +248,10 @@ class Moe(nn.Module):
         self.router = Router(config, options)
         self.experts = Experts(config, options)
         self.fold = Fold(options.axes)
-        self.dispatcher = dispatch.make(options.dispatcher, config.num_experts, options.axes.ep, fused=options.fused_permutation)
+        wrap = Part if "moe_preprocess" in options.graphs else None
+        self.dispatcher = dispatch.make(
+            options.dispatcher, config.num_experts, options.axes.ep, fused=options.fused_permutation, wrap_sort=wrap
+        )
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""

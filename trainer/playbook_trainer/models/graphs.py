@@ -4,7 +4,7 @@ A part is a function of tensors alone. Weights are among them, since FSDP gather
 given into the memory of its graph, then runs. Graphs hold inputs and outputs of every layer for ever, so what they cost is memory.
 
 Suffixes: N tokens, D hidden size, d head size.
-Source: torch.cuda.make_graphed_callables; scopes `attn` and `moe_router` are megatron-core's names, here without attention itself, whose
+Source: torch.cuda.make_graphed_callables; scopes `attn`, `moe_router` and `moe_preprocess` are megatron-core's names, here without attention itself, whose
 documents have other borders in every batch.
 """
 
@@ -49,12 +49,17 @@ def capture(model: Decoder, tokens: int, device: torch.device) -> int:
 
     table_Nd = tuple(like((tokens, config.head_dim), grad=False) for _ in range(2))
     for layer in model.layers.values():
-        for module in (layer.attn, *([layer.moe.router] if hasattr(layer, "moe") else [])):
-            if isinstance(module.part, Part):
+        moe = getattr(layer, "moe", None)
+        for module in (layer.attn, moe and moe.router):
+            if module is not None and isinstance(module.part, Part):
                 weights = [like(w.shape, w.requires_grad) for w in module.part_weights()]
                 tables = table_Nd if module is layer.attn else ()
                 parts.append(module.part)
                 samples.append((like((tokens, config.hidden_size), grad=True), *tables, *weights))
+        sort = moe and getattr(moe.dispatcher, "sort", None)
+        if isinstance(sort, Part):
+            parts.append(sort)
+            samples.append((torch.zeros(tokens, config.top_k, dtype=torch.int64, device=device),))
     graphs = torch.cuda.make_graphed_callables(tuple(p.f for p in parts), tuple(samples))
     for part, graph, sample in zip(parts, graphs, samples, strict=True):
         part.graph, part.shapes = graph, [t.shape for t in sample]

@@ -9,7 +9,9 @@ Rows are never dropped. Adding a dispatcher: one class with `dispatch` and `comb
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,11 +34,20 @@ class Dispatcher(Protocol):
         """Weighted expert outputs back at their tokens (N, D)."""
 
 
-def make(name: str, num_experts: int, ep: Axis, *, fused: bool = False) -> Dispatcher:
-    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels."""
-    dispatcher: Dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
+Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Experts (N, K) to the order of their rows, its inverse, and the number of rows of each expert."""
+
+
+def make(name: str, num_experts: int, ep: Axis, *, fused: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None) -> Dispatcher:
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels;
+    `wrap_sort` takes the place of the sort of local and alltoall.
+    """
+    dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
     dispatcher.fused = fused
-    return dispatcher
+    if wrap_sort is not None:
+        dispatcher.sort = wrap_sort(dispatcher.sort)
+    made: Dispatcher = dispatcher
+    return made
 
 
 @dataclass
@@ -60,11 +71,11 @@ class Local:
     fused = False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
-        self.num_experts, self.ep = num_experts, ep
+        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Rows sorted by expert."""
-        route, counts = _sort(x_ND, expert_NK, prob_NK, self.num_experts, self.fused)
+        route, counts = _route(x_ND, prob_NK, self.sort(expert_NK), self.fused)
         rows = _expand(x_ND, route)
         return rows, counts, route
 
@@ -79,11 +90,12 @@ class AllToAll:
     fused = False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
-        self.num_experts, self.ep = num_experts, ep
+        self.ep = ep
+        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Exchange the rows; one wait for the device per layer, to learn how many come."""
-        route, counts = _sort(x_ND, expert_NK, prob_NK, self.num_experts, self.fused)
+        route, counts = _route(x_ND, prob_NK, self.sort(expert_NK), self.fused)
         sent = counts.view(self.ep.size, -1)
         received = exchange_counts(sent, self.ep)
         route.send, route.receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
@@ -133,12 +145,17 @@ class AllGather:
 DISPATCHERS: dict[str, Any] = {"local": Local, "alltoall": AllToAll, "allgather": AllGather, "dedup": Dedup}
 
 
-def _sort(x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor, num_experts: int, fused: bool) -> tuple[Route, Tensor]:
+def sort_rows(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the rows (token, choice) by expert, its inverse, and the rows of each expert; no shape depends on the routing."""
     flat = expert_NK.flatten()
     order = torch.argsort(flat, stable=True)
-    counts = count_sorted(flat[order], num_experts)
-    shape = (x_ND.shape[0], expert_NK.shape[1], x_ND.shape[1])
-    return Route(shape, order, _invert(order), prob_NK, [], [], fused), counts
+    return order, _invert(order), count_sorted(flat[order], num_experts)
+
+
+def _route(x_ND: Tensor, prob_NK: Tensor, found: tuple[Tensor, Tensor, Tensor], fused: bool) -> tuple[Route, Tensor]:
+    order, inverse, counts = found
+    shape = (x_ND.shape[0], prob_NK.shape[1], x_ND.shape[1])
+    return Route(shape, order, inverse, prob_NK, [], [], fused), counts
 
 
 def _invert(order: Tensor) -> Tensor:

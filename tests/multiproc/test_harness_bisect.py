@@ -1,0 +1,81 @@
+"""Bisecting a small repository in which one commit is slower, or fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_harness_gate import FAKE, case, repo, worktrees  # noqa: F401
+
+from playbook.errors import ConfigError, LaunchError
+from playbook_bench import bisect, invariants
+
+EXACT = "dispatch_bytes_per_token_layer"
+"""A metric that takes one pair for each commit."""
+
+
+def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> bisect.Found:  # noqa: F811
+    return bisect.run(
+        case(metric),
+        *(good, bad),
+        profile="cpu",
+        results=tmp_path / "results",
+        command=FAKE,
+        root=repo.root,
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize(("plant", "trouble"), [({"slower": 0.3}, "slower"), ({"fault": "oom"}, "oom"), ({"fault": "crash"}, "crash")])
+def test_the_planted_commit_is_found(repo: Any, tmp_path: Path, plant: dict[str, Any], trouble: str) -> None:  # noqa: F811
+    repo({"n": 1})
+    repo(plant)
+    history = bisect.commits(repo.root, "HEAD~2", "HEAD")
+    metric = "useful_tokens_per_s_per_gpu" if trouble == "slower" else EXACT
+    found = run(repo, tmp_path, "HEAD~2", metric=metric)
+    assert (found.status, found.trouble, found.suspects) == ("found", trouble, [history[1]]), found
+    assert found.exit_code == 0
+    assert len(worktrees(repo.root)) == 1, "the worktrees are gone"
+    assert json.loads(json.dumps(bisect.as_json(found)))["suspects"] == [history[1]]
+
+
+def test_what_cannot_be_judged_leaves_suspects_and_what_is_well_leaves_none(repo: Any, tmp_path: Path) -> None:  # noqa: F811
+    repo({"fault": "refused"})
+    repo({"fault": "crash"})
+    found = run(repo, tmp_path, "HEAD~2")
+    assert (found.status, len(found.suspects), found.exit_code) == ("suspects", 2, 3)
+    repo({})
+    found = run(repo, tmp_path, "HEAD~3")
+    assert (found.status, found.suspects, found.exit_code) == ("no_trouble", [], 3)
+
+
+def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None:  # noqa: F811
+    repo({"fault": "crash"})
+    repo({"fault": "crash", "again": 1})
+    with pytest.raises(LaunchError, match="good commit fails itself"):
+        run(repo, tmp_path, "HEAD~1")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "says"), [("HEAD", "HEAD~1", "does not follow"), ("HEAD", "HEAD", "does not follow"), ("-x", "HEAD", "no commit")]
+)
+def test_commits_that_do_not_follow_each_other(repo: Any, good: str, bad: str, says: str) -> None:  # noqa: F811
+    repo({"n": 1})
+    with pytest.raises(ConfigError, match=says):
+        bisect.commits(repo.root, good, bad)
+
+
+def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invariants.bisect_finds_the_commit()[0]
+    real = bisect.search
+
+    def late(history: Any, judge: Any, told: Any = None) -> bisect.Found:
+        found = real(history, judge, told)
+        return bisect.Found(found.suspects[-1:], found.trouble, found.judged)
+
+    monkeypatch.setattr(bisect, "search", late)
+    holds, sentence, _ = invariants.bisect_finds_the_commit()
+    assert not holds
+    assert "wrong" in sentence
