@@ -34,8 +34,10 @@ def swapped(evidence: Evidence):
 
 
 def turns_over(evidence: Evidence) -> bool:
-    """Only a verdict from measured runs, on a claim with a direction, turns over."""
-    claim = evidence.measured.claim
+    """Only a verdict from measured runs, on a claim with a direction, turns over; and not where both variants are equal, as "at most" then holds both ways."""
+    claim, comparison = evidence.measured.claim, evidence.derived.comparison
+    if comparison is not None and comparison.effect == 0:
+        return False
     settled = evidence.derived.verdict.status in ("confirmed", "refuted")
     return settled and bool(evidence.measured.runs) and claim is not None and claim.expect.op != "within"
 
