@@ -24,7 +24,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.demo
-	@$(BIN)/playbook confirm --all --profile cpu --budget 7m; code=$$?; \
+	@$(BIN)/playbook confirm --all --profile cpu --budget 9m; code=$$?; \
 	case $$code in 0|1|3|4) exit 0;; *) echo "a claim has no verdict: a run failed (exit code $$code)" >&2; exit $$code;; esac
 
 test: $(VENV)/.dev

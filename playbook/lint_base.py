@@ -148,6 +148,15 @@ def _as_list(value: Any) -> list[Any]:
 def _meet(a: Any, b: Any) -> bool:
     if a == b:
         return True
+    return _words_meet(a, b) if isinstance(a, str) and isinstance(b, str) else _ranges_or_words_meet(a, b)
+
+
+@cache  # as for `_read_span`
+def _words_meet(a: str, b: str) -> bool:
+    return _ranges_or_words_meet(a, b)
+
+
+def _ranges_or_words_meet(a: Any, b: Any) -> bool:
     spans = [[_span(v) for v in _as_list(side)] for side in (a, b)]
     if all(s is not None for side in spans for s in side):
         return any(x[0] <= y[1] and y[0] <= x[1] for x in spans[0] if x for y in spans[1] if y)

@@ -87,15 +87,19 @@ def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: De
 
 def avoided_settings(shelf: Shelf) -> Iterator[Found]:
     """Decisions that set what another one says to avoid, in a situation that both meet."""
-    for first, second in shelf.pairs():
-        if linked(first, None, second, None):
-            continue
-        both = ((first, second),) if first is second else ((first, second), (second, first))
-        for warns, sets in both:
-            for i, decision in enumerate(sets.card.decide):
-                for other in warns.card.decide:
-                    if other.avoid.keys() & decision.set.keys() and overlap(decision.when, other.when):
-                        yield from _avoided(warns, other, sets, i, decision)
+    warnings: dict[str, list[tuple[int, LoadedCard, Decision]]] = {}
+    for n, entry in enumerate(shelf.every):
+        for decision in entry.card.decide:
+            for key in decision.avoid:
+                warnings.setdefault(key, []).append((n, entry, decision))
+    asked = {id(e) for e in shelf.checked}
+    for m, sets in enumerate(shelf.every):
+        for i, decision in enumerate(sets.card.decide):
+            met = {id(other): (n, warns, other) for key in decision.set for n, warns, other in warnings.get(key, ())}
+            for n, warns, other in met.values():
+                later = shelf.every[max(m, n)]
+                if id(later) in asked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
+                    yield from _avoided(warns, other, sets, i, decision)
 
 
 def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Found]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -436,8 +438,20 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
         raise ConfigError("\n".join(f"override: {f.message}" for f in e.findings)) from e
 
 
+def _read(path: Path) -> tuple[Any, Marks]:
+    """The file's content, for the caller to change; every variant of a case reads the same few files."""
+    stat = path.stat() if path.is_file() else None
+    data, marks = _parsed(path, stat and (stat.st_mtime_ns, stat.st_size))
+    return deepcopy(data), marks
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, stamp: tuple[int, int] | None) -> tuple[Any, Marks]:
+    return read(path)
+
+
 def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
-    data, marks = read(path)
+    data, marks = _read(path)
     if not isinstance(data, dict):
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
     for key, value in overrides.items():
@@ -505,7 +519,7 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
     if not isinstance(preset, str) or preset not in model_names():
         options = model_names()
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
-    base, _ = read(data_root("configs") / "models" / f"{preset}.yaml")
+    base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
     rest = {k: v for k, v in fields.items() if k != "preset"}
     if isinstance(rest.get("vision"), dict) and isinstance(base.get("vision"), dict):
         rest["vision"] = {**base["vision"], **rest["vision"]}
