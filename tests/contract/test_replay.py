@@ -34,12 +34,19 @@ def swapped(evidence: Evidence):
 
 
 def turns_over(evidence: Evidence) -> bool:
-    """Only a verdict from measured runs, on a claim with a direction, turns over; and not where both variants are equal, as "at most" then holds both ways."""
+    """Only a verdict from measured runs, on a claim with a direction, turns over; and only where the margin lies between the effect and its reverse.
+
+    A small effect is "at most 15 %" either way round, and neither way "at least 100 times".
+    """
     claim, comparison = evidence.measured.claim, evidence.derived.comparison
-    if comparison is not None and comparison.effect == 0:
-        return False
     settled = evidence.derived.verdict.status in ("confirmed", "refuted")
-    return settled and bool(evidence.measured.runs) and claim is not None and claim.expect.op != "within"
+    if not settled or not evidence.measured.runs or claim is None or claim.expect.op not in (">=", "<="):
+        return False
+    value, unit = claim.expect.margin.value, claim.expect.margin.unit
+    margin = {"percent": value / 100, "ratio": value - 1}.get(unit, value)
+    reverse = 1 / (1 + comparison.effect) - 1 if comparison.scale == "log_ratio" else -comparison.effect
+    holds = reverse >= margin if claim.expect.op == ">=" else reverse <= margin
+    return holds != (evidence.derived.verdict.status == "confirmed")
 
 
 MEASURED = [path for path in RECORDS if turns_over(store.load(path))]
