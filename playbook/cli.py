@@ -440,9 +440,15 @@ def site_build(
 def _status(claim: str, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
     """Where a claim stands, by its newest evidence."""
     if claim not in found:
-        return {"status": "untested", "sentence": None, "evidence": None}
-    row = _evidence_row(*found[claim])
-    return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path")}
+        return {"status": "untested", "sentence": None, "evidence": None, "stale": []}
+    from playbook_bench import preflight, store
+
+    path, evidence = found[claim]
+    row = _evidence_row(path, evidence)
+    stale = store.staleness(evidence, preflight.performance_revision())
+    if stale:
+        row["sentence"] += f"; stale: {', '.join(stale)}"
+    return {**{k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path")}, "stale": stale}
 
 
 def _latest() -> dict[str, tuple[Path, Evidence]]:

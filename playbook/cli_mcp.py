@@ -38,12 +38,13 @@ def library_here() -> Library:
     from playbook.site_records import read
     from playbook.skills import load_skills
     from playbook.validate import load_all
+    from playbook_bench.preflight import performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
     return Library(
         cards=load_all(),
         skills=load_skills(data_root("skills")),
-        records=lambda: read([DEFAULT_RESULTS, data_root("results")]),
+        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision()),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,

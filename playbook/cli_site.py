@@ -11,7 +11,7 @@ from typing import Any
 from playbook import schemas
 from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
-from playbook_bench import metrics
+from playbook_bench import metrics, preflight
 from playbook_trainer import config as trainer
 
 
@@ -21,7 +21,14 @@ def reference(root: Any) -> Reference:
     schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = field_docs(Path(inspect.getfile(trainer)).read_text(encoding="utf-8"))
     packages = {m.__name__.split(".")[0]: Path(inspect.getfile(m)).parent for m in (schemas, metrics, trainer)}
-    return Reference(metrics=rows, commands=list(commands(root, "playbook")), schema=schema, field_docs=docs, packages=packages)
+    return Reference(
+        metrics=rows,
+        commands=list(commands(root, "playbook")),
+        schema=schema,
+        field_docs=docs,
+        packages=packages,
+        revision=preflight.performance_revision(),
+    )
 
 
 def commands(node: Any, name: str) -> Iterator[Command]:

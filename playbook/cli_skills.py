@@ -93,9 +93,10 @@ def stock_here() -> Stock:
     from playbook.site_records import read
     from playbook.skills_export import Stock
     from playbook.validate import load_all
+    from playbook_bench.preflight import performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
-    return Stock(load_all(), read([DEFAULT_RESULTS, data_root("results")]), datetime.now(UTC).date(), __version__)
+    return Stock(load_all(), read([DEFAULT_RESULTS, data_root("results")], performance_revision()), datetime.now(UTC).date(), __version__)
 
 
 def known_here(skills: Sequence[str]) -> Known:

@@ -41,6 +41,8 @@ class Reference:
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     packages: Mapping[str, Path] = field(default_factory=dict)
     """Folders of the packages that the API pages are about, by name."""
+    revision: int | None = None
+    """The trainer's performance revision."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,11 @@ def generate(
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    shelf = _shelf(_load_cards(cards or data_root("cards")), read([r for r in results if r.is_dir()]), today or datetime.now(UTC).date())
+    shelf = _shelf(
+        _load_cards(cards or data_root("cards")),
+        read([r for r in results if r.is_dir()], reference.revision if reference else None),
+        today or datetime.now(UTC).date(),
+    )
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Record:
     data: dict[str, Any]
     expected_sha: str
     """The hash of its content, as computed here."""
+    revision: int | None = None
+    """The trainer's performance revision of today, where it is known."""
 
     @property
     def altered(self) -> bool:
@@ -88,6 +90,9 @@ class Record:
             return f"expired on {until}" if until else "without expiry date"
         if claim is not None and self._reworded(claim):
             return "the claim has changed since"
+        then = {r.get("performance_revision") for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)} - {None}
+        if self.revision is not None and then and then != {self.revision}:
+            return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then, key=str)))}"
         return None
 
     def _reworded(self, claim: Claim | MechanismCheck) -> bool:
@@ -104,8 +109,10 @@ class Record:
         )
 
 
-def read(folders: Sequence[Path]) -> list[Record]:
+def read(folders: Sequence[Path], revision: int | None = None) -> list[Record]:
     """Every record below the folders, newest first; the first copy of an id counts.
+
+    `revision` is the trainer's performance revision; verdicts from runs of another one are stale.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
@@ -114,7 +121,7 @@ def read(folders: Sequence[Path]) -> list[Record]:
     findings: list[Finding] = []
     for path in _files(folders):
         try:
-            record = _load(path)
+            record = replace(_load(path), revision=revision)
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))
             continue

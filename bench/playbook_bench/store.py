@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from playbook.errors import StoreError
 from playbook.paths import data_root
-from playbook_bench import preflight, verdict
+from playbook_bench import verdict
 from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
 T = TypeVar("T", bound=BaseModel)
@@ -254,16 +254,6 @@ def latest(folders: Sequence[Path], claim: str, machine: str | None = None, card
 
 def _weight(evidence: Evidence) -> int:
     return {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2)
-
-
-def stale_here(evidence: Evidence) -> list[str]:
-    """`staleness` against this machine: its driver where the record is of this machine, its packages, and the trainer's revision.
-
-    Packages of another machine say nothing about this one, so a record from elsewhere is asked for revision and expiry alone.
-    """
-    machine = preflight.detect()
-    here = machine.name == evidence.measured.machine.name
-    return staleness(evidence, preflight.performance_revision(), preflight.versions() if here else None, machine.driver if here else None)
 
 
 def staleness(

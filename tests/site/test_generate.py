@@ -12,7 +12,7 @@ from site_tree import ID, claim_ref, evidence, render, reseal
 
 from playbook import site
 from playbook.errors import FileError
-from playbook.site_records import content_sha
+from playbook.site_records import content_sha, read
 from playbook.site_text import NBSP, percent, quantity, text
 
 TODAY = date(2026, 11, 21)
@@ -85,6 +85,12 @@ def test_an_expired_verdict_is_stale(tree: Path) -> None:
     generate(tree, date(2100, 1, 1))
     assert "expired on 2099-05-20" in page(tree, "cards/fixture-card.md")
     assert "pb-stale" in page(tree, "cards/index.md")
+
+
+def test_a_verdict_of_an_older_trainer_is_stale(tree: Path) -> None:
+    reseal(record(tree), lambda d: [run.update(performance_revision=1) for run in d["measured"]["runs"]])
+    assert [r.stale(date(2026, 11, 21), None) for r in read([tree / "results"], 1)] == [None]
+    assert "performance revision 2, the runs at 1" in str(read([tree / "results"], 2)[0].stale(date(2026, 11, 21), None))
 
 
 def test_a_verdict_on_another_wording_of_the_claim_is_stale(tree: Path) -> None:
