@@ -53,8 +53,12 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     etp = par.etp or par.tp
     if model.num_experts and model.expert_ffn_size % etp:
         problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
-    if not model.num_experts and model.ffn_size % par.tp:
+    if model.dense_layers and model.ffn_size % par.tp:
         problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
+    if model.shared_expert_ffn_size % par.tp:
+        problems.append(
+            f"a shared-expert width of {model.shared_expert_ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it"
+        )
     return (
         problems
         + replica_problems(config, world)
@@ -163,7 +167,26 @@ def torch_problems(config: TrainerConfig) -> list[str]:
         )
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
+    problems += model_problems(config)
     return problems
+
+
+def model_problems(config: TrainerConfig) -> list[str]:
+    """Parts of a model that the torch backend does not have."""
+    model = config.model
+    rules = {
+        f"attention: {model.attention}": model.attention == "mla",
+        "qk_norm: false": not model.qk_norm,
+        f"first_dense_layers: {model.first_dense_layers}": model.first_dense_layers > 0,
+        f"shared_expert_ffn_size: {model.shared_expert_ffn_size}": model.shared_expert_ffn_size > 0,
+        f"router_score: {model.router_score}": model.router_score != "softmax",
+        f"router_groups: {model.router_groups}": model.router_groups > 0,
+        f"router_scale: {model.router_scale:g}": model.router_scale != 1.0,
+        "router_bias: true": model.router_bias,
+        f"mtp_layers: {model.mtp_layers}": model.mtp_layers > 0,
+        "yarn": model.yarn is not None,
+    }
+    return [f"model.{found} belongs to the megatron backend, which has DeepSeek-V3's parts" for found, there in rules.items() if there]
 
 
 def switch_problems(config: TrainerConfig) -> list[str]:
@@ -206,9 +229,9 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
     absent = {
         "moe": None if moe else "the model is dense: its MLP is 'mlp'",
         "moe_act": None if moe else "the model is dense: it has no experts whose activation could be made again; its MLP is 'mlp'",
-        "mlp": "every layer has experts instead of a dense MLP: they are 'moe'" if moe else None,
-        "shared_experts": "the model has no shared experts",
-        "mla_up_proj": "the model has grouped-query attention, not multi-latent attention",
+        "mlp": None if model.dense_layers else "every layer has experts instead of a dense MLP: they are 'moe'",
+        "shared_experts": None if model.shared_expert_ffn_size else "the model has no shared experts",
+        "mla_up_proj": None if model.attention == "mla" else "the model has grouped-query attention, not multi-latent attention",
         "vision": None if model.vision is not None else "the model has no vision tower",
     }
     problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]

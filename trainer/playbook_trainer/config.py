@@ -15,73 +15,15 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
 from playbook_trainer.config_labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
 from playbook_trainer.config_megatron import MegatronConfig
-
-
-class VisionConfig(Strict):
-    """The vision tower of Qwen3-VL."""
-
-    depth: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    ffn_size: int = Field(gt=0)
-    in_channels: int = 3
-    patch_size: int = 16
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    num_position_embeddings: int = 2304
-    deepstack_layers: list[int] = Field(default_factory=list)
-
-
-class ModelConfig(Strict):
-    """A Qwen3 decoder, dense (num_experts 0) or MoE, with or without a vision tower."""
-
-    name: str
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    ffn_size: int = 0
-    """Width of the dense MLP; unused where num_experts > 0."""
-    num_experts: int = 0
-    top_k: int = 0
-    expert_ffn_size: int = 0
-    norm_topk_prob: bool = True
-    tie_word_embeddings: bool = False
-    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
-    rope_theta: float = 1_000_000.0
-    mrope_section: list[int] | None = None
-    """Frequencies given to time, height and width; set for vision-language models."""
-    rms_norm_eps: float = 1e-6
-    init_std: float = 0.02
-    vision: VisionConfig | None = None
-    image_token_id: int | None = None
-    vision_start_token_id: int | None = None
-    vision_end_token_id: int | None = None
-    eos_token_id: int = 0
-    pad_token_id: int = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
-            raise ValueError("a model with experts needs 0 < top_k <= num_experts and expert_ffn_size > 0")
-        if not self.num_experts and self.ffn_size <= 0:
-            raise ValueError("a model without experts needs ffn_size > 0")
-        if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
-            raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
-        if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):
-            raise ValueError("a model with a vision tower needs mrope_section and image_token_id")
-        return self
+from playbook_trainer.model_config import ModelConfig as ModelConfig
+from playbook_trainer.model_config import VisionConfig as VisionConfig
 
 
 class GeneratedConfig(Strict):

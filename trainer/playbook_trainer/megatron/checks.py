@@ -10,6 +10,7 @@ from playbook import layout
 from playbook.layout_rules import Options
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.shape import shape_of
 
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
 """`megatron.data_parallel` as layout rules name it."""
@@ -81,8 +82,6 @@ def pads_experts(config: TrainerConfig) -> bool:
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
-    from playbook_trainer.dry_run import shape_of
-
     model, par, train = config.model, config.parallel, config.train
     problems = layout.check(
         gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
