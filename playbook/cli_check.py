@@ -292,7 +292,5 @@ def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
 
 def _variant_problems(case: Case, profile: str) -> Iterator[str]:
     for variant, run in resolve_all(case, profile).items():
-        problems = checks.layout_problems(run.config, run.ranks)
-        if run.config.backend == "torch":
-            problems += checks.feature_problems(run.config)
+        problems = checks.layout_problems(run.config, run.ranks) + checks.feature_problems(run.config)
         yield from (f"{variant} on profile '{profile}': {p}" for p in problems)

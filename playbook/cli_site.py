@@ -13,13 +13,18 @@ from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
 from playbook_bench import metrics, preflight
 from playbook_trainer import config as trainer
+from playbook_trainer import config_megatron, model_config
 
 
 def reference(root: Any) -> Reference:
     """Metrics, commands, the trainer's keys and the packages' folders as plain data; `root` is the command tree of the command line."""
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
-    docs = field_docs(Path(inspect.getfile(trainer)).read_text(encoding="utf-8"))
+    docs = {
+        k: v
+        for m in (trainer, config_megatron, model_config)
+        for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()
+    }
     packages = {m.__name__.split(".")[0]: Path(inspect.getfile(m)).parent for m in (schemas, metrics, trainer)}
     return Reference(
         metrics=rows,

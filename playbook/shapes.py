@@ -98,7 +98,7 @@ def _qwen3_gdn(name: str, layers: int, experts: int, top_k: int, vocab: int, mtp
 
 def _mla(name: str, heads: int, experts: int, dense_layers: int, vocab: int, mtp: int) -> Shape:
     return Shape(
-        61, heads, heads, experts, f"{HUB}{name}/blob/main/config.json", 7168, vocab, ffn=18432, dense_layers=dense_layers, top_k=8,
+        61, heads, heads, experts, f"{HUB}{name}/blob/main/config.json", 7168, vocab, head_dim=192, ffn=18432, dense_layers=dense_layers, top_k=8,
         expert_ffn=2048, shared_ffn=2048, mtp=mtp, mla=Mla(),
     )  # fmt: skip
 

@@ -9,7 +9,8 @@ import torch
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
 from playbook_trainer import checks
-from playbook_trainer.config import FREEZABLE, load
+from playbook_trainer.config import load
+from playbook_trainer.config_labels import FREEZABLE
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pipeline import forward_backward

@@ -10,14 +10,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from playbook import flops, peaks
+from playbook import flops, parameters, peaks
 from playbook.shapes import MODELS
 from playbook_trainer import ledger
 from playbook_trainer.config import load
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.ledger import Counts, Ledger, shape_of
+from playbook_trainer.ledger import Counts, Ledger
 from playbook_trainer.parallel import setup
 from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.shape import shape_of
 
 CONFIGS = Path("trainer/configs")
 
@@ -88,11 +89,12 @@ def test_documents_bound_attention() -> None:
     assert book.model(counts)["linear"] == book.model(whole)["linear"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b", "qwen3_vl_2b_a300m", "qwen3_0_6b"])
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b", "qwen3_vl_2b_a300m", "qwen3_0_6b", "deepseek_v3"])
 def test_configurations_become_the_published_shapes(name: str) -> None:
     tree = load(CONFIGS / "qwen3_moe_tiny.yaml", {"model": name, "data.tokenizer": "byte"})
     mine, published = shape_of(tree.model), MODELS[name]
     assert flops.forward(mine, 4096) == flops.forward(published, 4096)
+    assert parameters.total(mine) == parameters.total(published)
     assert (mine.vision is None) == (published.vision is None)
     if mine.vision is not None and published.vision is not None:
         assert flops.vision_forward(mine.vision, mine.hidden, 1000, 1e6) == flops.vision_forward(

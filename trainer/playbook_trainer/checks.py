@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from playbook import layout
 from playbook.errors import ConfigError
-from playbook_trainer.config import FREEZABLE, TrainerConfig
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config_labels import FREEZABLE
+from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.megatron import checks as megatron
 
 
 def check(config: TrainerConfig, world: int) -> None:
@@ -14,6 +17,8 @@ def check(config: TrainerConfig, world: int) -> None:
         ConfigError: every rule that is broken, one per line.
     """
     problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
+    if config.backend == "megatron":
+        problems += megatron.package_problems(config)
     if problems:
         raise ConfigError(
             f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:\n" + "\n".join(f"  - {p}" for p in problems)
@@ -22,6 +27,8 @@ def check(config: TrainerConfig, world: int) -> None:
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic."""
+    if config.backend == "megatron":
+        return megatron.layout_problems(config, world)
     model, par, train = config.model, config.parallel, config.train
     problems = layout.check(
         gpus=world,
@@ -46,8 +53,12 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     etp = par.etp or par.tp
     if model.num_experts and model.expert_ffn_size % etp:
         problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
-    if not model.num_experts and model.ffn_size % par.tp:
+    if model.dense_layers and model.ffn_size % par.tp:
         problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
+    if model.shared_expert_ffn_size % par.tp:
+        problems.append(
+            f"a shared-expert width of {model.shared_expert_ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it"
+        )
     return (
         problems
         + replica_problems(config, world)
@@ -126,10 +137,24 @@ def context_problems(config: TrainerConfig) -> list[str]:
 
 
 def feature_problems(config: TrainerConfig) -> list[str]:
+    """What the backend does not do."""
+    problems = data_problems(config)
+    if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
+        problems.append(
+            f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
+        )
+    return problems + (megatron.feature_problems(config) if config.backend == "megatron" else torch_problems(config))
+
+
+def torch_problems(config: TrainerConfig) -> list[str]:
     """What the torch backend does not do."""
     par, problems = config.parallel, []
-    if config.backend != "torch":
-        problems.append(f"backend '{config.backend}' is not part of this version; set backend: torch")
+    if config.megatron != MegatronConfig():
+        problems.append("the section megatron belongs to the megatron backend: leave it out, or set backend: megatron")
+    if par.pipeline_layout is not None:
+        problems.append("parallel.pipeline_layout belongs to the megatron backend; here all chunks have as many layers")
+    if config.moe.capacity_factor is not None:
+        problems.append("moe.capacity_factor belongs to the megatron backend; here no token is dropped")
     if config.moe.dispatcher not in ("allgather", "alltoall", "dedup"):
         problems.append(
             f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
@@ -142,16 +167,32 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         )
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
-    problems += data_problems(config)
-    if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
-        problems.append(
-            f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
-        )
+    problems += model_problems(config)
     return problems
+
+
+def model_problems(config: TrainerConfig) -> list[str]:
+    """Parts of a model that the torch backend does not have."""
+    model = config.model
+    rules = {
+        f"attention: {model.attention}": model.attention == "mla",
+        "qk_norm: false": not model.qk_norm,
+        f"first_dense_layers: {model.first_dense_layers}": model.first_dense_layers > 0,
+        f"shared_expert_ffn_size: {model.shared_expert_ffn_size}": model.shared_expert_ffn_size > 0,
+        f"router_score: {model.router_score}": model.router_score != "softmax",
+        f"router_groups: {model.router_groups}": model.router_groups > 0,
+        f"router_scale: {model.router_scale:g}": model.router_scale != 1.0,
+        "router_bias: true": model.router_bias,
+        f"mtp_layers: {model.mtp_layers}": model.mtp_layers > 0,
+        "yarn": model.yarn is not None,
+    }
+    return [f"model.{found} belongs to the megatron backend, which has DeepSeek-V3's parts" for found, there in rules.items() if there]
 
 
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches of memory and speed that do not go together, or that have nothing to act on."""
+    if config.backend == "megatron":
+        return _freeze_problems(config) + megatron.switch_problems(config)
     train, moe, par, problems = config.train, config.moe, config.parallel, []
     problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
@@ -188,9 +229,9 @@ def _recompute_problems(config: TrainerConfig) -> list[str]:
     absent = {
         "moe": None if moe else "the model is dense: its MLP is 'mlp'",
         "moe_act": None if moe else "the model is dense: it has no experts whose activation could be made again; its MLP is 'mlp'",
-        "mlp": "every layer has experts instead of a dense MLP: they are 'moe'" if moe else None,
-        "shared_experts": "the model has no shared experts",
-        "mla_up_proj": "the model has grouped-query attention, not multi-latent attention",
+        "mlp": None if model.dense_layers else "every layer has experts instead of a dense MLP: they are 'moe'",
+        "shared_experts": None if model.shared_expert_ffn_size else "the model has no shared experts",
+        "mla_up_proj": None if model.attention == "mla" else "the model has grouped-query attention, not multi-latent attention",
         "vision": None if model.vision is not None else "the model has no vision tower",
     }
     problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
@@ -214,7 +255,7 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
 
 def _graph_problems(config: TrainerConfig) -> list[str]:
     train, par, names = config.train, config.parallel, config.train.cuda_graphs
-    if not names or config.backend != "torch":
+    if not names:
         return []
     again = set(train.recompute_modules)
     rules = {
@@ -252,7 +293,7 @@ _FP8_ELSEWHERE = {
 
 def _fp8_problems(config: TrainerConfig) -> list[str]:
     precision, model, par, problems = config.precision, config.model, config.parallel, []
-    if precision.fp8 == "none" or config.backend != "torch":
+    if precision.fp8 == "none":
         return []
     if precision.fp8 in _FP8_ELSEWHERE:
         return [f"precision.fp8 '{precision.fp8}' {_FP8_ELSEWHERE[precision.fp8]}; set rowwise, blockwise or none"]

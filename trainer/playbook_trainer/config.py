@@ -15,71 +15,15 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
-
-
-class VisionConfig(Strict):
-    """The vision tower of Qwen3-VL."""
-
-    depth: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    ffn_size: int = Field(gt=0)
-    in_channels: int = 3
-    patch_size: int = 16
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    num_position_embeddings: int = 2304
-    deepstack_layers: list[int] = Field(default_factory=list)
-
-
-class ModelConfig(Strict):
-    """A Qwen3 decoder, dense (num_experts 0) or MoE, with or without a vision tower."""
-
-    name: str
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    ffn_size: int = 0
-    """Width of the dense MLP; unused where num_experts > 0."""
-    num_experts: int = 0
-    top_k: int = 0
-    expert_ffn_size: int = 0
-    norm_topk_prob: bool = True
-    tie_word_embeddings: bool = False
-    """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
-    rope_theta: float = 1_000_000.0
-    mrope_section: list[int] | None = None
-    """Frequencies given to time, height and width; set for vision-language models."""
-    rms_norm_eps: float = 1e-6
-    init_std: float = 0.02
-    vision: VisionConfig | None = None
-    image_token_id: int | None = None
-    vision_start_token_id: int | None = None
-    vision_end_token_id: int | None = None
-    eos_token_id: int = 0
-    pad_token_id: int = 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.num_experts and not (0 < self.top_k <= self.num_experts and self.expert_ffn_size > 0):
-            raise ValueError("a model with experts needs 0 < top_k <= num_experts and expert_ffn_size > 0")
-        if not self.num_experts and self.ffn_size <= 0:
-            raise ValueError("a model without experts needs ffn_size > 0")
-        if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
-            raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
-        if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):
-            raise ValueError("a model with a vision tower needs mrope_section and image_token_id")
-        return self
+from playbook_trainer.config_labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
+from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.model_config import ModelConfig as ModelConfig
+from playbook_trainer.model_config import VisionConfig as VisionConfig
 
 
 class GeneratedConfig(Strict):
@@ -141,52 +85,6 @@ class DataConfig(Strict):
     """What the cache of one worker may hold; images beyond it are decoded anew."""
 
 
-RECOMPUTE_MODULES = ("layernorm", "core_attn", "moe_act", "mlp", "moe", "shared_experts", "mla_up_proj", "vision")
-"""Names as megatron-core has them, and `vision` for the blocks of the vision tower."""
-
-FREEZABLE = ("vision", "projector", "language_model")
-"""The parts of a vision-language model that can be frozen."""
-
-GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
-"""Names as megatron-core has them; the torch backend captures the first three."""
-
-_MEANT = {
-    "vision_tower": "vision",
-    "vision_model": "vision",
-    "visual": "vision",
-    "merger": "projector",
-    "llm": "language_model",
-    "decoder": "language_model",
-    "text": "language_model",
-    "up_proj": "mla_up_proj",
-    "mla": "mla_up_proj",
-    "norm": "layernorm",
-    "norms": "layernorm",
-    "layer_norm": "layernorm",
-    "rmsnorm": "layernorm",
-    "attn": "core_attn",
-    "attention": "core_attn",
-    "activation": "moe_act",
-    "act": "moe_act",
-    "swiglu": "moe_act",
-    "ffn": "mlp",
-    "experts": "moe",
-    "shared_expert": "shared_experts",
-}
-
-
-def _known(values: list[str], names: tuple[str, ...]) -> list[str]:
-    """The values, each a name of `names` and none twice."""
-    for value in values:
-        if value not in names:
-            meant = _MEANT.get(value)
-            hint = f"; did you mean '{meant}'?" if meant in names else did_you_mean(value, list(names))
-            raise ValueError(f"'{value}' is not known{hint}; there are {', '.join(names)}")
-    if len(set(values)) < len(values):
-        raise ValueError(f"{values} names something twice")
-    return values
-
-
 class ParallelConfig(Strict):
     """The layout: two grids over the ranks of a pipeline stage.
 
@@ -212,6 +110,9 @@ class ParallelConfig(Strict):
     """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
+    pipeline_layout: list[int] | None = None
+    """Decoder layers of each of the pp x vpp chunks, in the order in which a token passes them, where they are not equal; of the megatron
+    backend. The embedding lies in the first chunk and the output layer in the last, and both chunks may be without layers."""
 
     def copies(self, dp_cp: int, edp: int) -> tuple[int, int]:
         """How many copies there are of the dense parameters among dp x cp ranks, and of an expert's among edp."""
@@ -228,6 +129,8 @@ class MoeConfig(Strict):
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
     router_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the router's matrix product and softmax."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
     fused_permutation: bool = False
     """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
 
@@ -269,7 +172,7 @@ class PrecisionConfig(Strict):
     @field_validator("fp8_modules")
     @classmethod
     def _known_modules(cls, value: list[str]) -> list[str]:
-        return _known(value, FP8_MODULES)
+        return known(value, FP8_MODULES)
 
 
 class OffloadConfig(Strict):
@@ -341,17 +244,17 @@ class TrainConfig(Strict):
     @field_validator("cuda_graphs")
     @classmethod
     def _known_graph_parts(cls, value: list[str]) -> list[str]:
-        return _known(value, GRAPH_PARTS)
+        return known(value, GRAPH_PARTS)
 
     @field_validator("recompute_modules")
     @classmethod
     def _known_modules(cls, value: list[str]) -> list[str]:
-        return _known(value, RECOMPUTE_MODULES)
+        return known(value, RECOMPUTE_MODULES)
 
     @field_validator("freeze")
     @classmethod
     def _known_parts(cls, value: list[str]) -> list[str]:
-        return _known(value, FREEZABLE)
+        return known(value, FREEZABLE)
 
 
 class EvalConfig(Strict):
@@ -414,6 +317,7 @@ class TrainerConfig(Strict):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -13,9 +13,9 @@ from playbook import activations, memory, parameters, pipeline
 from playbook.errors import ConfigError
 from playbook.layout_rules import Options
 from playbook.plan import Plan
-from playbook.shapes import Shape, Vision
 from playbook_trainer import checks
-from playbook_trainer.config import ModelConfig, TrainerConfig
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.shape import shape_of
 
 MASTER_BYTES = 4
 """Parameters and gradients are kept in float32; the computation may cast them. Source: `playbook_trainer.parallel.setup`."""
@@ -87,22 +87,6 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
         shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
         options=Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules),
-    )  # fmt: skip
-
-
-def shape_of(model: ModelConfig) -> Shape:
-    """A model's counts, as `playbook.shapes` has them for published ones."""
-    tower = model.vision
-    vision = None
-    if tower is not None:
-        values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        vision = Vision(
-            tower.depth, tower.hidden_size, tower.ffn_size, tower.num_position_embeddings, values, tower.spatial_merge_size, len(tower.deepstack_layers)
-        )  # fmt: skip
-    return Shape(
-        model.num_layers, model.num_heads, model.num_kv_heads, model.num_experts, "the configuration", model.hidden_size, model.vocab_size,
-        head_dim=model.head_dim, ffn=model.ffn_size, dense_layers=0 if model.num_experts else model.num_layers, top_k=model.top_k,
-        expert_ffn=model.expert_ffn_size, qk_norm=True, tied=model.tie_word_embeddings, vision=vision,
     )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from playbook import flops, peaks
-from playbook.shapes import Shape, Vision
-from playbook_trainer.config import ModelConfig, TrainConfig, TrainerConfig
+from playbook_trainer.config import TrainConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch
+from playbook_trainer.shape import shape_of
 
 FORMULA = "playbook.flops/1"
 """Raised with the formula, so that figures of different formulas are not compared."""
@@ -48,21 +48,6 @@ def counts(batches: Sequence[Batch]) -> list[float]:
 def squares(cu_seqlens: Tensor) -> float:
     """The sum of the squares of packed lengths."""
     return float(cu_seqlens.diff().double().square().sum())
-
-
-def shape_of(model: ModelConfig) -> Shape:
-    """The model as the arithmetic of `playbook` sees it."""
-    tower = None
-    if (v := model.vision) is not None:
-        values = v.in_channels * v.temporal_patch_size * v.patch_size**2
-        tower = Vision(v.depth, v.hidden_size, v.ffn_size, v.num_position_embeddings, values, v.spatial_merge_size, len(v.deepstack_layers))
-    moe = model.num_experts > 0
-    return Shape(
-        layers=model.num_layers, heads=model.num_heads, kv_heads=model.num_kv_heads, experts=model.num_experts, source=model.name,
-        hidden=model.hidden_size, vocab=model.vocab_size, head_dim=model.head_dim, ffn=0 if moe else model.ffn_size,
-        dense_layers=0 if moe else model.num_layers, top_k=model.top_k, expert_ffn=model.expert_ffn_size, qk_norm=True,
-        tied=model.tie_word_embeddings, vision=tower,
-    )  # fmt: skip
 
 
 class Ledger:

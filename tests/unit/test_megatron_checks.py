@@ -1,0 +1,119 @@
+"""What the megatron backend refuses before anything starts, and that the other backend refuses its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook_trainer import checks
+from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.megatron import checks as megatron
+
+MOE, DENSE = "qwen3_moe_tiny", "qwen3_tiny"
+
+
+def config(name: str = MOE, backend: str = "megatron", **sections: dict[str, Any]) -> TrainerConfig:
+    overrides = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
+    return load(data_root("configs") / f"{name}.yaml", {"backend": backend, **overrides})
+
+
+def problems(c: TrainerConfig, world: int) -> str:
+    return "\n".join(checks.layout_problems(c, world) + checks.feature_problems(c) + checks.switch_problems(c))
+
+
+BF16 = {"dtype": "bf16"}
+LEGAL = [
+    (1, config()),
+    (4, config(parallel={"ep": 4}, train={"global_batch_size": 8})),
+    (4, config(parallel={"tp": 2, "cp": 2, "ep": 4, "etp": 1, "sequence_parallel": True})),
+    (2, config(parallel={"pp": 2, "pipeline_layout": [1, 1]}, model={"num_layers": 2})),
+    (2, config(parallel={"pp": 2, "pipeline_layout": [0, 2]}, model={"num_layers": 2})),
+    (1, config(train=BF16, precision={"fp8": "blockwise"})),
+    (1, config(train=BF16, precision={"fp8": "nvfp4"})),
+    (1, config(train=BF16, megatron={"precision_aware_optimizer": True}, optimizer={"moments_dtype": "bf16"})),
+    (2, config(train={**BF16, "global_batch_size": 8}, megatron={"data_parallel": "megatron_fsdp", "sharding_strategy": "optim"})),
+    (1, config(train={"cuda_graphs": ["attn"]}, data={"pack": False})),
+]
+
+
+@pytest.mark.parametrize(("world", "c"), LEGAL)
+def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> None:
+    assert problems(c, world) == ""
+
+
+@pytest.mark.parametrize(
+    ("c", "world", "expected"),
+    [
+        (config(parallel={"tp": 2, "ep": 2, "etp": 1}), 2, "set parallel.sequence_parallel=true"),
+        (config(parallel={"ep": 3}), 3, "do not divide over ep 3"),
+        (config(parallel={"tp": 3}), 3, "4 attention heads do not divide over tp 3"),
+        (config(parallel={"pp": 3}), 3, "do not divide into pp 3"),
+        (config(parallel={"pp": 2, "pipeline_layout": [1, 2]}), 2, "expected 2 (pp 2 x vpp 1) and"),
+        (
+            config(parallel={"pp": 2, "vpp": 2}, train={"global_batch_size": 6, "micro_batch_size": 2}),
+            2,
+            "micro-batches in a multiple of pp 2",
+        ),
+        (config(parallel={"ep": 2}, train={"cuda_graphs": ["moe_preprocess"]}), 2, "needs moe_router"),
+        (config(train={"recompute": "full", "cuda_graphs": ["attn"]}), 1, "excludes graphs of modules"),
+        (config(DENSE, train={"recompute": "selective", "recompute_modules": ["moe"]}), 1, "on a model without experts"),
+        (config(parallel={"cp": 2}, megatron={"cp_comm_type": "a2a+p2p"}), 2, "such as megatron.cp_sizes=2,4"),
+        (config(megatron={"delay_wgrad": True}), 1, "set megatron.overlap_expert_parallel=true"),
+        (config(megatron={"data_parallel": "fsdp2"}, parallel={"ep": 2}), 2, "set megatron.data_parallel=megatron_fsdp"),
+        (config(moe={"dispatcher": "deepep"}), 1, "dispatcher deepep needs etp x ep > 1"),
+        (config(moe={"dispatcher": "dedup"}), 1, "belongs to the torch backend"),
+        (config(moe={"fused_permutation": True}), 1, "moe.fused_permutation true belongs to the torch backend"),
+        (config(train={"loss_chunk": 512}), 1, "train.loss_chunk 512 belongs to the torch backend"),
+        (config(train={"device": "cpu"}), 1, "megatron-core needs a GPU"),
+        (config(train=BF16, precision={"fp8": "rowwise"}), 1, "belongs to the torch backend"),
+        (config(precision={"fp8": "tensorwise"}), 1, "set train.dtype: bf16"),
+        (config(train=BF16, precision={"fp8": "delayed"}, megatron={"first_last_layers_bf16": True}), 1, "excludes delayed scaling"),
+        (config(optimizer={"moments_dtype": "bf16"}), 1, "set megatron.precision_aware_optimizer: true"),
+        (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
+        (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
+        (config(train={"cuda_graphs": ["attn"]}), 1, "set data.pack: false"),
+        (config(megatron={"cuda_graph_impl": "full_iteration"}, data={"pack": False}), 1, "set moe.capacity_factor"),
+    ],
+)
+def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expected: str) -> None:
+    assert expected in problems(c, world)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"megatron": {"fused": False}}, "the section megatron belongs to the megatron backend"),
+        ({"parallel": {"pp": 2, "pipeline_layout": [1, 1]}}, "parallel.pipeline_layout belongs to the megatron backend"),
+        ({"moe": {"capacity_factor": 1.5}}, "moe.capacity_factor belongs to the megatron backend"),
+    ],
+)
+def test_torch_refuses_what_is_megatrons(sections: dict[str, Any], expected: str) -> None:
+    assert expected in problems(config(backend="torch", **sections), 2)
+
+
+def test_missing_packages_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "installed", lambda module: False)
+    c = config(parallel={"ep": 2}, train=BF16, precision={"fp8": "blockwise"}, moe={"dispatcher": "hybridep"})
+    found = megatron.package_problems(c)
+    assert len(found) == 3
+    assert "megatron-core, which is not installed" in found[0]
+    assert found[1].startswith("precision.fp8 blockwise, moe.dispatcher hybridep: of Transformer Engine, which is not installed")
+    assert "needs the package deep_ep" in found[2]
+    with pytest.raises(ConfigError, match="needs megatron-core"):
+        checks.check(c, 2)
+
+
+def test_what_needs_transformer_engine_excludes_local_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "installed", lambda module: True)
+    c = config(train=BF16, precision={"fp8": "blockwise"}, megatron={"kernels": "local"})
+    assert megatron.package_problems(c) == ["precision.fp8 blockwise: of Transformer Engine, and megatron.kernels is local; set it to auto"]
+    assert megatron.package_problems(config()) == []
+
+
+def test_seed_spellings_get_the_right_label() -> None:
+    for wrong, right in {"up_proj": "mla_up_proj", "norm": "layernorm"}.items():
+        with pytest.raises(ConfigError, match=f"'{wrong}' is not known; did you mean '{right}'"):
+            config(train={"recompute": "selective", "recompute_modules": [wrong]})

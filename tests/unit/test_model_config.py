@@ -1,0 +1,37 @@
+"""Models that contradict themselves are refused with the field at fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from playbook.document import read
+from playbook.paths import data_root
+from playbook_trainer.config import ModelConfig
+
+REFUSED = {
+    "ranks-without-mla": ({"attention": "gqa"}, r"q_lora_rank, kv_lora_rank.* belong to attention: mla"),
+    "no-rank": ({"kv_lora_rank": 0}, r"attention mla needs kv_lora_rank > 0"),
+    "head-dim": ({"head_dim": 16}, r"head_dim 16 must be qk_nope_head_dim \+ qk_rope_head_dim = 24"),
+    "kv-heads": ({"num_kv_heads": 2}, r"set num_kv_heads to 4, found 2"),
+    "all-dense": ({"first_dense_layers": 4}, r"leaves none of 4 layers with experts"),
+    "no-width": ({"ffn_size": 0}, r"first_dense_layers needs ffn_size > 0"),
+    "half-grouped": ({"router_group_top_k": 0}, r"go together"),
+    "too-few-groups": ({"router_group_top_k": 1, "top_k": 5}, r"leave no top_k 5"),
+    "bias-of-softmax": ({"router_score": "softmax"}, r"router_bias needs router_score: sigmoid"),
+    "no-experts": ({"num_experts": 0, "top_k": 0, "expert_ffn_size": 0, "router_bias": False}, r"needs a model with experts"),
+    "no-query-compression": ({"q_lora_rank": 0}, None),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_the_field_at_fault_is_named(rule: str) -> None:
+    changes, says = REFUSED[rule]
+    fields: dict[str, Any] = {**read(data_root("configs") / "models" / "deepseek_v3_tiny.yaml")[0], **changes}
+    if says is None:
+        assert ModelConfig(name=rule, **fields)
+        return
+    with pytest.raises(ValidationError, match=says):
+        ModelConfig(name=rule, **fields)

@@ -1,0 +1,1 @@
+"""The second backend: the same configuration, run by megatron-core."""

@@ -1,0 +1,309 @@
+"""What can be known to be wrong with a configuration of the megatron backend before any process starts, and without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+from playbook import layout
+from playbook.layout_rules import Options
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.shape import shape_of
+
+SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
+"""`megatron.data_parallel` as layout rules name it."""
+
+_KEYS = {
+    "sp": "parallel.sequence_parallel",
+    "tp": "parallel.tp",
+    "vpp": "parallel.vpp",
+    "dispatcher": "moe.dispatcher",
+    "capacity": "moe.capacity_factor",
+    "cp_comm": "megatron.cp_comm_type",
+    "cp_sizes": "megatron.cp_sizes",
+    "sharding": "megatron.data_parallel",
+    "overlap_p2p": "megatron.overlap_p2p",
+    "ep_overlap": "megatron.overlap_expert_parallel",
+    "shared_overlap": "megatron.shared_expert_overlap",
+    "recompute": "train.recompute",
+    "graphs": "train.cuda_graphs",
+    "offload": "offload.activations",
+    "fp8": "precision.fp8",
+}
+"""Names in the sentences of layout rules, to keys of the configuration."""
+
+_VALUES = {name: key for key, name in SHARDING.items()}
+
+_TORCH_ONLY: dict[str, Any] = {
+    "parallel.cp_comm": "allgather",
+    "parallel.reshard_after_forward": True,
+    "moe.fused_permutation": False,
+    "train.fused_loss": False,
+    "train.loss_chunk": 4096,
+    "train.compile.decoder": False,
+    "train.compile.loss": False,
+}
+"""Settings of the torch backend that have no effect here, with the values that mean nothing was asked for."""
+
+
+def options(config: TrainerConfig) -> Options:
+    """The features that are chosen, as layout rules name them."""
+    par, train, mg, moe = config.parallel, config.train, config.megatron, config.model.num_experts > 0
+    modules = tuple(m for m in train.recompute_modules if m != "vision")
+    graphs = ("full_iteration",) if mg.cuda_graph_impl == "full_iteration" else ()
+    return Options(
+        sp=par.sequence_parallel if par.tp > 1 else None,
+        uneven=par.pipeline_layout is not None,
+        overlap_p2p=mg.overlap_p2p,
+        dispatcher=config.moe.dispatcher if moe and config.moe.dispatcher != "dedup" else "",
+        cp_comm=mg.cp_comm_type if par.cp > 1 else "",
+        cp_sizes=tuple(mg.cp_sizes),
+        optimizer_instances=par.dp_replicate,
+        sharding=SHARDING[mg.data_parallel],
+        precision_aware=mg.precision_aware_optimizer,
+        recompute={"none": (), "full": ("full",), "selective": modules}[train.recompute],
+        graphs=(*graphs, *train.cuda_graphs),
+        capacity=pads_experts(config),
+        ep_overlap=mg.overlap_expert_parallel,
+        delay_wgrad=mg.delay_wgrad,
+        shared_overlap=mg.shared_expert_overlap,
+        fp8="" if config.precision.fp8 in ("none", "rowwise", "nvfp4") else config.precision.fp8,
+        offload=config.offload.activations,
+    )
+
+
+def pads_experts(config: TrainerConfig) -> bool:
+    """Whether experts get a fixed number of rows, padded where fewer come: graphs that hold them need fixed shapes."""
+    whole = config.megatron.cuda_graph_impl == "full_iteration" or "moe" in config.train.cuda_graphs
+    return config.moe.capacity_factor is not None and whole
+
+
+def layout_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
+    model, par, train = config.model, config.parallel, config.train
+    problems = layout.check(
+        gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
+        seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
+    )  # fmt: skip
+    return [_renamed(p) for p in problems] + _pipeline_problems(config, world)
+
+
+def _renamed(sentence: str) -> str:
+    """A rule's advice with the keys of the configuration: `set sp=true` as `set parallel.sequence_parallel=true`."""
+
+    def key(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return f"{_KEYS.get(name, name)}={_VALUES.get(value, value) if name == 'sharding' else value}"
+
+    return re.sub(r"\b(?<!\.)(\w+)=(\w+)", key, sentence)
+
+
+def _pipeline_problems(config: TrainerConfig, world: int) -> list[str]:
+    par, train, problems = config.parallel, config.train, []
+    chunks = par.pp * par.vpp
+    if par.pipeline_layout is not None:
+        given, layers = par.pipeline_layout, config.model.num_layers
+        if par.pp == 1:
+            problems.append("parallel.pipeline_layout needs pp > 1; leave it out or raise parallel.pp")
+        elif len(given) != chunks or sum(given) != layers or min(given) < 0:
+            problems.append(
+                f"parallel.pipeline_layout {given} has {len(given)} chunks and {sum(given)} layers; "
+                f"expected {chunks} (pp {par.pp} x vpp {par.vpp}) and {layers}"
+            )
+        elif any(n == 0 for n in given[1:-1]):
+            problems.append(f"parallel.pipeline_layout {given}: only the first and the last chunk may be without layers")
+    rows = train.micro_batch_size * world
+    microbatches = train.global_batch_size * par.tp * par.pp * par.cp // rows
+    if par.vpp > 1 and microbatches % par.pp:
+        problems.append(
+            f"vpp {par.vpp} needs micro-batches in a multiple of pp {par.pp}, and a step has {microbatches}; "
+            "change train.global_batch_size or set parallel.vpp: 1"
+        )
+    return problems
+
+
+def feature_problems(config: TrainerConfig) -> list[str]:
+    """What this backend does not do, and settings of its section that contradict each other."""
+    par, mg, data, problems = config.parallel, config.megatron, config.data, []
+    for key, default in _TORCH_ONLY.items():
+        value = _get(config, key)
+        if value != default:
+            problems.append(f"{key} {_text(value)} belongs to the torch backend; leave it at {_text(default)}")
+    if config.moe.dispatcher == "dedup":
+        problems.append("moe.dispatcher 'dedup' belongs to the torch backend; here there are allgather, alltoall, deepep and hybridep")
+    if config.train.device == "cpu":
+        problems.append("megatron-core needs a GPU: set train.device: cuda, or backend: torch")
+    if par.dp_replicate > 1 and mg.data_parallel not in ("distributed_optimizer", "megatron_fsdp"):
+        problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
+    if par.pp > 1 and not data.pad:
+        problems.append("pp needs rows of one length: set data.pad: true")
+    if par.cp > 1 and not data.pad:
+        problems.append("cp cuts rows of one length: set data.pad: true")
+    if par.tp > 1 and par.sequence_parallel and not data.pad:
+        problems.append("sequence parallelism needs rows of one length: set data.pad: true")
+    if config.moe.experts == "grouped" and mg.kernels == "local":
+        problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
+    return problems
+
+
+def switch_problems(config: TrainerConfig) -> list[str]:
+    """Switches that do not go together, or that have nothing to act on."""
+    return _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
+
+
+def _precision_problems(config: TrainerConfig) -> list[str]:
+    fp8, mg, problems = config.precision.fp8, config.megatron, []
+    if fp8 == "rowwise":
+        problems.append(
+            "precision.fp8 'rowwise' belongs to the torch backend; here there are tensorwise, delayed, blockwise, mxfp8 and nvfp4"
+        )
+    if fp8 != "none" and config.train.dtype != "bf16":
+        problems.append(f"precision.fp8 {fp8} multiplies into 16-bit results: set train.dtype: bf16")
+    if fp8 != "none" and set(config.precision.fp8_modules) != {"linear", "experts"}:
+        problems.append(
+            "precision.fp8_modules: a recipe of this backend covers projections and experts alike; leave it at [linear, experts]"
+        )
+    if fp8 == "none" and (mg.fp8_param or mg.first_last_layers_bf16):
+        problems.append("megatron.fp8_param and first_last_layers_bf16 belong to a recipe: set precision.fp8, or leave them false")
+    if fp8 == "delayed" and mg.first_last_layers_bf16:
+        problems.append("megatron.first_last_layers_bf16 excludes delayed scaling: set precision.fp8: tensorwise or blockwise")
+    if fp8 == "nvfp4" and mg.fp8_param:
+        problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
+    if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
+        problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    return problems
+
+
+def _optimizer_problems(config: TrainerConfig) -> list[str]:
+    mg, opt, problems = config.megatron, config.optimizer, []
+    if opt.moments_dtype == "bf16" and not mg.precision_aware_optimizer:
+        problems.append("optimizer.moments_dtype bf16 needs the precision-aware optimizer: set megatron.precision_aware_optimizer: true")
+    if opt.moments_dtype == "bf16" and opt.betas[1] > 1 - 2**-8:
+        problems.append(
+            f"optimizer.moments_dtype bf16 with a second beta of {opt.betas[1]}: a step moves the second moment by less than "
+            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
+        )
+    if mg.precision_aware_optimizer and mg.data_parallel == "megatron_fsdp":
+        problems.append(
+            "megatron.precision_aware_optimizer is of the distributed optimizer: set megatron.data_parallel: distributed_optimizer"
+        )
+    if mg.precision_aware_optimizer and config.train.dtype != "bf16":
+        problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
+    if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
+        problems.append("megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16")
+    offloads = config.offload.optimizer or mg.optimizer_offload_fraction > 0
+    if offloads and mg.data_parallel != "distributed_optimizer":
+        problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
+    if mg.fsdp_double_buffer and mg.data_parallel != "megatron_fsdp":
+        problems.append(
+            "megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel: megatron_fsdp, or leave it false"
+        )
+    default = MegatronConfig.model_fields["sharding_strategy"].default
+    if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
+        problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")
+    if mg.data_parallel == "megatron_fsdp" and config.train.dtype != "bf16":
+        problems.append("Megatron-FSDP trains 16-bit weights: set train.dtype: bf16")
+    return problems
+
+
+def _memory_problems(config: TrainerConfig) -> list[str]:
+    train, mg, problems = config.train, config.megatron, []
+    if train.recompute == "selective" and not train.recompute_modules:
+        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
+    if train.recompute != "selective" and train.recompute_modules:
+        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {train.recompute}")
+    if train.recompute != "full" and (mg.recompute_layers is not None or mg.recompute_method != "uniform"):
+        problems.append("megatron.recompute_layers and recompute_method shape full recompute: set train.recompute: full, or leave them out")
+    if "vision" in train.recompute_modules and config.model.vision is None:
+        problems.append("train.recompute_modules 'vision': the model has no vision tower")
+    names = set(mg.offload_modules)
+    if names and config.offload.activations:
+        problems.append("megatron.offload_modules and offload.activations are two ways to do one thing: choose one of them")
+    if "attn_proj" in names and "core_attn" not in names:
+        problems.append("megatron.offload_modules attn_proj needs core_attn beside it, whose output it is")
+    if "fused_group_mlp" in names:
+        problems.append(
+            "megatron.offload_modules fused_group_mlp is of an operator fuser that this trainer does not use; name expert_fc1 and moe_act"
+        )
+    if "moe" in train.recompute_modules and names & {"expert_fc1", "moe_act"}:
+        problems.append("train.recompute_modules moe makes again what megatron.offload_modules would take away: leave one of them out")
+    if names & {"expert_fc1", "moe_act"} and not config.model.num_experts:
+        problems.append("megatron.offload_modules expert_fc1 and moe_act are of models with experts, and this one is dense")
+    return problems
+
+
+def _graph_problems(config: TrainerConfig) -> list[str]:
+    mg, names, problems = config.megatron, config.train.cuda_graphs, []
+    if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
+        problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
+    captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
+    if captured and not config.data.pad:
+        problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
+    if captured and config.data.pack:
+        problems.append("train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false")
+    if mg.cuda_graph_impl == "full_iteration" and config.model.num_experts and config.moe.capacity_factor is None:
+        problems.append(
+            "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor"
+        )
+    return problems
+
+
+def package_problems(config: TrainerConfig) -> list[str]:
+    """Packages that this configuration needs and that are not installed, in one line each."""
+    mg, problems = config.megatron, []
+    if not installed("megatron.core"):
+        problems.append("backend megatron needs megatron-core, which is not installed; install perf-playbook with the extra 'megatron'")
+    if needs := _needs_transformer_engine(config):
+        if mg.kernels == "local":
+            problems.append(f"{', '.join(needs)}: of Transformer Engine, and megatron.kernels is local; set it to auto")
+        elif not installed("transformer_engine"):
+            problems.append(
+                f"{', '.join(needs)}: of Transformer Engine, which is not installed; install perf-playbook with the extra 'gpu'"
+            )
+    dispatcher = config.moe.dispatcher
+    if dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep"):
+        problems.append(f"moe.dispatcher '{dispatcher}' needs the package deep_ep, which is not installed; set moe.dispatcher: alltoall")
+    if mg.data_parallel == "megatron_fsdp" and not installed("einops"):
+        problems.append("megatron.data_parallel megatron_fsdp needs the package einops, which is not installed")
+    return problems
+
+
+def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
+    """Settings that only Transformer Engine serves."""
+    mg, train = config.megatron, config.train
+    asked = {
+        "megatron.kernels transformer_engine": mg.kernels == "transformer_engine",
+        f"precision.fp8 {config.precision.fp8}": config.precision.fp8 != "none",
+        "train.cuda_graphs": bool(train.cuda_graphs) and mg.cuda_graph_impl != "local",
+        "moe.experts grouped": config.moe.experts == "grouped",
+        "megatron.tp_comm_overlap": mg.tp_comm_overlap,
+        "megatron.delay_wgrad": mg.delay_wgrad,
+        "megatron.offload_modules": bool(mg.offload_modules),
+        "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
+        "offload.activations": config.offload.activations,
+        "moe.dispatcher " + config.moe.dispatcher: config.moe.dispatcher in ("deepep", "hybridep") and config.model.num_experts > 0,
+        "train.recompute_modules moe_act": "moe_act" in train.recompute_modules,
+    }
+    return [name for name, on in asked.items() if on]
+
+
+def installed(module: str) -> bool:
+    """Whether a module is here, asked without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _get(config: TrainerConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
