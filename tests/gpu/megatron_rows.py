@@ -87,7 +87,9 @@ def _one() -> Iterator[Row]:
         ["attn", "moe_router", "moe_preprocess"],
     ):
         yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
-    yield row("attn moe_router", "CUDA graphs (local)", GRAPHS, train__cuda_graphs=["attn", "moe_router"], megatron__cuda_graph_impl="local")
+    yield row(
+        "attn moe_router", "CUDA graphs (local)", GRAPHS, train__cuda_graphs=["attn", "moe_router"], megatron__cuda_graph_impl="local"
+    )
     yield row(
         "full iteration, capacity factor 1.25",
         "CUDA graphs (full iteration)",
@@ -99,8 +101,14 @@ def _one() -> Iterator[Row]:
         yield Row("one", module, "recompute", _recompute(module))
     yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
     yield row("full, each layer", "recompute", train__recompute="full")
-    yield row("full, first 2 layers", "recompute", train__recompute="full", megatron__recompute_method="block", megatron__recompute_layers=2)
-    casts = {"blockwise": "block_scaled|blockwise", "tensorwise": "amax|cast_transpose|quantize", "delayed": "delayed_scaling|amax_and_scale"}
+    yield row(
+        "full, first 2 layers", "recompute", train__recompute="full", megatron__recompute_method="block", megatron__recompute_layers=2
+    )
+    casts = {
+        "blockwise": "block_scaled|blockwise",
+        "tensorwise": "amax|cast_transpose|quantize",
+        "delayed": "delayed_scaling|amax_and_scale",
+    }
     for recipe, kernel in casts.items():
         yield row(recipe, "FP8", Rule(kernel=kernel, count="layers", op=">="), precision__fp8=recipe)
     yield row("tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True)
@@ -112,7 +120,13 @@ def _one() -> Iterator[Row]:
     both = {**_megatron(precision_aware_optimizer=True, grad_reduce_dtype="bf16"), "optimizer.moments_dtype": "bf16"}
     yield Row("one", "moments and gradients BF16", "optimizer", both)
     for names in (["core_attn"], ["moe_act"], ["expert_fc1", "moe_act"]):
-        yield Row("one", "activations: " + " ".join(names), "offload", _megatron(offload_modules=names), (Rule(counter="copies_to_host"),))
+        yield Row(
+            "one",
+            "activations: " + " ".join(names),
+            "offload",
+            _megatron(offload_modules=names),
+            (Rule(counter="copies_to_host", count="layers - 1", op=">="),),
+        )
     yield Row("one", "half of the optimizer", "offload", _megatron(optimizer_offload_fraction=0.5))
     yield row("whole optimizer", "offload", offload__optimizer=True)
     yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")

@@ -50,7 +50,7 @@ _COUNTED: dict[str, str] = {
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _TALLIED = ("graph_replays", "fp8_linear_products", "fp8_expert_products", "offloaded_activation_bytes", "offloaded_gradient_bytes")
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_COPIES = ("Memcpy", "Memset")
+_COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"
 _NAME_LENGTH = 120
 
 
@@ -137,6 +137,7 @@ def _kernels(observer: Observer) -> Iterator[None]:
     events = [(e.name, e.device_type == torch.autograd.DeviceType.CUDA) for e in profiler.events() or []]
     observer.launched(name for name, on_gpu in events if on_gpu and not name.startswith(_COPIES))
     observer.counters["graph_launches"] = sum(name in _GRAPH_LAUNCHES for name, on_gpu in events if not on_gpu)
+    observer.counters["copies_to_host"] = sum(name.startswith(_TO_HOST) for name, on_gpu in events if on_gpu)
 
 
 class _Operators(TorchDispatchMode):
