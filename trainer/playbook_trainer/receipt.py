@@ -1,14 +1,14 @@
 """The receipt: what one observed step really did, seen from outside the code that did it.
 
-Collectives are intercepted at the c10d operators, whoever issued them; saved activations at autograd's hooks; ranges as they open.
-Nothing here reads the configuration, so a feature that is configured and did not run leaves no trace.
+Collectives are intercepted at the c10d operators, whoever issued them; saved activations at autograd's hooks; ranges as they open; on a
+GPU, kernels as CUPTI reports them, since libraries launch many past torch's operators. Nothing here reads the configuration, so a feature that is configured and did not run leaves no trace.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,9 @@ _COUNTED: dict[str, str] = {
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _TALLIED = ("graph_replays", "fp8_linear_products", "fp8_expert_products", "offloaded_activation_bytes", "offloaded_gradient_bytes")
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"
+_NAME_LENGTH = 120
 
 
 class Observer:
@@ -59,6 +62,7 @@ class Observer:
         self.ranges: Counter[str] = Counter()
         # Each name is reported, so that a case may require that something did not happen.
         self.counters: Counter[str] = Counter(dict.fromkeys([*_COUNTED.values(), "float32_products", *_TALLIED], 0))
+        self.kernels: Counter[str] = Counter()
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
         self.stack: list[str] = []
         self.saved = _Saved(model)
@@ -95,20 +99,45 @@ class Observer:
         elif name in _PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
             self.counters["float32_products"] += 1
 
+    def launched(self, names: Iterable[str]) -> None:
+        """Kernels ran, by these names; what is between angle brackets, and long tails, are left out."""
+        self.kernels.update(name.split("<")[0][:_NAME_LENGTH] for name in names)
+
     def as_dict(self) -> dict[str, Any]:
-        """Ranges and collectives, as the receipt holds them."""
+        """Ranges, kernels and collectives, as the receipt holds them."""
         rows = [
             {"op": op, "group": group, "inside": inside, "phase": phase, "count": int(count), "bytes": int(num_bytes)}
             for (op, group, inside, phase), (count, num_bytes) in sorted(self.collectives.items())
         ]
-        return {"ranges": dict(sorted(self.ranges.items())), "collectives": rows}
+        return {"ranges": dict(sorted(self.ranges.items())), "kernels": dict(sorted(self.kernels.items())), "collectives": rows}
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Everything in this block is observed; slower than a plain step, and never timed."""
-    with listening(observer), _Operators(observer), torch.autograd.graph.saved_tensors_hooks(observer.saved.pack, _Saved.unpack):
+    with (
+        _kernels(observer),
+        listening(observer),
+        _Operators(observer),
+        torch.autograd.graph.saved_tensors_hooks(observer.saved.pack, _Saved.unpack),
+    ):
         yield
+
+
+@contextmanager
+def _kernels(observer: Observer) -> Iterator[None]:
+    """On a GPU, count the kernels and graph launches of rank 0, whose receipt it is."""
+    parameter = next(observer.model.parameters(), None)
+    if parameter is None or parameter.device.type != "cuda" or (dist.is_initialized() and dist.get_rank()):
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield
+        torch.cuda.synchronize()
+    events = [(e.name, e.device_type == torch.autograd.DeviceType.CUDA) for e in profiler.events() or []]
+    observer.launched(name for name, on_gpu in events if on_gpu and not name.startswith(_COPIES))
+    observer.counters["graph_launches"] = sum(name in _GRAPH_LAUNCHES for name, on_gpu in events if not on_gpu)
+    observer.counters["copies_to_host"] = sum(name.startswith(_TO_HOST) for name, on_gpu in events if on_gpu)
 
 
 class _Operators(TorchDispatchMode):
