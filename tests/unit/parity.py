@@ -185,6 +185,8 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
     out = {}
     for rule in hf.rules(config):
         first = next(iter(rule.theirs))
+        if rule.ours.endswith("router.bias"):
+            continue  # no gradient moves it
         if ".experts." in first:
             base = first.split("experts.")[0] + "experts."
             out[rule.ours] = grads.pop(base + ("gate_up_proj" if rule.ours.endswith("w13") else "down_proj"))

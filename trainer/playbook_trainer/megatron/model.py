@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -54,7 +55,7 @@ def build_text(
 
 
 def uses_transformer_engine(config: TrainerConfig) -> bool:
-    """Whether layers are Transformer Engine's.
+    """Whether layers are Transformer Engine's: asked for, or there, with a GPU, and not declined.
 
     Raises:
         ConfigError: they are asked for and it is not installed.
@@ -65,7 +66,7 @@ def uses_transformer_engine(config: TrainerConfig) -> bool:
         raise ConfigError(
             "megatron.kernels transformer_engine: it is not installed; install perf-playbook with the extra 'gpu', or set auto"
         )
-    return wanted != "local" and there
+    return there and (wanted == "transformer_engine" or (wanted == "auto" and torch.cuda.is_available()))
 
 
 def decoder_block(transformer_config: Any, te: bool, vp_stage: int | None = None) -> Any:

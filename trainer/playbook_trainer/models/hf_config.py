@@ -161,7 +161,9 @@ def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
         },
     )
     yarn: dict[str, Any] = {"rope_type": "default"}
+    longest: dict[str, int] = {}
     if config.yarn is not None:
+        longest = {"max_position_embeddings": round(config.yarn.factor * config.yarn.original_seq_len)}
         yarn = {"rope_type": "yarn", **{theirs: getattr(config.yarn, ours.removeprefix("yarn.")) for theirs, ours in YARN_FIELDS.items()}}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -177,6 +179,7 @@ def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": config.tie_word_embeddings,
         "rope_interleave": True,
+        **longest,
         "rope_parameters": {"rope_theta": config.rope_theta, **yarn},
         "q_lora_rank": config.q_lora_rank or None,
         "kv_lora_rank": config.kv_lora_rank,
