@@ -61,6 +61,11 @@ class Row:
         return GPUS[self.table]
 
     @property
+    def can_fork(self) -> bool:
+        """Whether its ranks may be forks: Transformer Engine reads the variable of fine-grained offload when it is imported."""
+        return not any("offload_modules" in key or key == "offload.activations" for key in self.set)
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """All of its settings, on top of the file."""
         return {**TABLES[self.table], **self.set}
@@ -132,6 +137,9 @@ def _one() -> Iterator[Row]:
             _megatron(offload_modules=names),
             (Rule(counter="copies_to_host", count="layers - 1", op=">="),),
         )
+    yield row(
+        "activations: all of each layer", "offload", Rule(counter="copies_to_host", count="layers - 1", op=">="), offload__activations=True
+    )
     yield Row("one", "half of the optimizer", "offload", _megatron(optimizer_offload_fraction=0.5))
     yield row("whole optimizer", "offload", offload__optimizer=True)
     yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")
