@@ -17,7 +17,8 @@ def show(config: str, overrides: Sequence[str], gpus: int, *, as_json: bool) -> 
         PlaybookError: the configuration does not load, or cannot run on that many GPUs.
     """
     from playbook_trainer.config import load, parse_overrides
-    from playbook_trainer.dry_run import Stage, dry_run
+    from playbook_trainer.dry_run import dry_run
+    from playbook_trainer.stage import Stage
 
     report = dry_run(load(Path(config), parse_overrides(overrides)), gpus)
     most = max(report.stages, key=lambda s: s.peak_bytes)
@@ -28,7 +29,7 @@ def show(config: str, overrides: Sequence[str], gpus: int, *, as_json: bool) -> 
         return
 
     def cells(stage: Stage) -> dict[str, str]:
-        figures = ("state", "gathered", "activation", "loss", "peak", "host")
+        figures = ("state", "gathered", "activation", "vision", "loss", "replayed", "workspace", "peak", "host")
         own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.parameters / 1e9:.3f} B"}
         return own | {name: f"{getattr(stage, f'{name}_bytes') / GIB:.2f}" for name in figures}
 
@@ -37,4 +38,6 @@ def show(config: str, overrides: Sequence[str], gpus: int, *, as_json: bool) -> 
     say(
         f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak_bytes / GIB:.1f} GiB, columns in GiB"
     )
-    say("states follow from the layout; activations are an estimate for fused kernels; workspaces and communication buffers are not in it")
+    say(
+        "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
+    )

@@ -22,6 +22,7 @@ from playbook.site_cards import Shelf, card_page
 from playbook.site_evidence import evidence_page, list_page, trace_page
 from playbook.site_lists import by_phase, index_page, machines_today, matrix_page, summary
 from playbook.site_llms import llms, llms_full, plain_card
+from playbook.site_megatron import megatron_page
 from playbook.site_models import families_page, models_page
 from playbook.site_parity import parity_page
 from playbook.site_records import EVIDENCE, Record, read
@@ -83,6 +84,7 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(reference or Reference()),
         "_generated/parity.md": parity_page(out / "parity"),
+        "_generated/megatron.md": megatron_page(out / "parity"),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}

@@ -130,9 +130,12 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(capsys, words, says):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_another_backend_is_sent_elsewhere():
-    with pytest.raises(ConfigError, match="playbook layout memory"):
-        dry_run(load(LARGE, {"backend": "megatron"}), 4)
+def test_the_other_backend_is_counted_by_its_own_rules():
+    torch_state = dry_run(load(LARGE), 4).stages[0].state_bytes
+    found = dry_run(load(LARGE, {"backend": "megatron"}), 4).stages[0]
+    assert found.state_bytes > torch_state, "the distributed optimizer shards neither weights nor gradients"
+    with pytest.raises(ConfigError, match="belongs to the torch backend"):
+        dry_run(load(LARGE, {"backend": "megatron", "train.fused_loss": True}), 4)
 
 
 def test_the_claim_fails_where_a_fault_is_none():

@@ -6,7 +6,7 @@ estimate. Source: Megatron Core's `--fake-init-process-group`, which builds the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from playbook import activations, memory, parameters, pipeline
@@ -15,40 +15,15 @@ from playbook.layout_rules import Options
 from playbook.plan import Plan
 from playbook_trainer import checks
 from playbook_trainer.config import TrainerConfig
+from playbook_trainer.megatron import arithmetic
 from playbook_trainer.shape import shape_of
+from playbook_trainer.stage import WIDTH, Stage, vision
 
 MASTER_BYTES = 4
 """Parameters and gradients are kept in float32; the computation may cast them. Source: `playbook_trainer.parallel.setup`."""
 
 LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank of one pipeline stage holds. Units: counts, and bytes."""
-
-    stage: int
-    layers: int
-    parameters: int
-    """Of this stage's share of the model, before data parallelism shards them."""
-    state_bytes: float
-    """Parameters, gradients and optimizer state between steps."""
-    gathered_bytes: float
-    """Two layers gathered at once under full sharding."""
-    activation_bytes: float
-    loss_bytes: float
-    host_bytes: float
-    """In host memory, with offload: state, and activations of all layers but three (one computes, its neighbours are on their way)."""
-
-    @property
-    def peak_bytes(self) -> float:
-        """All of it that is on the GPU."""
-        return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.loss_bytes
-
-    def row(self) -> dict[str, Any]:
-        """All figures, by name."""
-        return {**asdict(self), "peak_bytes": self.peak_bytes}
 
 
 @dataclass(frozen=True)
@@ -64,30 +39,39 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
     """The layout of `config` on `world` ranks, stage by stage; frozen parts count as if they were trained.
 
     Raises:
-        ConfigError: it cannot run there; one line names every broken rule. Or its backend is not torch.
+        ConfigError: it cannot run there; one line names every broken rule.
     """
-    if config.backend != "torch":
-        raise ConfigError(f"a dry run knows the torch backend, found {config.backend}; ask `playbook layout memory` instead")
     problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config)
     if problems:
         raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}: {'; '.join(problems)}")
     plan = plan_of(config, world)
-    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
-    stages = [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
     keys = ("gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "gbs", "seq_len", "microbatches")
-    total = parameters.decoder(plan.shape) + parameters.vision(plan.shape)
-    return Report({"model": plan.model, **{k: getattr(plan, k) for k in keys}}, total, stages)
+    layout = {"model": plan.model, **{k: getattr(plan, k) for k in keys}}
+    return Report(layout, parameters.total(plan.shape), stages(config, plan))
+
+
+def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
+    """What a rank of each pipeline stage holds."""
+    if config.backend == "megatron":
+        return arithmetic.stages(config, plan)
+    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
 
 def plan_of(config: TrainerConfig, world: int) -> Plan:
     """The configuration as layout arithmetic knows it."""
     par, train = config.parallel, config.train
-    modules = {"none": (), "full": ("full",), "selective": tuple(config.train.recompute_modules)}[train.recompute]
     return Plan(
         shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
-        options=Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules),
+        options=arithmetic.options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
+
+
+def _options(config: TrainerConfig) -> Options:
+    par, train = config.parallel, config.train
+    modules = {"none": (), "full": ("full",), "selective": tuple(config.train.recompute_modules)}[train.recompute]
+    return Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules)
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
@@ -96,7 +80,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
     shards = plan.dp * plan.cp // copies
     counts = held.dense / shards + held.experts * expert_copies / plan.edp
-    width = {"fp32": 4, "bf16": 2}[config.train.dtype]
+    width = WIDTH[config.train.dtype]
     alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
     layers = [(n, activations.kept(plan, i)) for n, chunk in zip(alive, chunks, strict=True) for i in chunk]
     kept = sum(n * size for n, size in layers) * width / activations.BF16
@@ -112,6 +96,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         state_bytes=state_on_gpu,
         gathered_bytes=2 * width * held.largest if shards > 1 else 0.0,
         activation_bytes=on_gpu,
+        vision_bytes=vision(config, plan) if stage == 0 else 0.0,
         loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
         host_bytes=state - state_on_gpu + kept - on_gpu,
     )

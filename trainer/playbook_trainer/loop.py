@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook_trainer import engine as backends
-from playbook_trainer import ledger, optimizer
+from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
@@ -259,7 +259,13 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     with engine.ranges(), observing(observer):
         # Gradients exist only between the backward pass and the update.
         stats = train_step(trainer, lambda: held.update(engine.state_bytes()))
-    counters = {name: count - before[name] for name, count in trainer.loader.counters().items()}
+    counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
+    if trainer.device.type == "cuda":
+        # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
+        with kernels.watching() if axes.world.rank == 0 else nullcontext() as seen:
+            train_step(trainer)
+        if seen is not None:
+            observer.kernels, counters = seen.names, counters | seen.counters
     highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:
         values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)

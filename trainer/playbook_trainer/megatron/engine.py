@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from playbook import parameters
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.megatron import graphs, groups, inputs, mapping, wrap
+from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, weights, wrap
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.ranges import announced
 from playbook_trainer.nvtx import range_
@@ -65,11 +65,12 @@ class MegatronEngine:
         scale = len(batches) * self.axes.dp.size / labels
         return self._run(batches, scale, forward_only=False)
 
-    def _run(self, batches: list[Inputs], scale: Tensor | float, *, forward_only: bool) -> Tensor:
-        iterators: Any = [iter(batches) for _ in self.chunks]
+    def _run(self, batches: list[Inputs], scale: Tensor, *, forward_only: bool) -> Tensor:
+        # Dictionaries of tensors, which a graph of the whole iteration copies into memory that stays.
+        iterators: Any = [iter([{**vars(b), "scale": scale} for b in batches]) for _ in self.chunks]
         rows, length = batches[0].tokens.shape
         given = self._schedule(
-            forward_step_func=partial(forward_step, scale=scale, config=self.config),
+            forward_step_func=partial(forward_step, config=self.config),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
@@ -102,7 +103,7 @@ class MegatronEngine:
         """No gradients are kept; parameters are those of the last update."""
         for chunk in self.chunks:
             chunk.eval()
-        loss = self._run(batches, 1.0, forward_only=True)
+        loss = self._run(batches, torch.ones((), device=self.device), forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         once = self.axes.tp.rank == 0
@@ -115,7 +116,7 @@ class MegatronEngine:
 
     def export(self, folder: Path) -> None:
         """Gathered tensor by tensor."""
-        raise ConfigError("checkpoint.export is not served by the megatron backend yet")
+        weights.save(self.chunks, self.config.model, folder)
 
     def count_parameters(self) -> tuple[int, int]:
         """By arithmetic: ranks hold shares, and some of them copies."""
@@ -158,35 +159,33 @@ class Unsaved:
 
 
 def forward_step(
-    batches: Iterator[Inputs], model: Any, return_schedule_plan: bool = False, *, scale: Tensor | float, config: TrainerConfig
-) -> tuple[Any, Any]:
+    batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False, *, config: TrainerConfig
+) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
     """One micro-batch through one chunk, as megatron-core's schedules call it: the output, and what makes a loss of it on the last stage.
 
     With `return_schedule_plan` the forward pass is only planned, layer by layer, for a schedule that overlaps two micro-batches.
     """
     batch = next(batches)
-    packed = None
-    if batch.borders is not None:
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.borders,
-            cu_seqlens_kv=batch.borders,
-            max_seqlen_q=batch.longest,
-            max_seqlen_kv=batch.longest,
-        )
-    given: dict[str, Any] = {"labels": batch.labels, "packed_seq_params": packed}
+    given: dict[str, Any] = {"labels": batch["labels"], "packed_seq_params": packed(batch["borders"], batch["longest"])}
     if config.model.mtp_layers:
-        given["loss_mask"] = batch.weight
+        given["loss_mask"] = batch["weight"]
     if config.model.vision is not None:
-        given |= {"positions_3N": batch.positions, "vision": batch.vision}
-    loss = partial(summed_loss, weight=batch.weight, scale=scale)
+        given |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
+    loss = partial(summed_loss, weight=batch["weight"], scale=batch["scale"])
     if return_schedule_plan:
-        return model.build_schedule_plan(batch.tokens, batch.positions, None, **given), loss
+        return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **given), loss
     with range_("forward"):
-        return model(batch.tokens, batch.positions, None, **given), loss
+        return model(batch["tokens"], batch["positions"], None, **given), loss
 
 
-def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor | float) -> tuple[Tensor, dict[str, Tensor]]:
+def packed(borders: Tensor | None, longest: int) -> PackedSeqParams | None:
+    """A stream of documents for attention and rotary embedding; None for plain rows."""
+    if borders is None:
+        return None
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss that gradients are of, and the sum over labels that is reported."""
     total = (losses.float() * weight.view_as(losses)).sum()
     return total * scale, {"loss": total.detach().clone()}
@@ -260,28 +259,18 @@ def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) 
     count = config.parallel.vpp
     chunks = [_chunk(config, transformer, stage if count > 1 else None) for stage in range(count)]
     dtype = mapping.DTYPES[config.train.dtype]
-    return [chunk.to(dtype=dtype, device=device) for chunk in chunks]
+    chunks = [chunk.to(dtype=dtype, device=device) for chunk in chunks]
+    weights.initialise(chunks, config)
+    return chunks
 
 
 def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Module:
     ends = {"ignore_virtual": False, "vp_stage": stage}
     first, last = parallel_state.is_pipeline_first_stage(**ends), parallel_state.is_pipeline_last_stage(**ends)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=mapping.has_transformer_engine(config), vp_stage=stage)
-    chunk: nn.Module = GPTModel(
-        config=transformer,
-        transformer_layer_spec=spec,
-        vocab_size=config.model.vocab_size,
-        max_sequence_length=config.data.seq_len,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=config.model.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.model.rope_theta,
-        vp_stage=stage,
-    )
+    where = {"pre_process": first, "post_process": last, "vp_stage": stage}
+    if config.model.vision is not None:
+        raise ConfigError("backend megatron has no vision-language models in this version; set backend: torch")
+    chunk: nn.Module = model.build_text(config, transformer, **where)
     return chunk
 
 

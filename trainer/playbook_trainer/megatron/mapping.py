@@ -33,9 +33,9 @@ Asked = dict[str, tuple[Any, str]]
 
 
 def has_transformer_engine(config: TrainerConfig) -> bool:
-    """Whether layers are Transformer Engine's: asked for, or there and not declined."""
+    """Whether layers are Transformer Engine's: asked for, or there, with a GPU, and not declined."""
     if config.megatron.kernels == "auto":
-        return installed("transformer_engine")
+        return torch.cuda.is_available() and installed("transformer_engine")
     return config.megatron.kernels == "transformer_engine"
 
 

@@ -1,4 +1,4 @@
-"""Ranges inside megatron-core's layers: attention, router, dispatch, experts and combine, forward and backward, by hooks on its modules."""
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: decoder, attention, router, dispatch, experts, combine, loss, backward."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
@@ -27,8 +28,13 @@ _DISPATCHER = {
 def announced(model: nn.Module) -> Iterator[None]:
     """Inside this block, the model's layers announce their ranges."""
     with ExitStack() as stack:
+        _wrap(stack, schedules, "backward_step", "backward", marks=False)
         for module in model.modules():
-            if isinstance(module, Attention):
+            if hasattr(module, "compute_language_model_loss"):
+                # What leaves a stage must be a tensor of its own, so nothing is marked there.
+                _hook(stack, module.decoder, "decoder", marks=bool(module.post_process))
+                _wrap(stack, module, "compute_language_model_loss", "loss", marks=False)
+            elif isinstance(module, Attention):
                 _hook(stack, module, "attention")
             elif isinstance(module, MoELayer):
                 _hook(stack, module.router, "router")
@@ -38,17 +44,17 @@ def announced(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _hook(stack: ExitStack, module: nn.Module, name: str) -> None:
+def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
     opened: list[range_] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         span = range_(name).__enter__()
         opened.append(span)
-        return _on_first(args, span.enter), given
+        return _on_first(args, span.enter) if marks else args, given
 
     def after(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
         span = opened.pop()
-        marked = _on_first(out, span.exit)
+        marked = _on_first(out, span.exit) if marks else out
         span.__exit__(None, None, None)
         return marked
 
@@ -59,17 +65,19 @@ def _hook(stack: ExitStack, module: nn.Module, name: str) -> None:
         stack.callback(handle.remove)
 
 
-def _wrap(stack: ExitStack, owner: Any, method: str, name: str) -> None:
-    original = getattr(owner, method, None)
+def _wrap(stack: ExitStack, owner: Any, method: str, name: str, *, marks: bool = True) -> None:
+    original, own = getattr(owner, method, None), method in vars(owner)
     if original is None:
         return
 
     def call(*args: Any, **given: Any) -> Any:
         with range_(name) as span:
+            if not marks:
+                return original(*args, **given)
             return _on_first(original(*_on_first(args, span.enter), **given), span.exit)
 
     setattr(owner, method, call)
-    stack.callback(delattr, owner, method)
+    stack.callback(*(setattr, owner, method, original) if own else (delattr, owner, method))
 
 
 def _on_first(values: Any, mark: Callable[[Tensor], Tensor]) -> Any:

@@ -1,0 +1,126 @@
+"""What a rank of the megatron backend would hold: states, activations and loss of each pipeline stage. Arithmetic alone, without torch.
+
+States follow from the layout and are exact up to padding. Activations are those of Transformer Engine's fused kernels, an estimate that
+measured peaks of text models bear out to within eight percent (`playbook.memory`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from playbook import activations, memory, pipeline
+from playbook.layout_rules import Options
+from playbook.plan import Plan
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.megatron import checks
+from playbook_trainer.stage import WIDTH, Stage, vision
+
+OFFLOADED = {
+    "attn_norm": "attention norm in",
+    "qkv_linear": "attention norm out",
+    "core_attn": "q, k, v",
+    "attn_proj": "attention out",
+    "mlp_norm": "mlp norm in",
+    "expert_fc1": "dispatched tokens",
+    "moe_act": "expert fc1 out",
+}
+"""The tensor that each module of fine-grained offloading sends away: its input. Source: `megatron/core/transformer/transformer_config.py`."""
+
+RESIDENT_LAYERS = 3
+"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way."""
+
+HOST_BYTES = 16
+"""Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
+
+Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
+
+
+def options(config: TrainerConfig) -> Options:
+    """The features that are chosen, with what Megatron-FSDP shards by its strategy in the planner's words."""
+    found = checks.options(config)
+    if config.megatron.data_parallel != "megatron_fsdp":
+        return found
+    shards = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer", "optim_grads_params": "fsdp"}
+    return replace(found, sharding=shards[config.megatron.sharding_strategy])
+
+
+def widths(config: TrainerConfig) -> tuple[float, float, float]:
+    """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
+
+    A precision-aware optimizer keeps of a float32 master weight only what its bfloat16 weight lacks, and moments in `moments_dtype`.
+    Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
+    """
+    own = config.megatron
+    if config.train.dtype == "fp32":
+        return 4, 4, 8
+    gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
+    weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
+    return weight, gradient, (2 if own.precision_aware_optimizer else 4) + 2 * moments
+
+
+def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> tuple[float, float]:
+    """Bytes of weights, gradients and optimizer state on the GPU, and of what an offloaded optimizer keeps on the host."""
+    unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
+    weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
+    if plan.options.sharding == "fsdp":
+        weights = gradients = optimizer  # inside each copy, where there are several
+    elif config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
+        gradients = optimizer
+    fraction = offloaded_fraction(config)
+    per_weight, per_gradient, per_state = widths(config)
+    copies = memory.fp8_copies(plan.options.fp8) * held.linear * weights / (held.dense + held.experts)
+    on_gpu = per_weight * weights + per_gradient * gradients + per_state * optimizer * (1 - fraction) + copies
+    return on_gpu, HOST_BYTES * optimizer * fraction
+
+
+def offloaded_fraction(config: TrainerConfig) -> float:
+    """The share of the optimizer that lives on the host."""
+    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
+
+
+def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
+    """What a rank of each pipeline stage holds."""
+    sizes = config.parallel.pipeline_layout or pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+
+
+def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
+    held, last = memory.weights(plan, stage, chunks), stage == plan.pp - 1
+    state, host = states(config, plan, held)
+    alive = pipeline.in_flight(
+        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap
+    )  # fmt: skip
+    depths = [*chunks[:-1], [*chunks[-1], *([plan.shape.layers - 1] * plan.shape.mtp if last else [])]]
+    width = WIDTH[config.train.dtype] / activations.BF16
+    kept = [(n, *_layer(config, plan, i, place)) for n, chunk in zip(alive, depths, strict=True) for place, i in enumerate(chunk)]
+    away = sum(n * sent for n, _, sent, _ in kept)
+    resident = min(away, RESIDENT_LAYERS * max((sent for _, _, sent, _ in kept), default=0.0))
+    return Stage(
+        stage=stage,
+        layers=sum(map(len, chunks)),
+        parameters=held.dense + held.experts,
+        state_bytes=state,
+        gathered_bytes=2 * WIDTH[config.train.dtype] * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0,
+        activation_bytes=width * (sum(n * stays for n, stays, _, _ in kept) + resident),
+        vision_bytes=alive[0] * vision(config, plan) if stage == 0 else 0.0,
+        loss_bytes=activations.loss(plan) * (1 + plan.shape.mtp) if last else 0.0,
+        replayed_bytes=width * max((again for _, _, _, again in kept), default=0.0),
+        workspace_bytes=memory.WORKSPACE_BYTES,
+        host_bytes=host + width * (away - resident),
+    )
+
+
+def _layer(config: TrainerConfig, plan: Plan, index: int, place: int) -> tuple[float, float, float]:
+    """Bytes that a layer keeps on the GPU, those that it sends to the host, and those that come back when it is run again."""
+    saved = activations.saved(plan, index)
+    if config.train.recompute != "full":
+        stay = {name: size for name, size in saved.items() if name not in activations.freed(plan)}
+        sent = sum(stay.get(OFFLOADED[m], 0.0) for m in config.megatron.offload_modules if m in OFFLOADED)
+        return sum(stay.values()) - sent, sent, sum(saved.values()) - sum(stay.values())
+    count, whole, entry = config.megatron.recompute_layers, sum(saved.values()), saved["attention norm in"]
+    if config.megatron.recompute_method == "block":
+        again = count is None or place < count
+        return (entry, 0.0, whole - entry) if again else (whole, 0.0, 0.0)
+    span = count or 1
+    return (entry if place % span == 0 else 0.0), 0.0, span * whole - entry
