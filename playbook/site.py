@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, calculator, families, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
+`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from playbook.site_llms import llms, llms_full, plain_card
 from playbook.site_megatron import megatron_page
 from playbook.site_models import families_page, models_page
 from playbook.site_parity import parity_page
+from playbook.site_recipes import recipes_page
 from playbook.site_records import EVIDENCE, Record, read
 from playbook.site_reference import Command, commands_page, configuration_page, metrics_page
 from playbook.validate import read_cards
@@ -44,6 +45,8 @@ class Reference:
     """Folders of the packages that the API pages are about, by name."""
     revision: int | None = None
     """The trainer's performance revision."""
+    recipes: Sequence[Mapping[str, Any]] = ()
+    """Configuration files with their estimates, as `playbook.site_recipes` shows them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def _reference(reference: Reference) -> dict[str, str]:
         pages["_generated/commands.md"] = commands_page(reference.commands)
     if reference.schema:
         pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
+    if reference.recipes:
+        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
     return pages | api_pages(reference.packages)
 
 

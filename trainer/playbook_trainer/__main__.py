@@ -35,11 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], rank: int, world: int) -> int:
     # Configuration first: a mistyped key is reported before torch has been imported.
-    from playbook_trainer import checks
+    from playbook_trainer import checks, environment
     from playbook_trainer.config import load, parse_overrides
 
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, world)
+    environment.apply(config)
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 

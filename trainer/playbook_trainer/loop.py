@@ -87,11 +87,6 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
     """The device of this rank, and the process group."""
     cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if config.backend == "megatron":
-        from playbook_trainer.megatron.groups import environment
-
-        for name, value in environment(config).items():
-            os.environ.setdefault(name, value)
     if cuda:
         torch.cuda.set_device(device)
     if config.train.deterministic:

@@ -22,20 +22,6 @@ class Groups(Axes):
         return {group.group_name: name for name, group in reversed(_named_groups().items())}
 
 
-def environment(config: TrainerConfig) -> dict[str, str]:
-    """Variables that have to be set before CUDA starts, unless the user has set them.
-
-    One connection keeps communication in the order in which it is issued beside computation; sharded parameters want the opposite.
-    Source: Megatron-LM, `megatron/training/arguments.py` (checks of CUDA_DEVICE_MAX_CONNECTIONS).
-    """
-    par, out = config.parallel, {}
-    if (par.tp > 1 or par.cp > 1) and config.megatron.data_parallel not in ("megatron_fsdp", "fsdp2"):
-        out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if config.train.deterministic:
-        out["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    return out
-
-
 def initialise(config: TrainerConfig) -> None:
     """Create every process group; those of an earlier run in this process are dropped."""
     par = config.parallel
