@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,10 +22,12 @@ from playbook import parameters
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
+from playbook_trainer.engine import Saver
 from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, weights, wrap
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.ranges import announced
 from playbook_trainer.nvtx import range_
+from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.shape import shape_of
 
 
@@ -35,7 +38,7 @@ class MegatronEngine:
         require(config, device)
         self.config, self.device = config, device
         groups.initialise(config)
-        self.axes = groups.axes(config)
+        self.axes: Axes = groups.axes(config)
         seed(config)
         self.transformer_config = transformer_config(config)
         chunks = build_chunks(config, self.transformer_config, device)
@@ -43,7 +46,7 @@ class MegatronEngine:
         self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
         self.model = nn.ModuleList(chunks)
-        self.saver = Unsaved(config)
+        self.saver: Saver = Unsaved(config)
         self._norm = 0.0
         self._graphs = graphs.Graphs(config, self.transformer_config, self.chunks, self.optim)
         self._schedule = self._graphs.schedule(get_forward_backward_func())
@@ -208,8 +211,7 @@ def require(config: TrainerConfig, device: torch.device) -> None:
     dispatcher = config.moe.dispatcher
     if dispatcher in ("deepep", "hybridep") and config.model.num_experts:
         try:
-            import deep_ep
-
+            deep_ep = importlib.import_module("deep_ep")
             if not hasattr(deep_ep, "Buffer" if dispatcher == "deepep" else "HybridEPBuffer"):
                 raise ImportError(f"it has no {'Buffer' if dispatcher == 'deepep' else 'HybridEPBuffer'}")
         except Exception as e:
