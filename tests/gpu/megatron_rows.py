@@ -61,6 +61,11 @@ class Row:
         return GPUS[self.table]
 
     @property
+    def can_fork(self) -> bool:
+        """Whether its ranks may be forks: Transformer Engine reads the variable of fine-grained offload when it is imported."""
+        return not any("offload_modules" in key or key == "offload.activations" for key in self.set)
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """All of its settings, on top of the file."""
         return {**TABLES[self.table], **self.set}
@@ -78,7 +83,8 @@ def _one() -> Iterator[Row]:
     def row(name: str, group: str, *proof: Rule, **settings: Any) -> Row:
         return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
 
-    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
+    norms = Rule(kernel="rmsnorm.*fwd", count="4.5 * layers * microbatches", op="<=")
+    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, norms, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
     for parts in (
         ["moe_router"],
         ["moe_router", "moe_preprocess"],
@@ -97,8 +103,12 @@ def _one() -> Iterator[Row]:
         megatron__cuda_graph_impl="full_iteration",
         moe__capacity_factor=1.25,
     )
+    again = {
+        "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
+        "core_attn": [Rule(kernel="sdpa.*fprop|flash_fwd|fmha.*fwd", count="2 * layers * microbatches", op=">=")],
+    }
     for module in ("layernorm", "moe_act", "core_attn", "moe"):
-        yield Row("one", module, "recompute", _recompute(module))
+        yield Row("one", module, "recompute", _recompute(module), tuple(again.get(module, [])))
     yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
     yield row("full, each layer", "recompute", train__recompute="full")
     yield row(
@@ -127,6 +137,9 @@ def _one() -> Iterator[Row]:
             _megatron(offload_modules=names),
             (Rule(counter="copies_to_host", count="layers - 1", op=">="),),
         )
+    yield row(
+        "activations: all of each layer", "offload", Rule(counter="copies_to_host", count="layers - 1", op=">="), offload__activations=True
+    )
     yield Row("one", "half of the optimizer", "offload", _megatron(optimizer_offload_fraction=0.5))
     yield row("whole optimizer", "offload", offload__optimizer=True)
     yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")
@@ -140,7 +153,7 @@ def _two() -> Iterator[Row]:
     a2a = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
     no_a2a = Rule(collective="all_to_all", group="ep", count=0)
     yield Row("two", "plain", "plain", {}, (a2a,))
-    gathers = Rule(collective="all_gather", group="ep", count="moe_layers * microbatches", op=">=")
+    gathers = Rule(collective="reduce_scatter", group="etp_ep", count="moe_layers * microbatches", op=">=")
     yield Row("two", "allgather", "dispatcher", {"moe.dispatcher": "allgather"}, (gathers, no_a2a))
     deep = Rule(kernel="deep_ep.*dispatch", count="moe_layers * microbatches", op=">=")
     yield Row("two", "deepep", "dispatcher", {"moe.dispatcher": "deepep"}, (deep, no_a2a))
@@ -166,8 +179,9 @@ def _two() -> Iterator[Row]:
     yield Row("two", "PP 2", "layout", pp, (sends,))
     yield Row("two", "PP 2, VPP 2", "layout", {**pp, "parallel.vpp": 2}, (sends,))
     yield Row("two", "PP 2, uneven (3, 1)", "layout", {**pp, "parallel.pipeline_layout": [3, 1]}, (sends,))
-    for kind in ("p2p", "all_gather", "a2a"):
-        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind})
+    for kind, collective in (("p2p", "send"), ("all_gather", "all_gather"), ("a2a", "all_to_all")):
+        seen = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
+        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (seen,))
 
 
 def _four() -> Iterator[Row]:

@@ -11,8 +11,9 @@ import pytest
 from layout_runs import Job, difference, train_all
 from ranks import ROOT, summary
 
-MOE, DENSE = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_tiny.yaml"
+MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
 COMMON = ("train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=4", "train.receipt=false")
+IMAGES = ("data.seq_len=256", "train.global_batch_size=4", "data.num_workers=0", "train.steps=3")
 SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "one rank": (MOE, 1, ()),
@@ -29,12 +30,14 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "no overlap": (MOE, 2, ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")),
     "folding: tp 2 with ep 4, etp 1": (MOE, 4, (*SP, "parallel.ep=4")),
     "pp 2 with ep 2": (MOE, 4, ("parallel.pp=2", "parallel.ep=2")),
+    "images, pp 2": (VISION, 2, (*IMAGES, "parallel.pp=2")),
+    "images, folding": (VISION, 2, (*IMAGES, *SP, "parallel.ep=2")),
 }
 
 
 def reference(config: str, words: tuple[str, ...]) -> Job:
     """The torch backend on one rank, on the same rows."""
-    rows = tuple(w for w in words if w.startswith("data."))
+    rows = tuple(w for w in words if w.startswith("data.") or w in IMAGES)
     return Job(f"torch {Path(config).stem} {' '.join(rows)}".strip(), 1, (config, *COMMON, *rows, "eval.every=2"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,17 +19,17 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from playbook import parameters
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
-from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, weights, wrap
+from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, vision_language, weights, wrap
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.ranges import announced
+from playbook_trainer.models import hf
 from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.shape import shape_of
+from playbook_trainer.parallel.setup import part_of
 
 
 class MegatronEngine:
@@ -122,12 +123,9 @@ class MegatronEngine:
         weights.save(self.chunks, self.config.model, folder)
 
     def count_parameters(self) -> tuple[int, int]:
-        """By arithmetic: ranks hold shares, and some of them copies."""
-        shape = shape_of(self.config.model)
-        vision = parameters.vision(shape)
-        whole = parameters.decoder(shape) + vision
-        whole += sum(parameters.mtp(shape).total for _ in range(shape.mtp))
-        return whole, whole
+        """By the table of the model's tensors: ranks hold shares, and some of them copies."""
+        sizes = {rule.ours: math.prod(rule.shape) for rule in hf.rules(self.config.model) if not rule.ours.endswith("router.bias")}
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if part_of(name) not in self.config.train.freeze)
 
     def state_bytes(self) -> dict[str, int]:
         """Gradients lie in buffers that stay."""
@@ -270,9 +268,8 @@ def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Mod
     ends = {"ignore_virtual": False, "vp_stage": stage}
     first, last = parallel_state.is_pipeline_first_stage(**ends), parallel_state.is_pipeline_last_stage(**ends)
     where = {"pre_process": first, "post_process": last, "vp_stage": stage}
-    if config.model.vision is not None:
-        raise ConfigError("backend megatron has no vision-language models in this version; set backend: torch")
-    chunk: nn.Module = model.build_text(config, transformer, **where)
+    make = model.build_text if config.model.vision is None else vision_language.build
+    chunk: nn.Module = make(config, transformer, **where)
     return chunk
 
 

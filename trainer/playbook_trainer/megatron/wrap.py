@@ -9,10 +9,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.megatron import mapping
+from playbook_trainer.models.vision import VisionBlock
 
 
 def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]) -> list[Any]:
@@ -22,7 +24,10 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
     if kind == "megatron_fsdp":
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk) for chunk in chunks]
+        units = None
+        if config.model.vision is not None and config.megatron.sharding_strategy == "optim_grads_params":
+            units = [TransformerLayer, VisionBlock]
+        wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk, fsdp_unit_modules=units) for chunk in chunks]
     elif kind == "fsdp2":
         from megatron.core.distributed import TorchFullyShardedDataParallel
 
