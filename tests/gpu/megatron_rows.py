@@ -198,7 +198,8 @@ def _cp() -> Iterator[Row]:
     for length in (8192, 32768, 65536):
         for cp in (1, 2, 4):
             settings = {"data.seq_len": length, "parallel.cp": cp, "train.global_batch_size": 4 // cp}
-            yield Row("cp", f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings)
+            ring = (Rule(collective="send", group="cp", count="layers * microbatches", op=">="),) if cp > 1 else ()
+            yield Row("cp", f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings, ring)
 
 
 def rows() -> list[Row]:
