@@ -16,7 +16,7 @@ CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
 
 # Random tokens in rows of one document: every run gets the same load on its experts, and graphs may hold attention.
 _COMMON: dict[str, Any] = {"backend": "megatron", "data.kind": "mock", "data.pack": False, "train.log_every": 3}
-_SHORT = {"model.num_layers": 4, "train.steps": 9, "train.warmup_steps": 3, "train.micro_batch_size": 2}
+_SHORT = {"model.num_layers": 4, "train.steps": 10, "train.warmup_steps": 4, "train.micro_batch_size": 2}
 
 TABLES: dict[str, dict[str, Any]] = {
     "one": {**_COMMON, **_SHORT, "parallel.ep": 1, "train.global_batch_size": 2},
