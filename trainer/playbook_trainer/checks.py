@@ -214,7 +214,14 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
         )
-    needs_gpu = {"moe.fused_permutation": moe.fused_permutation, "train.fused_loss": train.fused_loss}
+    if config.optimizer.fused and config.offload.optimizer:
+        problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
+    needs_gpu = {
+        "moe.fused_permutation": moe.fused_permutation,
+        "train.fused_loss": train.fused_loss,
+        "train.fused_activation": train.fused_activation,
+        "optimizer.fused": config.optimizer.fused,
+    }
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
     return problems
 

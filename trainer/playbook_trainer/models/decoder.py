@@ -154,7 +154,7 @@ class Attention(nn.Module):
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
         if self.axes.cp.size > 1:
-            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
+            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp, self.backend)
         cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
         return attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True, backend=self.backend)
 

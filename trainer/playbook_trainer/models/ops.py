@@ -43,7 +43,11 @@ def route(scores_NE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tenso
 
 
 def wide_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-    """A product in float32 that keeps its input in the input's own precision for the backward pass."""
+    """A product in float32 that keeps its input in the input's own precision for the backward pass.
+
+    On a GPU, products of 16-bit operands into float32 run on tensor cores: exact products, float32 sums. Their gradients come from the
+    scores' gradient rounded to 16 bits, as in every other linear layer.
+    """
     return _WideLinear.apply(x_ND, weight_ED)
 
 
@@ -51,11 +55,16 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_ND, weight_ED)
+        if x_ND.is_cuda and x_ND.dtype == weight_ED.dtype == torch.bfloat16:
+            return torch.mm(x_ND, weight_ED.t(), out_dtype=torch.float32)
         return linear(x_ND.float(), weight_ED.float())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         x_ND, weight_ED = ctx.saved_tensors
+        if x_ND.is_cuda and x_ND.dtype == weight_ED.dtype == torch.bfloat16:
+            grad_NE = grads[0].to(x_ND.dtype)
+            return grad_NE @ weight_ED, grad_NE.t() @ x_ND
         return (grads[0] @ weight_ED.float()).to(x_ND.dtype), (grads[0].t() @ x_ND.float()).to(weight_ED.dtype)
 
 
