@@ -152,3 +152,38 @@ def test_router_product_on_tensor_cores_against_float64() -> None:
     assert scores.dtype == torch.float32
     assert errors[0] < 1e-5
     assert max(errors[1:]) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
+def test_weighted_activation_against_float64(rows: int, width: int) -> None:
+    from playbook_trainer.models.kernels.swiglu import weighted_swiglu
+
+    torch.manual_seed(0)
+    h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
+    weight = torch.rand(rows, device=DEVICE)
+    grad = torch.randn(rows, width, device=DEVICE).to(torch.bfloat16)
+    exact = [h.double().requires_grad_(), weight.double().requires_grad_()]
+    expected = ops.swiglu(exact[0]) * exact[1].unsqueeze(1)
+    expected.backward(grad.double())
+    ours = [h.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = weighted_swiglu(*ours)
+    out.backward(grad)
+    errors = [relative(out, expected), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    print(rows, width, *(f"{e:.1e}" for e in errors))
+    assert max(errors) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (64, 1, 33)])
+def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
+    from playbook_trainer.models.kernels import permute
+
+    torch.manual_seed(0)
+    n, k, width = shape
+    rows = torch.randn(n * k, width, device=DEVICE).to(torch.bfloat16)
+    place, grad = torch.randperm(n * k, device=DEVICE), torch.randn(n, width, device=DEVICE).to(torch.bfloat16)
+    ours = rows.clone().requires_grad_()
+    out = permute.join(ours, place, k)
+    out.backward(grad)
+    assert relative(out, rows.double()[place].view(n, k, width).sum(1)) < 1e-2
+    assert ours.grad is not None
+    assert torch.equal(ours.grad[place].view(n, k, width), grad.unsqueeze(1).expand(n, k, width))

@@ -208,6 +208,8 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
+        problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:

@@ -133,6 +133,9 @@ class MoeConfig(Strict):
     """Precision of the router's matrix product and softmax."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
+    weigh: Literal["output", "activation"] = "output"
+    """Where a row meets its probability: after the second product of its expert, or before it. Before it, the outputs of the experts need not be
+    kept for the backward pass. Not with the dispatcher dedup, which weighs on the way."""
     fused_permutation: bool = False
     """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
 

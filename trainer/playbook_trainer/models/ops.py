@@ -36,6 +36,11 @@ def swiglu(h_RF: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def weighted_swiglu(h_RF: Tensor, weight_R: Tensor) -> Tensor:
+    """`swiglu` times each row's weight, in the precision of the rows."""
+    return swiglu(h_RF) * weight_R.unsqueeze(1).to(h_RF.dtype)
+
+
 def route(scores_NE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Experts (N, K) and their probabilities (N, K) from the router's scores."""
     prob_NK, expert_NK = softmax(scores_NE, dim=1).topk(top_k, dim=1)
@@ -75,9 +80,10 @@ class Ops:
     norm: Callable[..., Tensor] = norm
     norm_rotate: Callable[..., Tensor] = norm_rotate
     swiglu: Callable[..., Tensor] = swiglu
+    weighted_swiglu: Callable[..., Tensor] = weighted_swiglu
     route: Callable[..., tuple[Tensor, Tensor]] = route
 
 
 def compiled(compile_: Callable[..., Callable[..., object]]) -> Ops:
     """Every function, each compiled by itself."""
-    return Ops(compile_(norm), compile_(norm_rotate), compile_(swiglu), compile_(route))  # type: ignore[arg-type]
+    return Ops(compile_(norm), compile_(norm_rotate), compile_(swiglu), compile_(weighted_swiglu), compile_(route))  # type: ignore[arg-type]

@@ -48,6 +48,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
+        weigh_early=config.moe.weigh == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
         ops=operators(train),
@@ -122,9 +123,9 @@ def operators(train: TrainConfig) -> Ops:
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
     if not train.fused_activation:
         return ops
-    from playbook_trainer.models.kernels.swiglu import swiglu
+    from playbook_trainer.models.kernels.swiglu import swiglu, weighted_swiglu
 
-    return replace(ops, swiglu=swiglu)
+    return replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
 
 
 def loss_rows(train: TrainConfig) -> LossRows:

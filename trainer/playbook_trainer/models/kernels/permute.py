@@ -104,6 +104,24 @@ def weigh(rows_RD: Tensor, place_R: Tensor, prob_NK: Tensor) -> Tensor:
     return _Weigh.apply(rows_RD, place_R, prob_NK)
 
 
+def join(rows_RD: Tensor, place_R: Tensor, k: int) -> Tensor:
+    """Each token's K rows, wherever they stand, added up: (N, D)."""
+    return _Join.apply(rows_RD, place_R, k)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, place_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.k = k
+        return collect(rows_RD, place_R, None, k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return spread(grads[0], place_R, ctx.k), None, None
+
+
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
