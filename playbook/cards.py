@@ -151,6 +151,8 @@ class ConfigFamily(Strict):
     """What was published for it, by name; see `playbook.lint_figures` for the names and their units."""
     unspecified: list[str] = Field(default_factory=list)
     """Degrees that the source leaves open, so that nobody fills them in."""
+    recipe: str | None = Field(default=None, pattern=r"^trainer/configs/recipes/[a-z0-9_]+\.yaml$")
+    """The file that trains it, where there is one."""
     note: str | None = None
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook import lint, scope
+from playbook import cli_recipes, lint, scope
 from playbook.cards import Claim, Comparison, Expect
 from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import ConfigError, FileError, Finding
@@ -80,6 +80,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
         findings += check_case(loaded)
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
+    found += cli_recipes.findings(cards)
     found += _expired(cards, data_root("results"), day)
     return cards, cases, found + findings
 

@@ -30,11 +30,13 @@ def rules(as_json: AsJson = False) -> None:
 
 def rule_rows() -> list[dict[str, str]]:
     """Every rule: its id, whether it is an error or a warning, and what it finds."""
-    from playbook import lint, skill_import
+    from playbook import cli_recipes, lint, skill_import
     from playbook.cli_check import CASE_RULES
 
     rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in lint.RULES]
-    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
+    rows += [
+        {"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in (*CASE_RULES, *cli_recipes.RULES)
+    ]
     return rows + [{"id": i, "weight": "error", "finds": title} for i, title in skill_import.RULES]
 
 

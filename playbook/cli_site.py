@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from playbook import schemas
+from playbook import cli_recipes, schemas
 from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
 from playbook_bench import metrics, preflight
@@ -33,6 +33,7 @@ def reference(root: Any) -> Reference:
         field_docs=docs,
         packages=packages,
         revision=preflight.performance_revision(),
+        recipes=cli_recipes.rows(),
     )
 
 

@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, calculator, families, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
+`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from playbook.site_cards import Shelf, card_page
 from playbook.site_evidence import evidence_page, list_page, trace_page
 from playbook.site_lists import by_phase, index_page, machines_today, matrix_page, summary
 from playbook.site_llms import llms, llms_full, plain_card
+from playbook.site_megatron import megatron_page
 from playbook.site_models import families_page, models_page
 from playbook.site_parity import parity_page
+from playbook.site_recipes import recipes_page
 from playbook.site_records import EVIDENCE, Record, read
 from playbook.site_reference import Command, commands_page, configuration_page, metrics_page
 from playbook.validate import read_cards
@@ -43,6 +45,8 @@ class Reference:
     """Folders of the packages that the API pages are about, by name."""
     revision: int | None = None
     """The trainer's performance revision."""
+    recipes: Sequence[Mapping[str, Any]] = ()
+    """Configuration files with their estimates, as `playbook.site_recipes` shows them."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(reference or Reference()),
         "_generated/parity.md": parity_page(out / "parity"),
+        "_generated/megatron.md": megatron_page(out / "parity"),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
@@ -131,6 +136,8 @@ def _reference(reference: Reference) -> dict[str, str]:
         pages["_generated/commands.md"] = commands_page(reference.commands)
     if reference.schema:
         pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
+    if reference.recipes:
+        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
     return pages | api_pages(reference.packages)
 
 

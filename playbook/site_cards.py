@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 from playbook import site_curves
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
@@ -274,11 +275,12 @@ def _families(card: Card) -> str:
             number(f.gpus) if f.gpus else "",
             mapping(f.layout),
             mapping(f.settings) if f.settings else "",
+            link("recipe", f"../_generated/recipes.md#{Path(f.recipe).stem.replace('_', '-')}") if f.recipe else "",
             text(f.note or ""),
         ]
         for f in card.families
     ]
-    return table(["Name", "Hardware", "Model", "GPUs>", "Layout", "Settings", "Note"], rows)
+    return table(["Name", "Hardware", "Model", "GPUs>", "Layout", "Settings", "Recipe", "Note"], rows)
 
 
 def _related(shelf: Shelf, card: Card) -> list[str]:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from playbook import site_loss_curves as curves
 from playbook.errors import FileError, Finding
 from playbook.site_text import code, text
 
 MODELS = "models.jsonl"
 LAYOUTS = ("layouts.jsonl", "layouts-nccl.jsonl")
 """Over gloo, as `make parity` writes them on any machine; over NCCL, from the tests marked `multigpu` on a machine that has the GPUs."""
+CURVES = "vl-curves.jsonl"
 
 INTRO = """# Parity
 
@@ -53,7 +55,7 @@ def parity_page(folder: Path) -> str:
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
     wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
     layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
-    return "\n".join([INTRO, *_models(models), *_layouts(layouts)])
+    return "\n".join([INTRO, *_models(models), *_layouts(layouts), *curves.section(read_rows(folder / CURVES, curves.WANTED))])
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:

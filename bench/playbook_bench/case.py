@@ -18,6 +18,8 @@ LAUNCHED_KINDS = ("pair", "sweep", "interaction")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
+_MAX_REPEATS = 4
+
 GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
 """Ranges that every run has; finding one proves nothing."""
 
@@ -25,13 +27,15 @@ GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", 
 class Rule(Strict):
     """One thing that a run's receipt must show, or must not show.
 
-    Exactly one of `collective`, `range` or `counter` names what is looked at. `count` is a number or a formula over the
+    Exactly one of `collective`, `range`, `counter` and `kernel` names what is looked at. `count` is a number or a formula over the
     receipt's numbers (layers, moe_layers, microbatches, ranks, steps, images); without it, `require` asks for at least one.
     """
 
     collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast"] | None = None
     range: str | None = None
     counter: str | None = None
+    kernel: str | None = Field(default=None, max_length=200)
+    """A regular expression that is searched for in the names of the GPU kernels that ran; their numbers are summed."""
     inside: str | None = None
     """Count only collectives issued inside this range."""
     group: str | None = None
@@ -248,7 +252,7 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         receipt = case.activation.of(variant)
         if all(r.range in GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
             where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
-            found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective or a counter"))
+            found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"))
     declared = {"baseline", "candidate"} if case.kind == "pair" else set()
     found += [
         (("activation", name), f"'{name}' is no variant of a case of kind {case.kind}; use every and variants")
@@ -264,11 +268,23 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         for kind in ("require", "forbid"):
             for i, rule in enumerate(getattr(receipt, kind)):
                 where = (*place, kind, i)
-                if sum(x is not None for x in (rule.collective, rule.range, rule.counter)) != 1:
-                    found.append((where, "a rule looks at exactly one of collective, range and counter"))
+                if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel)) != 1:
+                    found.append((where, "a rule looks at exactly one of collective, range, counter and kernel"))
+                if rule.kernel is not None and (problem := _pattern_problem(rule.kernel)):
+                    found.append(((*where, "kernel"), problem))
                 if kind == "forbid" and rule.count is not None:
                     found.append((where, "a forbidden thing has no count; use require with op and count"))
     return found
+
+
+def _pattern_problem(pattern: str) -> str:
+    """Why a pattern cannot be searched for, or nothing. Repeats of repeats, or many in a row, can take for ever on a long name."""
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        return f"'{pattern}' is no regular expression: {e}"
+    many = re.search(r"\)[*+{]", pattern) or sum(pattern.count(c) for c in "*+{") > _MAX_REPEATS
+    return f"'{pattern}' repeats a group, or repeats more than {_MAX_REPEATS} times; write the names themselves" if many else ""
 
 
 def _case_path(name: str) -> Path:

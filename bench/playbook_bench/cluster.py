@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -16,30 +16,29 @@ from playbook.document import Strict
 from playbook_bench.launch import TRAINER, import_paths
 from playbook_bench.slurm import SrunLauncher, allocation
 from playbook_trainer.config import TrainerConfig
+from playbook_trainer.environment import ALLOCATOR, CONNECTIONS, DOMAIN, Platform, variables
 
 SIGNAL_S = 120
 """How long before its time limit a job is told, so that it can save and queue itself again."""
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Option = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
-Platform = Literal["cpu", "hopper", "nvl72"]
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]{2})(?::([0-9]{2}))?\Z")
 _SHORT = re.compile(r"([0-9]+)([mh])\Z")
 _OURS = frozenset(("job-name", "output", "error", "open-mode", "signal", "requeue", "nodes", "time", "array", "ntasks", "ntasks-per-node"))
 
-_GPU = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
+_GPU = {ALLOCATOR: "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
 PLATFORMS: Mapping[Platform, Mapping[str, str]] = {
     "cpu": {},
-    "hopper": {**_GPU, "NVLINK_DOMAIN_SIZE": "8", "USE_MNNVL": "0"},
-    "nvl72": {**_GPU, "NVLINK_DOMAIN_SIZE": "72", "USE_MNNVL": "1"},
+    "hopper": {**_GPU, "NVLINK_DOMAIN_SIZE": str(DOMAIN["hopper"]), "USE_MNNVL": "0"},
+    "blackwell": {**_GPU, "NVLINK_DOMAIN_SIZE": str(DOMAIN["blackwell"]), "USE_MNNVL": "0"},
+    "nvl72": {**_GPU, "NVLINK_DOMAIN_SIZE": str(DOMAIN["nvl72"]), "USE_MNNVL": "1"},
 }
 """Variables of every run on a platform.
 
-Source: the environments of Megatron-Bridge's performance recipes for H100 and GB200 (memory that grows in segments, no NVLS buffers, the
-NVLink domain for HybridEP).
+Source: the environments of Megatron-Bridge's performance recipes for H100, B200 and GB200 (memory that grows in segments, no NVLS buffers, the
+NVLink domain for HybridEP). `playbook_trainer.environment` adds what a configuration asks for.
 """
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 class Container(Strict):
@@ -122,29 +121,8 @@ def environment(cluster: Cluster, config: TrainerConfig | None = None) -> dict[s
 
     Matched runs share one environment, so a case's variants get the platform's alone; a case declares what else differs.
     """
-    found = {**PLATFORMS[cluster.platform], **(layout_environment(cluster.platform, config) if config else {})}
+    found = {**PLATFORMS[cluster.platform], **(variables(config, cluster.platform) if config else {})}
     return {**found, **cluster.environment}
-
-
-def layout_environment(platform: Platform, config: TrainerConfig) -> dict[str, str]:
-    """What a layout asks for on a platform.
-
-    Source: `CUDA_DEVICE_MAX_CONNECTIONS` by Megatron-LM's checks of its arguments (1 with TP or CP on Hopper, never 1 with FSDP) and
-    Megatron-Bridge's recipes (32 with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain
-    (DeepEP's HybridEP).
-    """
-    if platform == "cpu":
-        return {}
-    found = {}
-    parallel, fused = config.parallel, config.moe.dispatcher in ("deepep", "hybridep")
-    if fused:
-        found[CONNECTIONS] = "32"
-    elif platform == "hopper" and not parallel.fsdp and (parallel.tp > 1 or parallel.cp > 1):
-        found[CONNECTIONS] = "1"
-    if config.moe.dispatcher == "hybridep":
-        domain = int(PLATFORMS[platform]["NVLINK_DOMAIN_SIZE"])
-        found[HYBRID_EP_RANKS] = str(max(n for n in range(1, min(parallel.ep, domain) + 1) if parallel.ep % n == 0))
-    return found
 
 
 def launcher(cluster: Cluster, gpus: int) -> SrunLauncher:

@@ -294,7 +294,9 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
         else:
-            *_, last = resolve_all(case, profile).values()
+            found = resolve_all(case, profile).values()
+            missing += [m for m in preflight.unmet_by([r.config for r in found]) if m not in missing]
+            *_, last = found
             known = preflight.facts(here, last.config, last.ranks)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == preflight.CPU

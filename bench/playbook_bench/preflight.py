@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from playbook_bench.records import Machine, Missing
 from playbook_trainer.config import TrainerConfig
 
 CPU = "cpu"
-BACKENDS = frozenset({"torch"})
-"""Trainer backends that this version can launch."""
+BACKENDS: Mapping[str, tuple[str, ...]] = {"torch": (), "megatron": ("megatron.core", "transformer_engine")}
+"""Trainer backends that this version can launch, and the packages that each needs beside torch."""
+
+DISPATCHERS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep.hybrid_ep_buffer"}
+"""The module that a dispatcher of the megatron backend comes from. HybridEP lies in a branch of DeepEP, under the same package's name."""
 
 PACKAGES = (
     "torch",
@@ -229,18 +233,39 @@ def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
         if kind == "backend" and rest:
             if rest not in BACKENDS:
                 out.append(Missing(reason="package", detail=f"backend {rest} is not offered by this trainer"))
-        elif not installed(name):
-            out.append(Missing(reason="package", detail=f"package {name} is not installed"))
+            out += _absent(BACKENDS.get(rest, ()), f"backend {rest}: ")
+        else:
+            out += _absent([name])
     return out
 
 
+def unmet_by(configs: Iterable[TrainerConfig]) -> list[Missing]:
+    """What resolved configurations need and this machine lacks, whether or not their case says so."""
+    out: list[Missing] = []
+    for config in configs:
+        if config.backend == "megatron":
+            modules = BACKENDS["megatron"] if config.megatron.kernels != "local" else BACKENDS["megatron"][:1]
+            out += _absent(modules, "backend megatron: ")
+            if config.moe.dispatcher in DISPATCHERS and config.parallel.ep > 1:
+                out += _absent([DISPATCHERS[config.moe.dispatcher]], f"dispatcher {config.moe.dispatcher}: ")
+    return list(dict.fromkeys(out))
+
+
+def _absent(modules: Iterable[str], why: str = "") -> list[Missing]:
+    return [Missing(reason="package", detail=f"{why}package {m} is not installed") for m in modules if not installed(m)]
+
+
 def installed(package: str) -> bool:
-    """Whether a package is here, asked without importing it."""
-    module = package.split(".")[0].replace("-", "_")
+    """Whether a package, or a module of one, is here, asked without importing any of it."""
+    first, *rest = package.replace("-", "_").split(".")
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(first)
+        for i in range(len(rest)):
+            inside = [] if spec is None else list(spec.submodule_search_locations or [])
+            spec = importlib.machinery.PathFinder.find_spec(".".join([first, *rest[: i + 1]]), inside)
     except (ImportError, ValueError):
         return False
+    return spec is not None
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from playbook.errors import ConfigError
@@ -62,7 +63,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:
 
 def describe(rule: Rule) -> str:
     """The rule's subject in words, such as `all_to_all inside dispatch on ep`."""
-    subject = rule.collective or rule.range or rule.counter or "nothing"
+    subject = rule.collective or rule.range or rule.counter or (f"kernel {rule.kernel}" if rule.kernel else "nothing")
     inside = f" inside {rule.inside}" if rule.inside else ""
     group = f" on {rule.group}" if rule.group else ""
     return f"{subject}{inside}{group}"
@@ -84,6 +85,8 @@ def observe(rule: Rule, observed: Observed) -> float | None:
         return float(observed.ranges.get(rule.range, 0))
     if rule.counter is not None:
         return observed.counters.get(rule.counter)
+    if rule.kernel is not None and observed.kernels:
+        return float(sum(count for name, count in observed.kernels.items() if re.search(rule.kernel, name)))
     return None
 
 

@@ -106,6 +106,8 @@ class Observed(Strict):
     ranges: dict[str, int] = Field(default_factory=dict)
     collectives: list[CollectiveCount] = Field(default_factory=list)
     counters: dict[str, float] = Field(default_factory=dict)
+    kernels: dict[str, int] = Field(default_factory=dict)
+    """GPU kernels by name, without template arguments; empty where none were looked at, which proves nothing about any of them."""
 
 
 class Seconds(Strict):

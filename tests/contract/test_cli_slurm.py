@@ -12,6 +12,7 @@ from playbook import cli
 from playbook.paths import repo_root
 from playbook_bench import cluster
 from playbook_trainer import config as trainer_config
+from playbook_trainer import environment
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "slurm"
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
@@ -78,11 +79,23 @@ def test_the_script_of_training_holds_the_variables_of_its_layout(capsys, elsewh
             {"moe.dispatcher": "hybridep", "parallel.ep": 64},
             {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "64"},
         ),
+        ("hopper", {"backend": "megatron", "parallel.cp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        (
+            "hopper",
+            {"backend": "megatron", "parallel.tp": 2, "megatron.overlap_expert_parallel": True},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+        ),
+        ("hopper", {"backend": "megatron", "parallel.tp": 2, "megatron.data_parallel": "megatron_fsdp"}, {}),
+        ("hopper", {"backend": "megatron", "parallel.ep": 4}, {}),
+        ("blackwell", {"backend": "megatron", "parallel.tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
+        ("blackwell", {"backend": "megatron", "megatron.data_parallel": "fsdp2"}, {}),
+        ("hopper", {"backend": "megatron", "megatron.offload_modules": ["moe_act"]}, {"NVTE_CPU_OFFLOAD_V1": "1"}),
+        ("hopper", {"backend": "megatron", "train.cuda_graphs": ["moe_router"]}, {"NCCL_GRAPH_REGISTER": "0"}),
     ],
 )
 def test_a_layout_asks_for_its_own_variables(platform, keys, expected):
     config = trainer_config.load(Path(TINY), keys)
-    assert cluster.layout_environment(platform, config) == expected
+    assert environment.variables(config, platform) == expected
     own = cluster.Cluster(platform=platform, environment={"NCCL_NVLS_ENABLE": "1"})
     assert cluster.environment(own, config) == {**cluster.PLATFORMS[platform], **expected, "NCCL_NVLS_ENABLE": "1"}
 

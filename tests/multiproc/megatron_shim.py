@@ -2,14 +2,15 @@
 
 megatron-core wants a GPU in many places even where it was told to initialise on the CPU. `install()` answers for the rest of the process:
 the current device is the CPU, streams and events do nothing, CUDA's random state is the CPU's, a literal "cuda" means "cpu", and tensors say
-they are CUDA's where the optimizer asks for their type by name. Two defects of 0.16.1 are put right: routers without Transformer Engine need
-`te_general_gemm`, and the all-to-all dispatcher leaves split sizes as tensors on the CPU. Nothing of this belongs into the product, and
+they are CUDA's where the optimizer asks for their type by name. Three defects of 0.16.1 are put right: routers without Transformer Engine
+need `te_general_gemm`, MLA takes Transformer Engine for installed, and the all-to-all dispatcher leaves split sizes as tensors on the CPU. Nothing of this belongs into the product, and
 `torch.cuda.is_available()` stays false.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,12 +103,14 @@ def install() -> None:
 def correct() -> None:
     """The places in megatron-core that no answer of torch reaches."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
     def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
+    DeepseekV3ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3VLForConditionalGeneration,
@@ -27,6 +28,7 @@ from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.models.positions import Grid, mrope_positions, vision_index
 
 MODELS = {
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
@@ -44,6 +46,11 @@ def preset(name: str) -> ModelConfig:
     """A named model size."""
     fields, _ = read(data_root("configs") / "models" / f"{name}.yaml")
     return ModelConfig(name=name, **fields)
+
+
+def deepseek(**changes: Any) -> ModelConfig:
+    """The tiny model in the style of DeepSeek-V3, with fields replaced."""
+    return ModelConfig.model_validate(preset("deepseek_v3_tiny").model_dump() | changes)
 
 
 def dense(name: str) -> ModelConfig:
@@ -178,6 +185,8 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
     out = {}
     for rule in hf.rules(config):
         first = next(iter(rule.theirs))
+        if rule.ours.endswith("router.bias"):
+            continue  # no gradient moves it
         if ".experts." in first:
             base = first.split("experts.")[0] + "experts."
             out[rule.ours] = grads.pop(base + ("gate_up_proj" if rule.ours.endswith("w13") else "down_proj"))

@@ -1,16 +1,20 @@
 """Checkpoints survive the way out and back bit for bit, transformers reads ours and we read theirs, and broken ones are refused."""
 
 import json
+import math
 
 import parity
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from playbook import parameters
 from playbook.errors import ConfigError
 from playbook_trainer.config import model_names
+from playbook_trainer.model_config import YarnConfig
 from playbook_trainer.models import hf
 from playbook_trainer.models.decoder import Decoder
+from playbook_trainer.shape import shape_of
 
 MAKE = {
     "text-moe": lambda: parity.tiny("qwen3_moe_tiny"),
@@ -21,6 +25,7 @@ MAKE = {
     "vl-dense": lambda: parity.dense("qwen3_vl_moe_tiny"),
     "text-dense-tied": lambda: parity.tiny("qwen3_tiny"),
     "vl-dense-tied": lambda: parity.tiny("qwen3_vl_tiny"),
+    "deepseek": lambda: parity.deepseek(mtp_layers=0),
 }
 every_kind = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
 
@@ -47,18 +52,47 @@ def rewrite(folder, change):
 
 @every_kind
 def test_rules_name_exactly_the_parameters_of_the_model(make):
-    config = make()
+    assert_every_parameter(make())
+
+
+def assert_every_parameter(config):
+    """By name and shape where the torch backend has the model, else by number. The bias of a router is no parameter: no gradient moves it."""
+    table = {rule.ours: rule.shape for rule in hf.rules(config) if not rule.ours.endswith("router.bias")}
+    if config.attention == "mla":
+        assert sum(map(math.prod, table.values())) == parameters.total(shape_of(config))
+        return
     with torch.device("meta"):
         model = Decoder(config)
-    assert {rule.ours: rule.shape for rule in hf.rules(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert table == {n: tuple(p.shape) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_shipped_size_has_rules_for_every_parameter(name):
-    config = parity.preset(name)
-    with torch.device("meta"):
-        model = Decoder(config)
-    assert {rule.ours: rule.shape for rule in hf.rules(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert_every_parameter(parity.preset(name))
+
+
+def test_multi_token_prediction_is_one_more_layer_with_copies_of_embedding_and_head():
+    config = parity.deepseek()
+    state = parity.random_state(config)
+    out = hf.to_hf(config, state)
+    assert torch.equal(out["model.layers.4.embed_tokens.weight"], out["model.embed_tokens.weight"])
+    assert torch.equal(out["model.layers.4.shared_head.head.weight"], out["lm_head.weight"])
+    assert torch.equal(out["model.layers.4.self_attn.kv_b_proj.weight"], state["mtp.0.attn.kv_b_proj.weight"])
+    assert_identical(hf.from_hf(config, out), state)
+
+
+@pytest.mark.parametrize("change", [{"qk_norm": False}, {"router_score": "softmax", "router_bias": False}, {"shared_expert_ffn_size": 0}])
+def test_a_model_that_transformers_lacks_is_refused_by_name(change):
+    with pytest.raises(ConfigError, match="DeepSeek-V3 has no counterpart of"):
+        hf.hf_config(parity.deepseek(**change))
+
+
+def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
+    config = parity.deepseek(mtp_layers=0)
+    hf.save_safetensors(config, parity.random_state(config), tmp_path / "m")
+    stretched = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
+    with pytest.raises(ConfigError, match="rope_type"):
+        hf.check_folder(stretched, tmp_path / "m")
 
 
 @every_kind

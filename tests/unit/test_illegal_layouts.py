@@ -78,7 +78,7 @@ ILLEGAL = {
     "megatrons-router-bias": (MOE, 1, "model.router_score=sigmoid model.router_bias=true", r"model.router_bias: true belongs to"),
     "megatrons-mtp": (DENSE, 1, "model.mtp_layers=1", r"model.mtp_layers: 1 belongs to"),
     "megatrons-norms": (DENSE, 1, "model.qk_norm=false", r"model.qk_norm: false belongs to"),
-    "megatrons-yarn": (DENSE, 1, "model.yarn.factor=4 model.yarn.original_seq_len=64", r"model.yarn belongs to"),
+    "megatrons-yarn": (MOE, 1, "model=deepseek_v3_tiny model.yarn.factor=4 model.yarn.original_seq_len=64", r"model.yarn belongs to"),
     "megatrons-dispatcher": (MOE, 2, "parallel.ep=2 moe.dispatcher=deepep", r"'deepep' belongs to the megatron backend"),
     "fused-dedup": (
         MOE,

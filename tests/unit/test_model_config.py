@@ -11,8 +11,14 @@ from playbook.document import read
 from playbook.paths import data_root
 from playbook_trainer.config import ModelConfig
 
+MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
 REFUSED = {
     "ranks-without-mla": ({"attention": "gqa"}, r"q_lora_rank, kv_lora_rank.* belong to attention: mla"),
+    "yarn-without-mla": (
+        {**dict.fromkeys(MLA, 0), "attention": "gqa", "yarn": {"factor": 4, "original_seq_len": 64}},
+        r"yarn belong to attention: mla",
+    ),
     "no-rank": ({"kv_lora_rank": 0}, r"attention mla needs kv_lora_rank > 0"),
     "head-dim": ({"head_dim": 16}, r"head_dim 16 must be qk_nope_head_dim \+ qk_rope_head_dim = 24"),
     "kv-heads": ({"num_kv_heads": 2}, r"set num_kv_heads to 4, found 2"),

@@ -4,7 +4,7 @@ import pytest
 
 from playbook.errors import ConfigError, FileError
 from playbook_bench import receipt
-from playbook_bench.case import Activation, Receipt, Rule, load_case
+from playbook_bench.case import Activation, Case, Receipt, Rule, case_problems, load_case
 from playbook_bench.records import CollectiveCount, Observed, Run
 
 NUMBERS = {"layers": 4.0, "microbatches": 2.0, "ranks": 3.0}
@@ -52,6 +52,7 @@ OBSERVED = Observed(
         CollectiveCount(op="all_gather", group="dp", inside=None, count=5),
     ],
     counters={"images_decoded": 3, "padding_tokens": 0},
+    kernels={"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 4, "void deep_ep::intranode::dispatch": 8, "nvjet_tst_192x192": 9},
 )
 
 
@@ -73,6 +74,12 @@ OBSERVED = Observed(
         (Rule(counter="unheard_of"), True, False),
         (Rule(range="dispatch", count=8), False, True),
         (Rule(range="vision"), True, True),
+        (Rule(kernel="sdpa_.*fprop", count="layers"), False, True),
+        (Rule(kernel="deep_ep::(intranode|internode)::dispatch", count=9), False, False),
+        (Rule(kernel="sdpa|nvjet", count=13), False, True),
+        (Rule(kernel="hybrid_ep"), False, False),
+        (Rule(kernel="hybrid_ep"), True, True),
+        (Rule(kernel="nvjet"), True, False),
     ],
 )
 def test_rules(rule, forbid, ok):
@@ -100,6 +107,20 @@ def test_absence_is_proven_only_where_something_was_looked_at():
     activation = Activation(candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
     assert not receipt.judge_run(activation, run(None))[0].ok
     assert receipt.judge_run(activation, run(Observed(numbers=NUMBERS)))[0].ok
+
+
+def test_kernels_that_nobody_looked_at_prove_nothing():
+    """A run on the CPU, or one whose profiler failed, names no kernel: neither their presence nor their absence follows."""
+    blind = Observed(numbers=NUMBERS)
+    assert not receipt.judge_rule(Rule(kernel="nvjet"), True, "baseline", blind).ok
+    assert not receipt.judge_rule(Rule(kernel="nvjet"), False, "baseline", blind).ok
+
+
+@pytest.mark.parametrize("pattern", ["(", "(a|b)*", "(ab)+c", "a*b*c*d*e*"])
+def test_a_pattern_that_is_none_or_may_take_for_ever_is_refused(pattern):
+    rules = Activation(baseline=Receipt(require=[Rule(kernel=pattern)]), candidate=Receipt(require=[Rule(kernel="x")]))
+    case = Case(id="x", summary="s", trainer="t", metric="fits", profiles={"cpu": {}}, activation=rules)
+    assert [where for where, _ in case_problems(case)] == [("activation", "baseline", "require", 0, "kernel")]
 
 
 def test_one_bad_launch_spoils_the_line():

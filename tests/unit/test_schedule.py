@@ -5,10 +5,12 @@ import itertools
 import pytest
 
 from playbook.errors import ConfigError
+from playbook.paths import data_root
 from playbook_bench import preflight, schedule
 from playbook_bench.case import Case
 from playbook_bench.records import Machine
 from playbook_bench.variants import resolve_all
+from playbook_trainer import config
 
 TOPOLOGY = """
 \tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
@@ -110,11 +112,41 @@ def test_a_profile_cuts_the_machine_down():
 
 
 def test_what_is_missing_is_named():
-    missing = preflight.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:megatron"])
+    missing = preflight.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:nothing"])
     assert [m.detail for m in missing] == [
         "package no_such_package_at_all is not installed",
-        "backend megatron is not offered by this trainer",
+        "backend nothing is not offered by this trainer",
     ]
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Stand-ins for the packages of a megatron machine, which fail when somebody imports them; all but HybridEP's module."""
+    for name in ("torch", "transformer_engine", "megatron/core", "deep_ep"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    return tmp_path
+
+
+def megatron(**overrides):
+    path = data_root("configs") / "qwen3_moe_tiny.yaml"
+    return config.load(path, {"backend": "megatron", "parallel.ep": 2, **overrides})
+
+
+def test_a_backend_and_a_dispatcher_say_which_packages_they_lack(packages):
+    assert preflight.unmet_requirements(["backend:megatron", "deep_ep"]) == []
+    assert preflight.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
+    hybrid = [m.detail for m in preflight.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
+    assert hybrid == ["dispatcher hybridep: package deep_ep.hybrid_ep_buffer is not installed"]
+    (packages / "deep_ep" / "hybrid_ep_buffer.py").touch()
+    assert preflight.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
+    (packages / "transformer_engine" / "__init__.py").unlink()
+    (packages / "transformer_engine").rmdir()
+    lacking = [m.detail for m in preflight.unmet_by([megatron()])]
+    assert lacking == ["backend megatron: package transformer_engine is not installed"]
+    assert preflight.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
+    assert preflight.unmet_by([config.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
 
 
 def test_a_scope_is_asked_of_the_machine_alone_until_a_configuration_is_known():

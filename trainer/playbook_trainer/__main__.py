@@ -35,11 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], rank: int, world: int) -> int:
     # Configuration first: a mistyped key is reported before torch has been imported.
-    from playbook_trainer import checks
+    from playbook_trainer import checks, environment
     from playbook_trainer.config import load, parse_overrides
 
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, world)
+    environment.apply(config)
     if config.backend == "megatron":
         raise ConfigError("backend megatron is checked, but does not train in this version; set backend: torch")
     if importlib.util.find_spec("torch") is None:

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook_trainer import ledger, optimizer
+from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
@@ -278,7 +278,13 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     before = trainer.loader.counters()
     with observing(observer):
         stats = train_step(trainer)
-    counters = {name: count - before[name] for name, count in trainer.loader.counters().items()}
+    counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
+    if trainer.device.type == "cuda":
+        # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
+        with kernels.watching() if axes.world.rank == 0 else nullcontext() as seen:
+            train_step(trainer)
+        if seen is not None:
+            observer.kernels, counters = seen.names, counters | seen.counters
     trainer.optim.step = original
     highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:

@@ -113,7 +113,7 @@ class ModelConfig(Strict):
             name: getattr(self, name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         }
         if self.attention == "gqa":
-            given = [name for name, size in sizes.items() if size]
+            given = [name for name, size in {**sizes, "yarn": self.yarn}.items() if size]
             return f"{', '.join(given)} belong to attention: mla, and attention is gqa" if given else None
         if missing := [name for name, size in sizes.items() if not size and name != "q_lora_rank"]:
             return f"attention mla needs {', '.join(missing)} > 0"

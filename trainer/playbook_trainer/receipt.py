@@ -59,6 +59,8 @@ class Observer:
         self.ranges: Counter[str] = Counter()
         # Each name is reported, so that a case may require that something did not happen.
         self.counters: Counter[str] = Counter(dict.fromkeys([*_COUNTED.values(), "float32_products", *_TALLIED], 0))
+        self.kernels: Counter[str] = Counter()
+        """Of a step of its own, since it is slow under observation: see `kernels.watching`."""
         self.collectives: dict[tuple[str, str, str, str], list[float]] = {}
         self.stack: list[str] = []
         self.saved = _Saved(model)
@@ -96,12 +98,12 @@ class Observer:
             self.counters["float32_products"] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Ranges and collectives, as the receipt holds them."""
+        """Ranges, kernels and collectives, as the receipt holds them."""
         rows = [
             {"op": op, "group": group, "inside": inside, "phase": phase, "count": int(count), "bytes": int(num_bytes)}
             for (op, group, inside, phase), (count, num_bytes) in sorted(self.collectives.items())
         ]
-        return {"ranges": dict(sorted(self.ranges.items())), "collectives": rows}
+        return {"ranges": dict(sorted(self.ranges.items())), "kernels": dict(sorted(self.kernels.items())), "collectives": rows}
 
 
 @contextmanager

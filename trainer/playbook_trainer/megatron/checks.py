@@ -146,6 +146,35 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append("sequence parallelism needs rows of one length: set data.pad: true")
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
+    return problems + vision_problems(config)
+
+
+def vision_problems(config: TrainerConfig) -> list[str]:
+    """What a vision-language model excludes here: DeepStack adds the features of a micro-batch after each of the decoder's first layers."""
+    model, par, mg, problems = config.model, config.parallel, config.megatron, []
+    if model.vision is None:
+        return []
+    deepstack = len(model.vision.deepstack_layers)
+    held = par.pipeline_layout[0] if par.pipeline_layout else model.num_layers // (par.pp * par.vpp)
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline, and that has "
+            f"{held}: lower parallel.pp or vpp, or set parallel.pipeline_layout"
+        )
+    if config.train.cuda_graphs or mg.cuda_graph_impl != "none":
+        problems.append(
+            "CUDA graphs of a vision-language model: a graph takes no features of images, which differ from batch to batch; "
+            "set train.cuda_graphs: [] and megatron.cuda_graph_impl: none"
+        )
+    if mg.overlap_expert_parallel:
+        problems.append(
+            "megatron.overlap_expert_parallel runs layers in pieces, and DeepStack's features enter whole ones: set it to false for a "
+            "vision-language model"
+        )
+    if model.mtp_layers:
+        problems.append(f"model.mtp_layers {model.mtp_layers} beside a vision tower is no model that there is: set it to 0")
+    if model.attention != "gqa":
+        problems.append(f"model.attention {model.attention} has no positions in three dimensions: a vision-language model has gqa")
     return problems
 
 

@@ -421,7 +421,13 @@ def blank_image(config: VisionConfig, device: torch.device) -> VisionBatch:
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (N, d), in float32.
+    """Cosines and sines (N, d) of `rotary_angles`, in float32."""
+    angle = rotary_angles(positions, config)
+    return angle.cos(), angle.sin()
+
+
+def rotary_angles(positions: Tensor, config: ModelConfig) -> Tensor:
+    """The angle by which each pair of features turns, (N, d) in float32, both halves alike.
 
     With three rows of positions (time, height, width), frequencies are interleaved t h w t h w ... as far as `mrope_section` gives height
     and width their share, and belong to time beyond.
@@ -439,5 +445,4 @@ def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
         for axis in (1, 2):
             stop = 3 * (config.mrope_section or [0, 0, 0])[axis]
             angle[:, axis:stop:3] = angle_3N[axis, :, axis:stop:3]
-    angle = torch.cat([angle, angle], dim=1)
-    return angle.cos(), angle.sin()
+    return torch.cat([angle, angle], dim=1)

@@ -16,7 +16,6 @@ TEXT_FIELDS = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
     "hidden_act": None,
     "rms_norm_eps": "rms_norm_eps",
     "attention_bias": None,
@@ -32,6 +31,34 @@ MOE_FIELDS = {
     "norm_topk_prob": "norm_topk_prob",
     "decoder_sparse_step": None,
     "mlp_only_layers": None,
+}
+
+MLA_FIELDS = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "intermediate_size": "ffn_size",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_ffn_size",
+    "first_k_dense_replace": "first_dense_layers",
+    "n_shared_experts": "shared_expert_ffn_size",
+    "norm_topk_prob": "norm_topk_prob",
+    "n_group": "router_groups",
+    "topk_group": "router_group_top_k",
+    "routed_scaling_factor": "router_scale",
+    "num_nextn_predict_layers": "mtp_layers",
+}
+
+YARN_FIELDS = {
+    "factor": "yarn.factor",
+    "original_max_position_embeddings": "yarn.original_seq_len",
+    "beta_fast": "yarn.beta_fast",
+    "beta_slow": "yarn.beta_slow",
+    "mscale": "yarn.mscale",
+    "mscale_all_dim": "yarn.mscale_all_dim",
 }
 
 ROPE_FIELDS = {"rope_type": None, "rope_theta": "rope_theta", "mrope_section": "mrope_section", "mrope_interleaved": None}
@@ -53,7 +80,25 @@ VISION_FIELDS = {
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` under which transformers computes the same model."""
+    """The `config.json` under which transformers computes the same model.
+
+    Raises:
+        ConfigError: transformers has no such model.
+    """
+    if config.attention == "mla":
+        return _deepseek_v3(config)
+    _refuse(
+        "Qwen3",
+        {
+            "qk_norm: false": not config.qk_norm,
+            "first_dense_layers": config.first_dense_layers > 0,
+            "shared_expert_ffn_size": config.shared_expert_ffn_size > 0,
+            "router_score: sigmoid": config.router_score == "sigmoid",
+            "router_groups": config.router_groups > 0,
+            "router_scale": config.router_scale != 1.0,
+            "mtp_layers": config.mtp_layers > 0,
+        },
+    )
     moe, vision = bool(config.num_experts), config.vision
     text: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -100,6 +145,72 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of DeepSeek-V3."""
+    shared = config.shared_expert_ffn_size
+    _refuse(
+        "DeepSeek-V3",
+        {
+            "a vision tower": config.vision is not None,
+            "qk_norm: false": not config.qk_norm,
+            "num_experts: 0": config.num_experts == 0,
+            "router_score: softmax": config.router_score == "softmax",
+            "router_bias: false": not config.router_bias,
+            f"shared_expert_ffn_size: {shared}, which is no multiple of expert_ffn_size": bool(shared % max(1, config.expert_ffn_size)),
+            "no shared expert": not shared,
+        },
+    )
+    yarn: dict[str, Any] = {"rope_type": "default"}
+    longest: dict[str, int] = {}
+    if config.yarn is not None:
+        longest = {"max_position_embeddings": round(config.yarn.factor * config.yarn.original_seq_len)}
+        yarn = {"rope_type": "yarn", **{theirs: getattr(config.yarn, ours.removeprefix("yarn.")) for theirs, ours in YARN_FIELDS.items()}}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.init_std,
+        "attention_bias": False,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_interleave": True,
+        **longest,
+        "rope_parameters": {"rope_theta": config.rope_theta, **yarn},
+        "q_lora_rank": config.q_lora_rank or None,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "intermediate_size": config.ffn_size or config.hidden_size,  # transformers wants a number where no layer is dense
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "first_k_dense_replace": config.first_dense_layers,
+        "n_shared_experts": shared // config.expert_ffn_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": config.router_groups or 1,
+        "topk_group": config.router_group_top_k or 1,
+        "routed_scaling_factor": config.router_scale,
+        "num_nextn_predict_layers": config.mtp_layers,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def _refuse(family: str, found: Mapping[str, bool]) -> None:
+    if parts := [name for name, there in found.items() if there]:
+        raise ConfigError(
+            f"transformers' {family} has no counterpart of model.{', '.join(parts)}; such weights have no Hugging Face folder"
+        )
+
+
 def check_config(config: ModelConfig, path: Path) -> None:
     """Refuse a `config.json` that describes another model than ours, with one message that names every field that differs.
 
@@ -140,11 +251,16 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
     # transformers 4 wrote rope_theta beside rope_scaling, transformers 5 writes both into rope_parameters.
     rope = {"rope_theta": text.get("rope_theta"), **(_part(text, "rope_parameters") or _part(text, "rope_scaling"))}
+    rope.setdefault("rope_type", rope.get("type"))  # published before transformers renamed it
+    yarn = YARN_FIELDS if rope["rope_type"] == "yarn" else {}
+    widths: Mapping[str, str | None] = MLA_FIELDS
+    if config.attention == "gqa":
+        widths = {"head_dim": "head_dim"} | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)
     top = {"model_type": None, "image_token_id": "image_token_id", "tie_word_embeddings": "tie_word_embeddings"}
     parts: list[tuple[str, str, Mapping[str, Any], Mapping[str, str | None]]] = [
         ("", "model.", settings, top),
-        ("text_config.", "model.", text, TEXT_FIELDS | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)),
-        ("rope_parameters.", "model.", rope, ROPE_FIELDS),
+        ("text_config.", "model.", text, {**TEXT_FIELDS, **widths}),
+        ("rope_parameters.", "model.", rope, {**ROPE_FIELDS, **yarn}),
         ("vision_config.", "model.vision.", vision, VISION_FIELDS),
     ]
     return {

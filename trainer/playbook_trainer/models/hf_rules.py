@@ -1,4 +1,4 @@
-"""The table between our tensors and those of Hugging Face checkpoints: Qwen3, Qwen3-MoE, Qwen3-VL and Qwen3-VL-MoE.
+"""The table between our tensors and those of Hugging Face checkpoints: Qwen3, Qwen3-MoE, Qwen3-VL, Qwen3-VL-MoE and DeepSeek-V3.
 
 The layouts differ in names, and in how matrices are stacked: our `w13` is gate over up in one matrix; text checkpoints keep each expert's
 matrices apart; published vision-language checkpoints stack the experts with input and output swapped; the patch embedding is stored as a
@@ -138,41 +138,80 @@ def rules(config: ModelConfig) -> list[Rule]:
     """The table between the two layouts, in the order of the model."""
     base = "model." if config.vision is None else "model.language_model."
     vocab = (config.vocab_size, config.hidden_size)
-    table = [_same("embed.weight", f"{base}embed_tokens.weight", vocab)]
+    depths = range(config.num_layers, config.num_layers + config.mtp_layers)
+    table = [_copies("embed.weight", [f"{base}embed_tokens.weight", *(f"{base}layers.{i}.embed_tokens.weight" for i in depths)], vocab)]
     for i in range(config.num_layers):
-        table += _layer(config, f"layers.{i}.", f"{base}layers.{i}.")
+        table += _layer(config, i, f"layers.{i}.", f"{base}layers.{i}.")
     table.append(_same("norm.weight", f"{base}norm.weight", (config.hidden_size,)))
     if not config.tie_word_embeddings:
-        table.append(_same("head.weight", HEAD, vocab))
+        table.append(_copies("head.weight", [HEAD, *(f"{base}layers.{i}.shared_head.head.weight" for i in depths)], vocab))
+    for depth, i in enumerate(depths):
+        table += _prediction(config, f"mtp.{depth}.", f"{base}layers.{i}.") + _layer(config, i, f"mtp.{depth}.", f"{base}layers.{i}.")
     return table + (_vision(config.vision, config.hidden_size) if config.vision is not None else [])
 
 
-def _layer(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
-    """A decoder layer."""
-    size, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {
-        "q_proj": (q, size),
-        "k_proj": (kv, size),
-        "v_proj": (kv, size),
-        "o_proj": (size, q),
-        "q_norm": (config.head_dim,),
-        "k_norm": (config.head_dim,),
-    }
-    table = [_same(f"{ours}attn.{name}.weight", f"{theirs}self_attn.{name}.weight", shape) for name, shape in attention.items()]
+def _layer(config: ModelConfig, index: int, ours: str, theirs: str) -> list[Rule]:
+    """A decoder layer; those of multi-token prediction are like the last one."""
+    size = config.hidden_size
+    attention = _mla(config) if config.attention == "mla" else _gqa(config)
+    table = [_same(f"{ours}attn.{name}.weight", f"{theirs}self_attn.{their}.weight", shape) for name, (their, shape) in attention.items()]
     table.append(_same(f"{ours}attn_norm.weight", f"{theirs}input_layernorm.weight", (size,)))
     table.append(_same(f"{ours}mlp_norm.weight", f"{theirs}post_attention_layernorm.weight", (size,)))
-    if not config.num_experts:
-        width = config.ffn_size
-        halves = tuple(
-            Piece(f"{theirs}mlp.{name}_proj.weight", (width, size), ((i * width, (i + 1) * width), (0, size)))
-            for i, name in enumerate(("gate", "up"))
-        )
-        table.append(Rule(f"{ours}mlp.w13.weight", (2 * width, size), halves))
-        table.append(_same(f"{ours}mlp.w2.weight", f"{theirs}mlp.down_proj.weight", (size, width)))
-        return table
+    if index < config.dense_layers:
+        return table + _mlp(f"{ours}mlp.", f"{theirs}mlp.", config.ffn_size, size)
     table.append(_same(f"{ours}moe.router.weight", f"{theirs}mlp.gate.weight", (config.num_experts, size)))
+    if config.router_bias:
+        table.append(_same(f"{ours}moe.router.bias", f"{theirs}mlp.gate.e_score_correction_bias", (config.num_experts,)))
+    if config.shared_expert_ffn_size:
+        table += _mlp(f"{ours}moe.shared.", f"{theirs}mlp.shared_experts.", config.shared_expert_ffn_size, size)
     experts = _experts_apart if config.vision is None else _experts_stacked
     return table + experts(config, f"{ours}moe.experts.", f"{theirs}mlp.experts.")
+
+
+def _gqa(config: ModelConfig) -> dict[str, tuple[str, Shape]]:
+    """Grouped-query attention: our name to theirs and the shape."""
+    size, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {"q_proj": (q, size), "k_proj": (kv, size), "v_proj": (kv, size), "o_proj": (size, q)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    return {name: (name, shape) for name, shape in shapes.items()}
+
+
+def _mla(config: ModelConfig) -> dict[str, tuple[str, Shape]]:
+    """Multi-head latent attention likewise: a is the projection down to the compressed row, b the one up to the heads."""
+    size, heads, q_rank, rank = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+    table: dict[str, tuple[str, Shape]] = {}
+    if q_rank:
+        table |= {"q_a_proj": ("q_a_proj", (q_rank, size)), "q_b_proj": ("q_b_proj", (heads * config.head_dim, q_rank))}
+    else:
+        table["q_proj"] = ("q_proj", (heads * config.head_dim, size))
+    table["kv_a_proj"] = ("kv_a_proj_with_mqa", (rank + config.qk_rope_head_dim, size))
+    table["kv_b_proj"] = ("kv_b_proj", (heads * (config.qk_nope_head_dim + config.v_head_dim), rank))
+    table["o_proj"] = ("o_proj", (size, heads * config.v_head_dim))
+    if config.qk_norm:
+        table |= {"q_a_norm": ("q_a_layernorm", (q_rank,))} if q_rank else {}
+        table["kv_a_norm"] = ("kv_a_layernorm", (rank,))
+    return table
+
+
+def _mlp(ours: str, theirs: str, width: int, size: int) -> list[Rule]:
+    """A SwiGLU layer."""
+    halves = tuple(
+        Piece(f"{theirs}{name}_proj.weight", (width, size), ((i * width, (i + 1) * width), (0, size)))
+        for i, name in enumerate(("gate", "up"))
+    )
+    return [Rule(f"{ours}w13.weight", (2 * width, size), halves), _same(f"{ours}w2.weight", f"{theirs}down_proj.weight", (size, width))]
+
+
+def _prediction(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
+    """What a depth of multi-token prediction has besides its layer: two norms, the projection of both, and the norm before the head.
+
+    Source: DeepSeek-V3's README_WEIGHTS.md, which places it in the checkpoint as one more layer, with copies of embedding and head.
+    """
+    size = config.hidden_size
+    norms = {"embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+    table = [_same(f"{ours}{name}.weight", f"{theirs}{their}.weight", (size,)) for name, their in norms.items()]
+    return [*table, _same(f"{ours}proj.weight", f"{theirs}eh_proj.weight", (size, 2 * size))]
 
 
 def _experts_apart(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
@@ -218,6 +257,11 @@ def _vision(vision: VisionConfig, out_size: int) -> list[Rule]:
         table += _norm(f"{a}norm", f"{b}norm", normed)
         table += _linear(f"{a}fc1", f"{b}linear_fc1", joined, joined) + _linear(f"{a}fc2", f"{b}linear_fc2", out_size, joined)
     return table
+
+
+def _copies(ours: str, theirs: Sequence[str], shape: Shape) -> Rule:
+    """One tensor that the checkpoint holds several times."""
+    return Rule(ours, shape, tuple(Piece(name, shape, whole(shape)) for name in theirs))
 
 
 def _same(ours: str, theirs: str, shape: Shape) -> Rule:

@@ -10,7 +10,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu
+from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from playbook.errors import ConfigError
@@ -39,7 +39,7 @@ class VisionTower(nn.Module):
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         # A Conv3d whose stride equals its kernel is a linear map of the flattened patch; as a Linear it is one matrix product.
         self.patch_embed = nn.Linear(patch, config.hidden_size)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.pos_embed = Positions(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, attention) for _ in range(config.depth))
         self.merger = Merger(config, out_size, norm_after=False)
         self.deepstack = nn.ModuleList(Merger(config, out_size, norm_after=True) for _ in self.taps)
@@ -53,7 +53,7 @@ class VisionTower(nn.Module):
         """
         with range_("vision") as span:
             x_PD = self.patch_embed(vision.pixels_PC.to(dtype))
-            x_PD = x_PD + _learned_positions(self.pos_embed.weight, vision.pos_index_4P, vision.pos_weight_4P).to(dtype)
+            x_PD = x_PD + self.pos_embed(vision.pos_index_4P, vision.pos_weight_4P).to(dtype)
             x_PD = span.enter(x_PD)
             cos_Pr, sin_Pr = rotation(vision.rotary_P2, self.head_dim)
             tapped = []
@@ -68,6 +68,15 @@ class VisionTower(nn.Module):
             out += [merger(t_PD) for merger, t_PD in zip(self.deepstack, tapped, strict=True)]
             out[-1] = span.exit(out[-1])  # the last made is the first that the backward pass reaches
         return out[0], out[1:]
+
+
+class Positions(nn.Embedding):
+    """The learned positions. Read by the module's own call: whoever shards or gathers parameters does it around that."""
+
+    def forward(self, index_4P: Tensor, weight_4P: Tensor) -> Tensor:
+        """Interpolated in float32: (P, D). One neighbour at a time, so that (4, P, D) never exists."""
+        terms = (super(Positions, self).forward(index).float() * weight[:, None] for index, weight in zip(index_4P, weight_4P, strict=True))
+        return sum(terms, start=torch.zeros((), device=self.weight.device))
 
 
 class VisionBlock(nn.Module):
@@ -138,12 +147,6 @@ def rotate(x_PHd: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> Tensor:
     a, b = x_PHd.float().chunk(2, dim=-1)
     cos, sin = cos_Pr[:, None].float(), sin_Pr[:, None].float()
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_PHd.dtype)
-
-
-def _learned_positions(table: Tensor, index_4P: Tensor, weight_4P: Tensor) -> Tensor:
-    """The learned positions, interpolated in float32: (P, D). One neighbour at a time, so that (4, P, D) never exists."""
-    terms = (embedding(index, table).float() * weight[:, None] for index, weight in zip(index_4P, weight_4P, strict=True))
-    return sum(terms, start=torch.zeros((), device=table.device))
 
 
 def _check(config: VisionConfig) -> None:

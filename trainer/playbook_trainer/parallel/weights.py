@@ -7,7 +7,9 @@ ranks that hold a part send it to rank 0, which writes shards. Both follow from 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +54,8 @@ def save(model: Decoder, axes: Axes, folder: Path, dtype: torch.dtype = torch.fl
     Raises:
         ConfigError: the folder already holds weights.
     """
-    _agree_on_folder(axes, folder)
+    rank = axes.world.rank
+    agree_on_folder(rank, axes.world.size, folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left some units whole
@@ -66,10 +69,11 @@ def save(model: Decoder, axes: Axes, folder: Path, dtype: torch.dtype = torch.fl
     table = hf.rules(model.config)
     with ExitStack() as stack:
         writer = None
-        if axes.world.rank == 0:
+        if rank == 0:
             writer = stack.enter_context(hf.Writer(model.config, folder, hf.nbytes(table, dtype), max_shard_bytes))
         for rule in table:
-            whole = _collect(rule, params.get(rule.ours), own.get(rule.ours, []), senders(rule, holders), axes, dtype)
+            read = partial(_part, params.get(rule.ours), {box: here for here, box in own.get(rule.ours, [])})
+            whole = collect(rule, read, senders(rule, holders), rank, dtype)
             if writer is not None and whole is not None:
                 for name, tensor in zip(rule.theirs, rule.split(whole), strict=True):
                     writer.add(name, tensor)
@@ -86,19 +90,20 @@ def senders(rule: Rule, holders: list[dict[str, list[Box]]]) -> list[tuple[int, 
     return [(rank, box) for box, rank in chosen.items()]
 
 
-def _collect(
-    rule: Rule, param: Tensor | None, own: list[tuple[Box, Box]], boxes: list[tuple[int, Box]], axes: Axes, dtype: torch.dtype
-) -> Tensor | None:
-    """The whole parameter on rank 0, in host memory; None elsewhere."""
-    rank = axes.world.rank
+def _part(param: Tensor | None, here: dict[Box, Box], box: Box) -> Tensor:
+    """This rank's values of a box of the whole parameter."""
     local = param.to_local() if isinstance(param, DTensor) else param
+    assert local is not None
+    return local[slices(here[box])]
+
+
+def collect(rule: Rule, read: Callable[[Box], Tensor], boxes: list[tuple[int, Box]], rank: int, dtype: torch.dtype) -> Tensor | None:
+    """The whole parameter on rank 0, in host memory; None elsewhere. `read` gives this rank's values of a box that it sends."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-    here = {box: place for place, box in own}
     whole = torch.empty(rule.shape, dtype=dtype) if rank == 0 else None
     for sender, box in boxes:
         if sender == rank:
-            assert local is not None
-            part = local[slices(here[box])].to(device, dtype).contiguous()
+            part = read(box).to(device, dtype).contiguous()
             if whole is None:
                 dist.send(part, dst=0)
         elif whole is not None:
@@ -109,15 +114,19 @@ def _collect(
     return whole
 
 
-def _agree_on_folder(axes: Axes, folder: Path) -> None:
-    """Rank 0 looks whether the folder is free; all ranks learn it, so that none waits for another."""
+def agree_on_folder(rank: int, ranks: int, folder: Path) -> None:
+    """Rank 0 looks whether the folder is free; all ranks learn it, so that none waits for another.
+
+    Raises:
+        ConfigError: it is not.
+    """
     verdict: list[str | None] = [None]
-    if axes.world.rank == 0:
+    if rank == 0:
         try:
             hf.refuse_to_overwrite(folder)
         except ConfigError as e:
             verdict = [str(e)]
-    if axes.world.size > 1:
+    if ranks > 1:
         dist.broadcast_object_list(verdict, src=0)
     if verdict[0] is not None:
         raise ConfigError(verdict[0])

@@ -1,0 +1,99 @@
+"""Loss curves of one model trained by several backends and layouts: how far apart they are, beside repeats of the same run.
+
+One row per run: its way (`run`), which repeat it is, and the loss of every step. All start from the same weights and read the same stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from playbook.site_text import attribute, text
+
+ALLOWED = 2.0
+"""Runs of two ways may be this many times as far apart as repeats of one."""
+WANTED = ("run", "repeat", "ranks", "loss", "torch", "megatron")
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 260, 52, 12, 216
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Root mean square of the difference of two losses, over the steps; infinite where one of them is no number."""
+    assert len(a) == len(b), f"curves of {len(a)} and {len(b)} steps"
+    far = math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
+    return far if math.isfinite(far) else math.inf
+
+
+def distances(rows: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+    """The largest distance between repeats of one way, and for each two ways the largest between their runs."""
+    within, across = 0.0, dict[str, float]()
+    for a, b in combinations(sorted(rows, key=lambda r: (r["run"], r["repeat"])), 2):
+        far = distance(a["loss"], b["loss"])
+        if a["run"] == b["run"]:
+            within = max(within, far)
+        else:
+            names = f"{a['run']} and {b['run']}"
+            across[names] = max(across.get(names, 0.0), far)
+    return within, across
+
+
+def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the parity page says about them; nothing without rows."""
+    if not rows:
+        return []
+    within, across = distances(rows)
+    first, ways = rows[0], list(dict.fromkeys(str(r["run"]) for r in rows))
+    out = [
+        "## Training side by side",
+        "",
+        f"A small vision-language model with experts, {len(first['loss'])} steps in bfloat16 on {first['ranks']} GPUs, from the same weights on the same",
+        f"stream of photographs with questions and answers, {len(rows)} runs. torch {text(first['torch'])}, megatron-core {text(first['megatron'])}.",
+        "",
+        figure(rows, ways),
+        "",
+        "| runs | distance | in distances of repeats |",
+        "| --- | --: | --: |",
+        f"| repeats of one way | {within:.1e} | 1 |",
+        *(f"| {text(names)} | {far:.1e} | {_times(far, within)} |" for names, far in across.items()),
+        "",
+        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats differ because sums on a GPU are",
+        f"not always added up in the same order. Asked for: at most {ALLOWED:g} times the distance of repeats.",
+        "",
+    ]
+    return out
+
+
+def _times(far: float, within: float) -> str:
+    return f"{far / within:.2f}" if within else "-"
+
+
+def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
+    """Every run as a line, coloured by its way."""
+    values = [v for row in rows for v in row["loss"]]
+    if not all(math.isfinite(v) for v in values):
+        return ""
+    low, high, steps = min(values), max(values), len(rows[0]["loss"])
+    span = high - low or 1.0
+
+    def point(step: int, value: float) -> str:
+        x = _LEFT + step / max(steps - 1, 1) * (_WIDTH - _LEFT - 8)
+        return f"{x:.1f},{_BOTTOM - (value - low) / span * (_BOTTOM - _TOP):.1f}"
+
+    words = f"Loss over {steps} steps, from {rows[0]['loss'][0]:.2f} to {rows[0]['loss'][-1]:.2f}: " + ", ".join(ways)
+    out = [f'<svg class="pb-losses" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{attribute(words)}">']
+    for value in (low, high):
+        y = point(0, value).split(",")[1]
+        out.append(f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>')
+        out.append(f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+    for row in rows:
+        colour = ways.index(row["run"]) % 8 + 1
+        points = " ".join(point(step, value) for step, value in enumerate(row["loss"]))
+        out.append(f'<polyline fill="none" stroke="var(--pb-part-{colour})" stroke-opacity=".7" points="{points}"/>')
+    for number, way in enumerate(ways):
+        x = _LEFT + number * (_WIDTH - _LEFT) / len(ways)
+        out.append(f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{number % 8 + 1})"/>')
+        out.append(f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>')
+    caption = f"Loss, step 1 to {steps}; one line for each run"
+    return f'<figure class="pb-figure">{"".join([*out, "</svg>"])}<figcaption>{caption}</figcaption></figure>'

@@ -1,0 +1,155 @@
+"""The page on the megatron backend's switches: one short run each, against the plain one, and context parallelism by length.
+
+The rows come from `tests/gpu/megatron_table.py`, on a machine that has the GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from playbook.site_figures import curve
+from playbook.site_parity import read_rows
+from playbook.site_text import attribute, code, quantity, text
+
+SWITCHES = "megatron-switches.jsonl"
+CONTEXT = "megatron-cp.jsonl"
+
+INTRO = """# The megatron backend, switch by switch
+
+One run of each switch on Qwen3-30B-A3B cut down in depth, with random tokens in rows of 4096: a **screening**. It shows that a switch works, roughly what
+it costs, and what of it was seen to run. One run says nothing about differences of a few percent; the claims on the cards do, from matched runs.
+"""
+NONE = "No table has been made yet: `python tests/gpu/megatron_table.py one two four` makes it on a machine with GPUs."
+_TABLES = {
+    "one": "On one GPU",
+    "two": "On two GPUs, experts over both unless the row says otherwise",
+    "four": "On four GPUs, experts over all unless the row says otherwise",
+}
+_PLAIN = "plain"
+_WANTED = ["table", "group", "name", "gpus", "settings", "outcome"]
+
+
+def megatron_page(folder: Path) -> str:
+    """The page, from the rows below `folder`.
+
+    Raises:
+        FileError: rows of another shape.
+    """
+    rows, lengths = (read_rows(folder / name, _WANTED) for name in (SWITCHES, CONTEXT))
+    parts = [INTRO, *([] if rows else [NONE, ""])]
+    for table, title in _TABLES.items():
+        parts += _switches([r for r in rows if r["table"] == table], title)
+    return "\n".join([*parts, *_lengths(lengths)])
+
+
+def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
+    if not rows:
+        return []
+    plain = next((r for r in rows if r["group"] == r["name"] == _PLAIN and r["outcome"] == "ok"), {})
+    out = [
+        f"## {title}",
+        "",
+        f"{_software(rows)} Step time and memory against the row `plain`; loss: the largest relative difference of any step's loss from that row's. Seen: how many "
+        "of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds.",
+        "",
+        "| | switch | step | | peak memory | | loss | seen |",
+        "| --- | --- | --: | --: | --: | --: | --: | --- |",
+    ]
+    return [*out, *(_switch(r, plain) for r in rows), ""]
+
+
+def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    begin = f"| {text(row['group'])} | {text(row['name'])} |"
+    if row["outcome"] != "ok":
+        return f"{begin} {text(row['outcome'])} | | | | | {text(_short(str(row.get('message', ''))))} |"
+    step, memory = float(row["step_s"]), float(row["peak_memory_bytes"])
+    own = row is plain or not plain
+    slower = "" if own else f"{100 * (step / float(plain['step_s']) - 1):+.1f} %"
+    more = "" if own else f"{(memory - float(plain['peak_memory_bytes'])) / 2**30:+.1f} GiB"
+    return (
+        f"{begin} {1000 * step:.0f} ms | {slower} | {memory / 2**30:.1f} GiB | {more} | {'' if own else _loss(row, plain)} | {_seen(row)} |"
+    )
+
+
+def _loss(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    pairs = [(a, b) for a, b in zip(row["losses"], plain["losses"], strict=False) if a is not None and b]
+    return f"{max(abs(a - b) / abs(b) for a, b in pairs):.1e}" if pairs else ""
+
+
+def _seen(row: Mapping[str, Any]) -> str:
+    proof = row.get("proof") or []
+    missing = [p for p in proof if not p["ok"]]
+    if not proof:
+        return ""
+    return f"{len(proof) - len(missing)} of {len(proof)}" + "".join(
+        f"; not {code(p['rule'])} (found {text(p['observed'])}, expected {text(p['expected'])})" for p in missing
+    )
+
+
+def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    out = [
+        "## Context parallelism by length",
+        "",
+        f"{_software(rows)} Qwen3-30B-A3B cut to 24 layers over four GPUs, EP 4, norms and expert activations recomputed; each rank of dp reads one row a step, so CP 1 reads four rows and "
+        "CP 4 one. Out of memory is a result.",
+        "",
+        "| length | CP | tokens/s per GPU | step | peak memory |",
+        "| --- | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        length, cp = row["settings"]["data.seq_len"], row["settings"]["parallel.cp"]
+        if row["outcome"] == "ok":
+            figures = f"{row['tokens_per_s_per_gpu']:,.0f} | {row['step_s']:.2f} s | {row['peak_memory_bytes'] / 2**30:.1f} GiB |"
+        else:
+            figures = f"{_outcome(row)} | | |"
+        out.append(f"| {length:,} | {cp} | {figures}")
+    out += ["", _largest(rows), ""]
+    for group, found in groupby(rows, key=lambda r: str(r["group"])):
+        points = list(found)
+        speed = [_point(r, "tokens_per_s_per_gpu", "tokens/s") for r in points]
+        memory = [_point(r, "peak_memory_bytes", "bytes") for r in points]
+        for svg, label in ((curve(speed, "tokens/s per GPU"), "tokens/s per GPU"), (curve(memory, "peak memory"), "peak memory")):
+            if svg:
+                out += [
+                    f'<figure class="pb-figure">{svg}<figcaption>{attribute(group)} tokens per row: {label}, from zero</figcaption></figure>',
+                    "",
+                ]
+    return out
+
+
+def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The largest length that fitted, for each size of the group."""
+    sizes = sorted({int(r["settings"]["parallel.cp"]) for r in rows})
+    fits = {
+        cp: max(
+            (int(r["settings"]["data.seq_len"]) for r in rows if r["outcome"] == "ok" and r["settings"]["parallel.cp"] == cp), default=0
+        )
+        for cp in sizes
+    }
+    return "The longest row that fitted: " + ", ".join(f"CP {cp} {n:,} tokens" if n else f"CP {cp} none" for cp, n in fits.items()) + "."
+
+
+def _point(row: Mapping[str, Any], key: str, unit: str) -> tuple[str, float | None, str]:
+    name = f"CP {row['settings']['parallel.cp']}"
+    return (name, float(row[key]), quantity(row[key], unit)) if row["outcome"] == "ok" else (name, None, _outcome(row))
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    return "out of memory" if row["outcome"] == "oom" else text(row["outcome"])
+
+
+def _software(rows: Sequence[Mapping[str, Any]]) -> str:
+    """On what the rows were taken."""
+    row = next((r for r in rows if r.get("versions")), None)
+    if row is None:
+        return ""
+    return f"{text(row.get('device') or 'unknown device')}, " + ", ".join(f"{text(k)} {text(v)}" for k, v in row["versions"].items()) + "."
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= 160 else message[:157] + "..."

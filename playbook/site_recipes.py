@@ -1,0 +1,61 @@
+"""The page of recipes: what each configuration file stands for, whether it fits, and how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.site_text import block, code, front_matter, link, mapping, number, table, text
+
+INTRO = (
+    "Configurations that somebody published, as files that this trainer loads. Each passes a dry run at the world size stated, and its estimated "
+    "peak is below the memory of the GPUs named; that is an estimate, and no run of that size stands behind it. Each has a small version that "
+    "fits four H200s by the same estimate. [Configuration families](families.md) say which cards they belong to."
+)
+
+
+def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Every recipe: an overview, then a section each."""
+    head = ["Recipe", "Model", "Layout", "GPUs>", "Hardware", "Peak, GiB>", "of>"]
+    cells = [
+        [
+            link(text(row["title"]), f"#{anchor(row['path'])}"),
+            f"{text(row['model'])}<br>{text(row['backend'])}",
+            mapping(row["layout"]) if row["layout"] else "data parallel",
+            "<br>".join(number(n) for n in row["gpus"]),
+            text(row["hardware"]),
+            "<br>".join(f"{row['peaks_gib'][n]:.0f}" for n in row["gpus"]),
+            f"{row['memory_gib']:.0f}",
+        ]
+        for row in rows
+    ]
+    parts = [front_matter("Recipes", description="Published configurations as files, with estimates and commands"), "# Recipes", INTRO]
+    return "\n\n".join([*parts, table(head, cells), *(_section(row) for row in rows)]) + "\n"
+
+
+def anchor(path: str) -> str:
+    """The place of a recipe on the page."""
+    return Path(path).stem.replace("_", "-")
+
+
+def _section(row: Mapping[str, Any]) -> str:
+    source, path = row["source"], row["path"]
+    worlds = " or ".join(number(n) for n in row["gpus"])
+    lines = [
+        f"- File: {code(path)}, {row['num_parameters'] / 1e9:,.1f} B parameters on {worlds} {text(row['hardware'])}",
+        f"- Source: {text(source['title'])}, {text(source['origin'])}, {text(source['date'])}",
+    ]
+    if row["differs"]:
+        lines.append(f"- Differs from its source: {text(row['differs'])}")
+    lines.append(f"- Small version: {row['small_peak_gib']:.0f} of {row['small_memory_gib']:.0f} GiB on four H200s, by the same estimate")
+    own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
+    commands = [row["dry_run"], *own, row["run_small"]]
+    return "\n\n".join(
+        [
+            f"## {text(row['title'])} {{ #{anchor(path)} }}",
+            "\n".join(lines),
+            block("\n".join(commands), "text"),
+            f"{code('platform: ' + row['platform'])} in the cluster's file sets the variables of these GPUs.",
+        ]
+    )

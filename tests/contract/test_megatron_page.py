@@ -1,0 +1,58 @@
+"""The page on the megatron backend's switches says what its rows say, failures included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from playbook.errors import FileError
+from playbook.paths import repo_root
+from playbook.site_megatron import CONTEXT, SWITCHES, megatron_page
+
+GIB = 2**30
+
+
+def row(name, group="g", table="one", outcome="ok", **more):
+    base = {"table": table, "group": group, "name": name, "gpus": 1, "settings": {}, "outcome": outcome, "wall_s": 9.0}
+    figures = {"step_s": 0.2, "tokens_per_s_per_gpu": 20480.0, "peak_memory_bytes": 40 * GIB, "losses": [12.0, 11.0], "proof": []}
+    return base | (figures | {"versions": {"torch": "2.11.0"}, "device": "NVIDIA H200"} if outcome == "ok" else {}) | more
+
+
+def written(folder, name, rows):
+    (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def test_a_switch_stands_against_the_plain_row(tmp_path):
+    proof = [{"rule": "require kernel a|b", "observed": 0.0, "expected": ">= 1", "ok": False}]
+    faster = row("attn", "graphs", step_s=0.19, peak_memory_bytes=42 * GIB, losses=[12.0, 11.11], proof=proof)
+    refused = row("mxfp8", "FP8", outcome="refused", message="error: needs | Blackwell")
+    written(tmp_path, SWITCHES, [row("plain", "plain"), faster, refused])
+    page = megatron_page(tmp_path)
+    assert "| graphs | attn | 190 ms | -5.0 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0 of 1; not" in page
+    assert "a&#124;b" in page
+    assert "| FP8 | mxfp8 | refused | | | | | error: needs &#124; Blackwell |" in page
+    assert "NVIDIA H200, torch 2" in page
+
+
+def test_lengths_are_drawn_and_the_longest_that_fits_is_named(tmp_path):
+    rows = [
+        row(f"64K CP {cp}", "64K", "cp", "oom" if cp == 1 else "ok", settings={"data.seq_len": 65536, "parallel.cp": cp}) for cp in (1, 2)
+    ]
+    written(tmp_path, CONTEXT, [row("8K CP 1", "8K", "cp", settings={"data.seq_len": 8192, "parallel.cp": 1}), *rows])
+    page = megatron_page(tmp_path)
+    assert "| 65,536 | 1 | out of memory | | |" in page
+    assert "| 65,536 | 2 | 20,480 | 0.20 s | 40.0 GiB |" in page
+    assert "CP 1 8,192 tokens, CP 2 65,536 tokens" in page
+    assert page.count("<svg") == 4
+
+
+def test_the_shipped_rows_make_a_page():
+    page = megatron_page(repo_root() / "docs" / "parity")
+    assert page.startswith("# The megatron backend")
+
+
+def test_a_row_of_another_shape_is_refused(tmp_path):
+    (tmp_path / SWITCHES).write_text('{"table": "one"}\n')
+    with pytest.raises(FileError):
+        megatron_page(tmp_path)

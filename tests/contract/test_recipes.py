@@ -1,0 +1,130 @@
+"""Recipes: each loads, can run at the size that it states, fits the GPUs that it names, and is what the cards say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from playbook import cli_recipes, document
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.site_recipes import recipes_page
+from playbook.validate import load_all
+from playbook_trainer import recipes
+from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.dry_run import dry_run
+
+INDEX = recipes.index()
+FILES = sorted(p for p in recipes.folder().glob("*.yaml") if p.name != recipes.INDEX)
+WORLDS = [(recipe, gpus) for recipe in INDEX.recipes for gpus in recipe.gpus]
+FAMILIES = [(card.id, family) for card in load_all().values() for family in card.families if family.recipe]
+
+
+def peak(config, gpus):
+    return cli_recipes.peak_gib(dry_run(config, gpus))
+
+
+@pytest.mark.parametrize(("recipe", "gpus"), WORLDS, ids=lambda v: getattr(v, "file", v))
+def test_each_recipe_can_run_at_its_world_size_and_fits_its_gpus(recipe, gpus):
+    assert peak(load(recipes.folder() / recipe.file), gpus) < INDEX.hardware[recipe.hardware].memory_gib
+
+
+@pytest.mark.parametrize("recipe", INDEX.recipes, ids=lambda r: r.file)
+def test_each_small_version_fits_four_gpus(recipe):
+    config = load(recipes.folder() / recipe.file, recipe.small)
+    assert peak(config, recipes.SMALL_GPUS) < INDEX.hardware[recipes.SMALL_HARDWARE].memory_gib
+
+
+def test_every_file_is_in_the_index_once():
+    assert sorted(r.file for r in INDEX.recipes) == [p.name for p in FILES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_file_fits_its_schema_and_names_it(path):
+    schema = json.loads((data_root("schemas") / "trainer.schema.json").read_text(encoding="utf-8"))
+    assert not list(Draft202012Validator(schema).iter_errors(document.read(path)[0]))
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert (path.parent / first.removeprefix("# yaml-language-server: $schema=")).resolve() == (
+        data_root("schemas") / "trainer.schema.json"
+    ).resolve()
+
+
+@pytest.mark.parametrize(
+    ("file", "least"), [("deepseek_v3_128k_h100", 256), ("deepseek_v3_256k_h100", 512), ("qwen3_235b_a22b_128k_gb200", 128)]
+)
+def test_long_context_needs_the_gpus_that_its_source_names_and_uneven_pipelines(file, least):
+    path = recipes.folder() / f"{file}.yaml"
+    assert dry_run(load(path), least).layout["gpus"] == least
+    with pytest.raises(ConfigError, match="ranks do not divide into"):
+        dry_run(load(path), least // 2)
+    with pytest.raises(ConfigError, match="layers do not divide into"):
+        dry_run(load(path, {"parallel.pipeline_layout": None}), least)
+
+
+def test_the_published_overrides_of_megatron_fsdp_are_all_there():
+    config = load(recipes.folder() / "qwen3_vl_30b_a3b_mfsdp.yaml")
+    assert config.backend == "megatron"
+    assert (config.train.dtype, config.train.freeze, config.train.recompute) == ("bf16", [], "full")
+    assert (config.megatron.recompute_method, config.megatron.recompute_layers) == ("uniform", None)
+    assert (config.parallel.tp, config.parallel.ep, config.moe.dispatcher, config.data.seq_len) == (1, 8, "alltoall", 4096)
+    assert (config.megatron.data_parallel, config.megatron.sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
+    assert config.megatron.grad_reduce_dtype == "bf16"
+    train, eval_ = config.train, config.eval
+    assert (train.steps, train.global_batch_size, train.micro_batch_size, train.log_every, eval_.batches) == (20, 32, 1, 1, 5)
+    assert (config.optimizer.lr, config.optimizer.min_lr_ratio, config.optimizer.warmup_steps) == (2e-5, 0.1, 10)
+    assert config.tracker.tensorboard
+
+
+def test_the_experiments_differ_as_the_log_says():
+    def of(name):
+        return load(recipes.folder() / f"qwen3_vl_30b_a3b_series_{name}.yaml")
+
+    unpacked, packed, compiled = of("1_unpacked"), of("2_packed"), of("3_compiled")
+    text, cached, padded = of("4_text"), of("5_cached_images"), of("6_padded_text")
+    assert (unpacked.data.pack, packed.data.pack, packed.data.pack_buffer) == (False, True, 204)
+    assert packed.data == compiled.data
+    assert (packed.train.compile.vision, compiled.train.compile.vision) == (False, True)
+    assert (text.data.kind, text.data.seq_len) == ("text", 12288)
+    assert (compiled.data.cache, cached.data.cache) == ("none", "memory")
+    assert (cached.data.pad_to_multiple, padded.data.pad_to_multiple) == (None, 256)
+
+
+@pytest.mark.parametrize(("card", "family"), FAMILIES, ids=lambda v: getattr(v, "name", v))
+def test_a_family_and_its_recipe_agree(card, family):
+    assert list(cli_recipes.disagreements(family, family.recipe)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"recipe": "trainer/configs/recipes/qwen3_vl_30b_a3b_mfsdb.yaml"}, "does not exist; did you mean"),
+        ({"layout": {"tp": 1, "pp": 1, "ep": 4}}, "has ep 8, and family 'Megatron-FSDP from the example' says 4"),
+        ({"model": "qwen3_vl_235b_a22b"}, "has model qwen3_vl_30b_a3b"),
+        ({"gpus": 16, "layout": {"edp": 1}}, "has edp 2"),
+        ({"settings": {"global_batch_size": 256}}, "has global_batch_size 32"),
+        ({"settings": {"recompute": ["moe"]}}, "has recompute []"),
+    ],
+)
+def test_a_family_that_says_something_else_is_found(change, says):
+    family = next(f for _, f in FAMILIES if f.name == "Megatron-FSDP from the example").model_copy(update=change)
+    (message,) = cli_recipes.disagreements(family, family.recipe)
+    assert says in message
+
+
+def test_a_file_outside_the_index_is_an_error_that_says_what_to_add():
+    with pytest.raises(ConfigError, match="add its title, source and GPUs"):
+        recipes.find("other.yaml")
+
+
+def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says():
+    rows = cli_recipes.rows()
+    page = recipes_page(rows)
+    assert all(cli_recipes.fits(row) for row in rows)
+    for row, recipe in zip(rows, INDEX.recipes, strict=True):
+        assert page.count(f"{{ #{recipe.file.removesuffix('.yaml').replace('_', '-')} }}") == 1
+        words = row["run_small"].split()
+        assert parse_overrides(words[words.index(row["path"]) + 1 :]) == recipe.small
+        assert f"--nodes {-(-recipe.gpus[0] // INDEX.hardware[recipe.hardware].gpus_per_node)} " in row["slurm"]
+        assert row["run"] is None or recipe.gpus[0] <= 8

@@ -1,0 +1,192 @@
+"""The rows of the tables about the megatron backend: which switch, on how many GPUs, and what has to be seen for it to have run.
+
+A table is a set of short runs of one model; the row `against` is the run that the others are compared with. Each row runs once: a screening,
+and no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from playbook_bench.case import Rule
+
+CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
+
+# Random tokens in rows of one document: every run gets the same load on its experts, and graphs may hold attention.
+_COMMON: dict[str, Any] = {"backend": "megatron", "data.kind": "mock", "data.pack": False, "train.log_every": 3}
+_SHORT = {"model.num_layers": 4, "train.steps": 9, "train.warmup_steps": 3, "train.micro_batch_size": 2}
+
+TABLES: dict[str, dict[str, Any]] = {
+    "one": {**_COMMON, **_SHORT, "parallel.ep": 1, "train.global_batch_size": 2},
+    "two": {**_COMMON, **_SHORT, "parallel.ep": 2, "train.global_batch_size": 8},
+    "four": {**_COMMON, **_SHORT, "parallel.ep": 4, "train.global_batch_size": 8},
+    "cp": {
+        **_COMMON,
+        "parallel.ep": 4,
+        "train.micro_batch_size": 1,
+        "train.steps": 6,
+        "train.warmup_steps": 2,
+        "train.recompute": "selective",
+        "train.recompute_modules": ["layernorm", "moe_act"],
+        "megatron.precision_aware_optimizer": True,
+        "megatron.grad_reduce_dtype": "bf16",
+        "optimizer.moments_dtype": "bf16",
+    },
+}
+"""What all rows of a table share, on top of the configuration file."""
+
+GPUS = {"one": 1, "two": 2, "four": 4, "cp": 4}
+
+FUSED_ATTENTION = Rule(kernel="sdpa|flash|fmha|fused_attn", count="layers", op=">=")
+GRAPHS = Rule(counter="graph_launches", count="layers", op=">=")
+NO_GRAPHS = Rule(counter="graph_launches", count=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One switch, or a set of them."""
+
+    table: str
+    name: str
+    group: str
+    set: dict[str, Any] = field(default_factory=dict)
+    proof: tuple[Rule, ...] = ()
+    """What the receipt of the run must show; empty where a figure (peak memory) or a refusal is what shows it."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it takes."""
+        return GPUS[self.table]
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """All of its settings, on top of the file."""
+        return {**TABLES[self.table], **self.set}
+
+
+def _recompute(*modules: str) -> dict[str, Any]:
+    return {"train.recompute": "selective", "train.recompute_modules": list(modules)}
+
+
+def _megatron(**fields: Any) -> dict[str, Any]:
+    return {f"megatron.{k}": v for k, v in fields.items()}
+
+
+def _one() -> Iterator[Row]:
+    def row(name: str, group: str, *proof: Rule, **settings: Any) -> Row:
+        return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
+
+    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
+    for parts in (
+        ["moe_router"],
+        ["moe_router", "moe_preprocess"],
+        ["attn"],
+        ["attn", "moe_router"],
+        ["attn", "moe_router", "moe_preprocess"],
+    ):
+        yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
+    yield row(
+        "attn moe_router", "CUDA graphs (local)", GRAPHS, train__cuda_graphs=["attn", "moe_router"], megatron__cuda_graph_impl="local"
+    )
+    yield row(
+        "full iteration, capacity factor 1.25",
+        "CUDA graphs (full iteration)",
+        Rule(counter="graph_launches", count=1, op=">="),
+        megatron__cuda_graph_impl="full_iteration",
+        moe__capacity_factor=1.25,
+    )
+    for module in ("layernorm", "moe_act", "core_attn", "moe"):
+        yield Row("one", module, "recompute", _recompute(module))
+    yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
+    yield row("full, each layer", "recompute", train__recompute="full")
+    yield row(
+        "full, first 2 layers", "recompute", train__recompute="full", megatron__recompute_method="block", megatron__recompute_layers=2
+    )
+    casts = {
+        "blockwise": "block_scaled|blockwise",
+        "tensorwise": "amax|cast_transpose|quantize",
+        "delayed": "delayed_scaling|amax_and_scale",
+    }
+    for recipe, kernel in casts.items():
+        yield row(recipe, "FP8", Rule(kernel=kernel, count="layers", op=">="), precision__fp8=recipe)
+    yield row("tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True)
+    yield row("delayed, weights in FP8", "FP8", precision__fp8="delayed", megatron__fp8_param=True)
+    yield row("mxfp8", "FP8", precision__fp8="mxfp8")
+    yield row("nvfp4", "FP8", precision__fp8="nvfp4")
+    yield Row("one", "moments BF16", "optimizer", {**_megatron(precision_aware_optimizer=True), "optimizer.moments_dtype": "bf16"})
+    yield Row("one", "gradients BF16", "optimizer", _megatron(grad_reduce_dtype="bf16"))
+    both = {**_megatron(precision_aware_optimizer=True, grad_reduce_dtype="bf16"), "optimizer.moments_dtype": "bf16"}
+    yield Row("one", "moments and gradients BF16", "optimizer", both)
+    for names in (["core_attn"], ["moe_act"], ["expert_fc1", "moe_act"]):
+        yield Row(
+            "one",
+            "activations: " + " ".join(names),
+            "offload",
+            _megatron(offload_modules=names),
+            (Rule(counter="copies_to_host", count="layers - 1", op=">="),),
+        )
+    yield Row("one", "half of the optimizer", "offload", _megatron(optimizer_offload_fraction=0.5))
+    yield row("whole optimizer", "offload", offload__optimizer=True)
+    yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")
+    yield row("cudnn", "attention", Rule(kernel="cudnn.*sdpa", count="layers", op=">="), train__attention="cudnn")
+    yield row("plain", "attention", Rule(kernel="sdpa|flash_fwd|fmha", count=0), train__attention="plain")
+    yield Row("one", "off", "fusions", _megatron(fused=False))
+    yield Row("one", "local", "kernels", _megatron(kernels="local"))
+
+
+def _two() -> Iterator[Row]:
+    a2a = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
+    no_a2a = Rule(collective="all_to_all", group="ep", count=0)
+    yield Row("two", "plain", "plain", {}, (a2a,))
+    gathers = Rule(collective="all_gather", group="ep", count="moe_layers * microbatches", op=">=")
+    yield Row("two", "allgather", "dispatcher", {"moe.dispatcher": "allgather"}, (gathers, no_a2a))
+    deep = Rule(kernel="deep_ep.*dispatch", count="moe_layers * microbatches", op=">=")
+    yield Row("two", "deepep", "dispatcher", {"moe.dispatcher": "deepep"}, (deep, no_a2a))
+    hybrid = Rule(kernel="hybrid_ep.*dispatch", count="moe_layers * microbatches", op=">=")
+    yield Row("two", "hybridep", "dispatcher", {"moe.dispatcher": "hybridep"}, (hybrid, no_a2a))
+    yield Row("two", "no overlap of gradient reduction", "overlap", _megatron(overlap_grad_reduce=False, overlap_param_gather=False))
+    yield Row("two", "no overlap of parameter gather", "overlap", _megatron(overlap_param_gather=False))
+    yield Row("two", "expert parallelism", "overlap", _megatron(overlap_expert_parallel=True), (a2a,))
+    later = _megatron(overlap_expert_parallel=True, delay_wgrad=True)
+    yield Row("two", "expert parallelism, weight gradients later", "overlap", later, (a2a,))
+    yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"))
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        fsdp = _megatron(data_parallel="megatron_fsdp", sharding_strategy=strategy)
+        yield Row("two", f"megatron_fsdp {strategy}, EP 1", "data parallelism", {**fsdp, "parallel.ep": 1})
+    yield Row("two", "megatron_fsdp optim_grads_params, EP 2", "data parallelism", _megatron(data_parallel="megatron_fsdp"))
+    yield Row("two", "fsdp2, EP 1", "data parallelism", {**_megatron(data_parallel="fsdp2"), "parallel.ep": 1})
+    tp = {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.etp": 1}
+    gathered = Rule(collective="all_gather", group="tp", count="2 * layers * microbatches", op=">=")
+    yield Row("two", "TP 2 with SP, EP 2", "layout", tp, (gathered,))
+    yield Row("two", "TP 2 with SP and its collectives beside products", "overlap", {**tp, **_megatron(tp_comm_overlap=True)})
+    pp = {"parallel.pp": 2, "parallel.ep": 1}
+    sends = Rule(collective="send", group="pp")
+    yield Row("two", "PP 2", "layout", pp, (sends,))
+    yield Row("two", "PP 2, VPP 2", "layout", {**pp, "parallel.vpp": 2}, (sends,))
+    yield Row("two", "PP 2, uneven (3, 1)", "layout", {**pp, "parallel.pipeline_layout": [3, 1]}, (sends,))
+    for kind in ("p2p", "all_gather", "a2a"):
+        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind})
+
+
+def _four() -> Iterator[Row]:
+    yield Row("four", "plain", "plain", {}, (Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">="),))
+    folded = {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.cp": 2, "parallel.ep": 4, "parallel.etp": 1}
+    yield Row("four", "TP 2 CP 2 with EP 4 ETP 1", "folding", folded, (Rule(collective="all_to_all", group="ep"),))
+    yield Row("four", "TP 2 with EP 4 ETP 1", "folding", {**folded, "parallel.cp": 1}, (Rule(collective="all_to_all", group="ep"),))
+    yield Row("four", "EP 2 ETP 2", "folding", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.ep": 2, "parallel.etp": 2})
+    nested = {"parallel.cp": 4, "megatron.cp_comm_type": "a2a+p2p", "megatron.cp_sizes": [2, 2]}
+    yield Row("four", "CP 4 a2a+p2p (2 x 2)", "layout", nested)
+
+
+def _cp() -> Iterator[Row]:
+    for length in (8192, 32768, 65536):
+        for cp in (1, 2, 4):
+            settings = {"data.seq_len": length, "parallel.cp": cp, "train.global_batch_size": 4 // cp}
+            yield Row("cp", f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings)
+
+
+def rows() -> list[Row]:
+    """All of them, in the order in which they run."""
+    return [*_one(), *_two(), *_four(), *_cp()]

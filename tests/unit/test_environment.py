@@ -1,0 +1,49 @@
+"""What the trainer sets for itself before CUDA starts, whichever launcher started it."""
+
+from __future__ import annotations
+
+import pytest
+
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook_trainer import environment
+from playbook_trainer.config import load
+
+TINY = data_root("configs") / "qwen3_moe_tiny.yaml"
+FSDP = {"backend": "megatron", "megatron.data_parallel": "megatron_fsdp"}
+
+
+def test_a_local_launch_gets_what_a_job_gets():
+    config = load(TINY, {"backend": "megatron", "parallel.cp": 2, "moe.dispatcher": "hybridep", "parallel.ep": 2})
+    found: dict[str, str] = {}
+    assert environment.apply(config, found, "hopper") == environment.variables(config, "hopper") == found
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_what_the_user_set_stays():
+    config = load(TINY, {"backend": "megatron", "parallel.cp": 2})
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert environment.apply(config, given, "hopper") == {}
+    assert given == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+def test_connections_that_would_serialise_fsdp_are_refused():
+    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1.*unset it"):
+        environment.apply(load(TINY, FSDP), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "hopper")
+    assert environment.apply(load(TINY, FSDP), {}, "hopper") == {}
+
+
+def test_the_torch_backend_is_left_alone():
+    assert environment.apply(load(TINY, {"parallel.cp": 2, "parallel.fsdp": False}), {}, "hopper") == {}
+
+
+@pytest.mark.parametrize(("said", "platform"), [("9.0\n9.0", "hopper"), ("10.0", "blackwell"), ("12.1", "blackwell"), ("", "hopper")])
+def test_the_platform_is_what_the_driver_reports(said, platform, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{said}'\n", encoding="ascii")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.this_platform({}) == platform
+    assert environment.this_platform({"NVLINK_DOMAIN_SIZE": "72"}) == "nvl72"
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert environment.this_platform({}) == "cpu"

@@ -1,0 +1,32 @@
+"""What is made of a GPU's timeline: names, launches, and how much of a collective's time something else was computed."""
+
+from playbook_trainer.kernels import Event, count
+
+
+def test_names_lose_their_arguments_and_copies_are_no_kernels():
+    found = count(
+        [
+            Event("void at::native::vectorized<4, float>(int)", 0, 1),
+            Event("void at::native::vectorized<2, half>(int)", 1, 2),
+            Event("k" * 300, 2, 3),
+            Event("Memcpy DtoH (Device -> Pinned)", 3, 4),
+            Event("Memcpy HtoD (Pageable -> Device)", 4, 5),
+            Event("Memset (Device)", 5, 6),
+            Event("cudaLaunchKernel", 0, 1, on_gpu=False),
+            Event("cudaGraphLaunch", 1, 2, on_gpu=False),
+        ]
+    )
+    assert found.names == {"void at::native::vectorized": 2, "k" * 120: 1}
+    assert (found.counters["graph_launches"], found.counters["copies_to_host"]) == (1, 1)
+
+
+def test_the_share_of_a_collective_beside_which_something_computes():
+    gemm = [Event("gemm", 0, 10), Event("gemm", 5, 12), Event("gemm", 40, 50)]
+    gather = [Event("ncclDevKernel_AllGather_RING_LL", 8, 16), Event("ncclDevKernel_AllGather_RING_LL", 44, 46)]
+    exposed = [Event("ncclDevKernel_SendRecv", 20, 30)]
+    counters = count([*gemm, *gather, *exposed]).counters
+    assert counters["hidden_percent_all_gather"] == 60.0  # 4 of 8 and 2 of 2 microseconds
+    assert counters["hidden_percent_send_recv"] == 0.0
+    assert "hidden_percent_all_reduce" not in counters, "what did not run is hidden by nothing"
+    beside_another = count([*exposed, Event("ncclDevKernel_AllGather_RING_LL", 20, 30)]).counters
+    assert beside_another["hidden_percent_send_recv"] == 0.0, "a collective computes nothing"

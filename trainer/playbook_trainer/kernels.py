@@ -1,0 +1,93 @@
+"""The GPU kernels of one step, as CUPTI reports them: libraries launch many past torch's operators, where nothing else would see them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"
+_NAME_LENGTH = 120
+# Part of the name of NCCL's kernel to the name of the collective; point-to-point transfers and all-to-all share one.
+_COLLECTIVES = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce", "SendRecv": "send_recv"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something on the GPU's timeline or, for a call of the runtime, on the host's."""
+
+    name: str
+    begin: float
+    """Microseconds."""
+    end: float
+    on_gpu: bool = True
+
+
+@dataclass
+class Kernels:
+    """What was counted."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def watching() -> Iterator[Kernels]:
+    """Count what runs on this rank's GPU inside the block; complete after it."""
+    found = Kernels()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield found
+        torch.cuda.synchronize()
+    gpu = torch.autograd.DeviceType.CUDA
+    counted = count([Event(e.name, e.time_range.start, e.time_range.end, e.device_type == gpu) for e in profiler.events() or []])
+    found.names, found.counters = counted.names, counted.counters
+
+
+def count(events: Sequence[Event]) -> Kernels:
+    """Kernels by name (without template arguments and long tails), launches of graphs, copies to the host, and how well each collective is hidden."""
+    kernels = [e for e in events if e.on_gpu and not e.name.startswith(_COPIES)]
+    names = Counter(e.name.split("<")[0][:_NAME_LENGTH] for e in kernels)
+    counters: dict[str, float] = {
+        "graph_launches": sum(e.name in _GRAPH_LAUNCHES for e in events if not e.on_gpu),
+        "copies_to_host": sum(e.name.startswith(_TO_HOST) for e in events if e.on_gpu),
+    }
+    return Kernels(names, counters | hidden_percent(kernels))
+
+
+def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
+    """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
+    work = _merged([(e.begin, e.end) for e in kernels if not e.name.startswith("nccl")])
+    out = {}
+    for part, name in _COLLECTIVES.items():
+        spans = _merged([(e.begin, e.end) for e in kernels if e.name.startswith("nccl") and part in e.name])
+        total = sum(end - begin for begin, end in spans)
+        if total > 0:
+            out[f"hidden_percent_{name}"] = round(100 * _common(spans, work) / total, 1)
+    return out
+
+
+def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as spans that do not touch, in order."""
+    out: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
+    """Time that two ordered lists of spans share."""
+    shared, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        shared += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared

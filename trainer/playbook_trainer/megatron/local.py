@@ -1,0 +1,139 @@
+"""Layers of megatron-core for hosts without Transformer Engine.
+
+Norms and the linear layers behind them have the names that Transformer Engine's have, so weights and checkpoints look the same either way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from playbook_trainer.megatron.attention import PackedAttention
+from playbook_trainer.megatron.experts import Experts
+from playbook_trainer.models import ops
+
+
+def scale(config: Any, size: int) -> nn.Parameter:
+    """The scale of a norm: ones, marked so that its gradients are added up over ranks that have each seen a part of the tokens."""
+    device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm; megatron-core's wrapper of torch's refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = scale(config, hidden_size), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return ops.norm(x, self.weight.to(x.dtype), self.eps)
+
+
+class NormLinear(ColumnParallelLinear):
+    """A norm and a column-parallel linear layer behind it, with the names of Transformer Engine's LayerNormLinear."""
+
+    def __init__(self, input_size: int, output_size: int, **how: Any) -> None:
+        super().__init__(input_size, output_size, **how)
+        self.eps = how["config"].layernorm_epsilon
+        self.layer_norm_weight = scale(how["config"], input_size)
+
+    def forward(self, input_: Tensor, *args: Any, **how: Any) -> Any:
+        """Normalise, then multiply."""
+        return super().forward(ops.norm(input_, self.layer_norm_weight.to(input_.dtype), self.eps), *args, **how)
+
+
+class LocalLayers(LocalSpecProvider):
+    """The modules of which a layer is built."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Dense layers have their norm in the linear layer."""
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """The linear layer with a norm."""
+        return NormLinear
+
+    def layer_norm(self, *_: Any, **__: Any) -> Any:
+        """A norm by itself."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Attention of packed documents."""
+        return PackedAttention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        """The experts of a rank: a pair of class and parts up to 0.16, a callable since."""
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func())
+        if "moe_use_legacy_grouped_gemm" in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters:
+            return Experts, parts
+        return partial(Experts, submodules=parts)
+
+
+def layer(config: Any, *, moe: bool) -> ModuleSpec:
+    """A decoder layer, with experts or with a dense MLP."""
+    parts = LocalLayers()
+    mla = config.multi_latent_attention
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm if mla else IdentityOp,
+            self_attention=_mla(config) if mla else _gqa(config),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm if moe else IdentityOp,
+            mlp=get_mlp_module_spec_for_backend(parts, num_experts=config.num_moe_experts if moe else None),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _gqa(config: Any) -> ModuleSpec:
+    """Grouped-query attention."""
+    norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm
+        ),
+    )
+
+
+def _mla(config: Any) -> ModuleSpec:
+    """Multi-head latent attention. The norms of the compressed rows lie in the linear layers behind them: as modules of their own,
+    megatron-core would add up their gradients over tensor-parallel ranks that each have the whole of them.
+    """
+    up = NormLinear if config.qk_layernorm else ColumnParallelLinear
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=up,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=up,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )

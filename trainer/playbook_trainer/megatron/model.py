@@ -1,0 +1,102 @@
+"""The text models on megatron-core's GPTModel: Qwen3 dense, Qwen3 MoE, and DeepSeek-V3 with MLA, shared experts and multi-token prediction.
+
+Layers are Transformer Engine's where it is installed, and `megatron.local`'s elsewhere; both name their weights alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.megatron import local
+
+
+def build_text(
+    config: TrainerConfig,
+    transformer_config: Any,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    model: Callable[..., Any] = GPTModel,
+    **more: Any,
+) -> Any:
+    """One chunk of the model on this rank, its weights not yet those of the seed or the folder (see `weights.initialise`).
+
+    `model` may be a subclass of GPTModel, and `more` goes to its constructor in place of what a text model has.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and not installed.
+    """
+    te = uses_transformer_engine(config)
+    block = decoder_block(transformer_config, te, vp_stage)
+    settings = {
+        "vocab_size": config.model.vocab_size,
+        "max_sequence_length": config.data.seq_len,
+        "share_embeddings_and_output_weights": config.model.tie_word_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": config.model.rope_theta,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "mtp_block_spec": prediction_block(transformer_config, te, vp_stage),
+        "vp_stage": vp_stage,
+        **more,
+    }
+    return model(config=transformer_config, transformer_layer_spec=block, **settings)
+
+
+def uses_transformer_engine(config: TrainerConfig) -> bool:
+    """Whether layers are Transformer Engine's: asked for, or there, with a GPU, and not declined.
+
+    Raises:
+        ConfigError: they are asked for and it is not installed.
+    """
+    wanted = config.megatron.kernels
+    there = importlib.util.find_spec("transformer_engine") is not None
+    if wanted == "transformer_engine" and not there:
+        raise ConfigError(
+            "megatron.kernels transformer_engine: it is not installed; install perf-playbook with the extra 'gpu', or set auto"
+        )
+    return there and (wanted == "transformer_engine" or (wanted == "auto" and torch.cuda.is_available()))
+
+
+def decoder_block(transformer_config: Any, te: bool, vp_stage: int | None = None) -> Any:
+    """The layers that this rank builds in this chunk: dense ones first, where `moe_layer_freq` says so."""
+    if te:
+        return specs.get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=True, vp_stage=vp_stage)
+    every = [local.layer(transformer_config, moe=moe) for moe in moe_layers(transformer_config)]
+    layout = transformer_config.pipeline_model_parallel_layout
+    if layout is not None:
+        held = layout.get_layer_id_list(vp_stage=vp_stage)
+    else:
+        first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
+        held = range(first, first + get_num_layers_to_build(transformer_config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[every[i] for i in held], layer_norm=local.RMSNorm)
+
+
+def moe_layers(transformer_config: Any) -> list[bool]:
+    """Which layers have experts."""
+    layers, frequency = transformer_config.num_layers, transformer_config.moe_layer_freq
+    if not transformer_config.num_moe_experts:
+        return [False] * layers
+    return [not i % frequency for i in range(layers)] if isinstance(frequency, int) else [bool(has) for has in frequency]
+
+
+def prediction_block(transformer_config: Any, te: bool, vp_stage: int | None = None) -> Any:
+    """The depths of multi-token prediction, whose layer is like the decoder's last; None without them, or on a rank that builds none."""
+    if not transformer_config.mtp_num_layers:
+        return None
+    if te:
+        last = specs.get_gpt_decoder_layer_specs(transformer_config, use_transformer_engine=True)[-1]
+        return specs.get_gpt_mtp_block_spec(transformer_config, last, use_transformer_engine=True, vp_stage=vp_stage)
+    last = local.layer(transformer_config, moe=moe_layers(transformer_config)[-1])
+    return specs.get_gpt_mtp_block_spec_for_backend(transformer_config, last, local.LocalLayers(), vp_stage=vp_stage)

@@ -1,0 +1,144 @@
+"""First weights of a megatron-core model, and weights from and to Hugging Face folders; no rank ever holds the whole model.
+
+`pieces` says which numbers of ours each rank holds; reading, drawing and collecting them is the same in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import ModelConfig, TrainerConfig
+from playbook_trainer.megatron.pieces import Held, Place, held
+from playbook_trainer.models import hf
+from playbook_trainer.models.hf_rules import HEAD, Box, sizes, slices
+from playbook_trainer.parallel.sharding import initial_value
+from playbook_trainer.parallel.weights import agree_on_folder, collect, senders
+
+
+def initialise(chunks: Sequence[nn.Module], config: TrainerConfig) -> None:
+    """Give the chunks of this rank, not wrapped yet, their first values: those of `init.weights`, or those that the seed gives every layout.
+
+    Raises:
+        ConfigError: the folder does not hold this model.
+    """
+    if config.init.weights is None:
+        draw(chunks, config.model, config.seed)
+    else:
+        load(chunks, config.model, Path(config.init.weights))
+
+
+@torch.no_grad()
+def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int) -> None:
+    """The same values as the torch backend's for this seed: each whole tensor is drawn where the parameter is, and this rank's part kept."""
+    value, shapes = initial_value(config, seed), {rule.ours: rule.shape for rule in hf.rules(config)}
+    drawn: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def read(ours: str, box: Box, device: torch.device) -> Tensor:
+        nonlocal drawn
+        if drawn[0] != ours:  # a rank's experts are parts of one tensor, and follow each other
+            drawn = (ours, value(ours, list(shapes[ours]), device))
+        return drawn[1][slices(box)]
+
+    for entry in sorted(_entries(chunks, config), key=lambda entry: entry.pieces[0].ours):
+        _fill(entry, read)
+
+
+@torch.no_grad()
+def load(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path) -> hf.Files:
+    """Fill the chunks of this rank from a Hugging Face folder, of which only its parts are read; returns the files, which have counted them.
+
+    Raises:
+        ConfigError: the folder does not hold this model.
+    """
+    table = {rule.ours: rule for rule in hf.rules(config)}
+    with ExitStack() as stack:
+        files = hf.open_folder(config, folder, stack)
+        twice = config.tie_word_embeddings and HEAD in files.shapes
+
+        def read(ours: str, box: Box, device: torch.device) -> Tensor:
+            part = table[ours].read(files, box)
+            if twice and ours == "embed.weight" and not torch.equal(part, files.read(HEAD, slices(box))):
+                raise ConfigError(f"{folder}: {HEAD} differs from the embedding; set model.tie_word_embeddings: false")
+            return part.to(device)
+
+        for entry in _entries(chunks, config):
+            _fill(entry, read)
+    return files
+
+
+@torch.no_grad()
+def save(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path, max_shard_bytes: int = hf.MAX_SHARD_BYTES) -> None:
+    """Write the model as transformers stores it, in the precision of its parameters; every rank calls this, with its chunks as they are wrapped.
+
+    Rank 0 holds one tensor of ours and one file at a time.
+
+    Raises:
+        ConfigError: the folder already holds weights, or transformers has no such model.
+    """
+    rank = dist.get_rank()
+    hf.hf_config(config)
+    agree_on_folder(rank, dist.get_world_size(), folder)
+    entries = _entries(chunks, config)
+    own: dict[str, dict[Box, Callable[[], Tensor]]] = {}
+    for entry in entries:
+        for piece in entry.pieces:
+            own.setdefault(piece.ours, {})[piece.there] = _reader(entry, piece.here, piece.there)
+    holders: list[dict[str, list[Box]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(holders, {name: list(boxes) for name, boxes in own.items()})
+    table = hf.rules(config)
+    dtype = torch.bfloat16 if any(e.tensor.dtype == torch.bfloat16 for e in entries) else torch.float32
+    dtypes = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
+    with ExitStack() as stack:
+        writer = None
+        if rank == 0:
+            nbytes = {name: n for rule in table for name, n in hf.nbytes([rule], dtypes[rule.ours]).items()}
+            writer = stack.enter_context(hf.Writer(config, folder, nbytes, max_shard_bytes))
+        for rule in table:
+            parts = own.get(rule.ours, {})
+            full = collect(rule, lambda box, parts=parts: parts[box](), senders(rule, holders), rank, dtypes[rule.ours])  # type: ignore[misc]
+            if writer is not None and full is not None:
+                for name, tensor in zip(rule.theirs, rule.split(full), strict=True):
+                    writer.add(name, tensor)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The GPTModel inside megatron-core's wrappers."""
+    while not hasattr(model, "decoder"):
+        model = model.module
+    return model
+
+
+def place() -> Place:
+    """This rank on megatron-core's axes."""
+    return Place(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _entries(chunks: Sequence[nn.Module], config: ModelConfig) -> list[Held]:
+    return [entry for chunk in chunks for entry in held(unwrapped(chunk), config, place())]
+
+
+def _fill(entry: Held, read: Callable[[str, Box, torch.device], Tensor]) -> None:
+    """Set a tensor from its pieces; put together first, since 8-bit parameters take whole values only."""
+    tensor = entry.tensor
+    values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+    for piece in entry.pieces:
+        values[slices(piece.here)] = read(piece.ours, piece.there, tensor.device).to(torch.float32).reshape(sizes(piece.here))
+    tensor.copy_(values)
+
+
+def _reader(entry: Held, here: Box, there: Box) -> Callable[[], Tensor]:
+    """This rank's values of a piece, in the shape of ours."""
+    return lambda: entry.tensor[slices(here)].reshape(sizes(there))
