@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +58,16 @@ def _step_seconds(run: Run) -> float | None:
     return _total(run, "seconds") / len(steps) if steps else None
 
 
+def _step_variation(run: Run) -> float | None:
+    steps = [s.seconds for s in timed(run)]
+    return statistics.pstdev(steps) / statistics.fmean(steps) if steps and sum(steps) > 0 else None
+
+
+def _data_share(run: Run) -> float | None:
+    seconds = _total(run, "seconds")
+    return _total(run, "data_seconds") / seconds if seconds > 0 else None
+
+
 def _compile_share(run: Run) -> float | None:
     seconds = _total(run, "seconds")
     return _total(run, "compile_seconds") / seconds if seconds > 0 else None
@@ -91,6 +102,16 @@ _ROWS = (
     Metric("useful_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("useful_tokens"), help="without padding; on a CPU, per rank"),
     Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("raw_tokens"), help="padding included"),
     Metric("step_seconds", "s", "lower", False, _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
+    Metric(
+        "step_time_variation",
+        "share",
+        "lower",
+        False,
+        _step_variation,
+        "difference",
+        help="standard deviation of the timed steps over their mean",
+    ),
+    Metric("data_time_share", "share", "lower", False, _data_share, "difference", help="share of the timed window spent waiting for data"),
     Metric("images_per_s", "images/s", "higher", False, _images_per_s, help="over all ranks"),
     Metric("compile_time_share", "share", "lower", False, _compile_share, "difference", help="share of the timed window spent compiling"),
     Metric("peak_memory_bytes", "bytes", "lower", False, _peak_memory, help="device memory allocated at most, largest rank"),

@@ -16,7 +16,7 @@ CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
 
 # Random tokens in rows of one document: every run gets the same load on its experts, and graphs may hold attention.
 _COMMON: dict[str, Any] = {"backend": "megatron", "data.kind": "mock", "data.pack": False, "train.log_every": 3}
-_SHORT = {"model.num_layers": 4, "train.steps": 9, "train.warmup_steps": 3, "train.micro_batch_size": 2}
+_SHORT = {"model.num_layers": 4, "train.steps": 10, "train.warmup_steps": 4, "train.micro_batch_size": 2}
 
 TABLES: dict[str, dict[str, Any]] = {
     "one": {**_COMMON, **_SHORT, "parallel.ep": 1, "train.global_batch_size": 2},
@@ -61,6 +61,11 @@ class Row:
         return GPUS[self.table]
 
     @property
+    def can_fork(self) -> bool:
+        """Whether its ranks may be forks: Transformer Engine reads the variable of fine-grained offload when it is imported."""
+        return not any("offload_modules" in key or key == "offload.activations" for key in self.set)
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """All of its settings, on top of the file."""
         return {**TABLES[self.table], **self.set}
@@ -78,7 +83,8 @@ def _one() -> Iterator[Row]:
     def row(name: str, group: str, *proof: Rule, **settings: Any) -> Row:
         return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
 
-    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
+    norms = Rule(kernel="rmsnorm.*fwd", count="4.5 * layers * microbatches", op="<=")
+    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, norms, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
     for parts in (
         ["moe_router"],
         ["moe_router", "moe_preprocess"],
@@ -97,8 +103,12 @@ def _one() -> Iterator[Row]:
         megatron__cuda_graph_impl="full_iteration",
         moe__capacity_factor=1.25,
     )
+    again = {
+        "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
+        "core_attn": [Rule(kernel="sdpa.*fprop|flash_fwd|fmha.*fwd", count="2 * layers * microbatches", op=">=")],
+    }
     for module in ("layernorm", "moe_act", "core_attn", "moe"):
-        yield Row("one", module, "recompute", _recompute(module))
+        yield Row("one", module, "recompute", _recompute(module), tuple(again.get(module, [])))
     yield Row("one", "layernorm moe_act", "recompute", _recompute("layernorm", "moe_act"))
     yield row("full, each layer", "recompute", train__recompute="full")
     yield row(
@@ -127,6 +137,9 @@ def _one() -> Iterator[Row]:
             _megatron(offload_modules=names),
             (Rule(counter="copies_to_host", count="layers - 1", op=">="),),
         )
+    yield row(
+        "activations: all of each layer", "offload", Rule(counter="copies_to_host", count="layers - 1", op=">="), offload__activations=True
+    )
     yield Row("one", "half of the optimizer", "offload", _megatron(optimizer_offload_fraction=0.5))
     yield row("whole optimizer", "offload", offload__optimizer=True)
     yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")
@@ -140,7 +153,7 @@ def _two() -> Iterator[Row]:
     a2a = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
     no_a2a = Rule(collective="all_to_all", group="ep", count=0)
     yield Row("two", "plain", "plain", {}, (a2a,))
-    gathers = Rule(collective="all_gather", group="ep", count="moe_layers * microbatches", op=">=")
+    gathers = Rule(collective="reduce_scatter", group="etp_ep", count="moe_layers * microbatches", op=">=")
     yield Row("two", "allgather", "dispatcher", {"moe.dispatcher": "allgather"}, (gathers, no_a2a))
     deep = Rule(kernel="deep_ep.*dispatch", count="moe_layers * microbatches", op=">=")
     yield Row("two", "deepep", "dispatcher", {"moe.dispatcher": "deepep"}, (deep, no_a2a))
@@ -151,11 +164,16 @@ def _two() -> Iterator[Row]:
     yield Row("two", "expert parallelism", "overlap", _megatron(overlap_expert_parallel=True), (a2a,))
     later = _megatron(overlap_expert_parallel=True, delay_wgrad=True)
     yield Row("two", "expert parallelism, weight gradients later", "overlap", later, (a2a,))
-    yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"))
+    yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"), (Rule(collective="reduce_scatter", count=0),))
+    yield Row("two", "distributed_optimizer, EP 1", "data parallelism", {"parallel.ep": 1}, (Rule(collective="reduce_scatter"),))
+    regathers = Rule(collective="all_gather", phase="backward", count="layers * microbatches", op=">=")
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         fsdp = _megatron(data_parallel="megatron_fsdp", sharding_strategy=strategy)
-        yield Row("two", f"megatron_fsdp {strategy}, EP 1", "data parallelism", {**fsdp, "parallel.ep": 1})
-    yield Row("two", "megatron_fsdp optim_grads_params, EP 2", "data parallelism", _megatron(data_parallel="megatron_fsdp"))
+        shown = (regathers,) if strategy == "optim_grads_params" else ()
+        yield Row("two", f"megatron_fsdp {strategy}, EP 1", "data parallelism", {**fsdp, "parallel.ep": 1}, shown)
+    yield Row(
+        "two", "megatron_fsdp optim_grads_params, EP 2", "data parallelism", _megatron(data_parallel="megatron_fsdp"), (regathers, a2a)
+    )
     yield Row("two", "fsdp2, EP 1", "data parallelism", {**_megatron(data_parallel="fsdp2"), "parallel.ep": 1})
     tp = {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.etp": 1}
     gathered = Rule(collective="all_gather", group="tp", count="2 * layers * microbatches", op=">=")
@@ -166,8 +184,9 @@ def _two() -> Iterator[Row]:
     yield Row("two", "PP 2", "layout", pp, (sends,))
     yield Row("two", "PP 2, VPP 2", "layout", {**pp, "parallel.vpp": 2}, (sends,))
     yield Row("two", "PP 2, uneven (3, 1)", "layout", {**pp, "parallel.pipeline_layout": [3, 1]}, (sends,))
-    for kind in ("p2p", "all_gather", "a2a"):
-        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind})
+    for kind, collective in (("p2p", "send"), ("all_gather", "all_gather"), ("a2a", "all_to_all")):
+        seen = Rule.model_validate({"collective": collective, "group": "cp", "count": "layers * microbatches", "op": ">="})
+        yield Row("two", f"CP 2 {kind}", "layout", {"parallel.cp": 2, "megatron.cp_comm_type": kind}, (seen,))
 
 
 def _four() -> Iterator[Row]:
@@ -184,7 +203,8 @@ def _cp() -> Iterator[Row]:
     for length in (8192, 32768, 65536):
         for cp in (1, 2, 4):
             settings = {"data.seq_len": length, "parallel.cp": cp, "train.global_batch_size": 4 // cp}
-            yield Row("cp", f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings)
+            ring = (Rule(collective="send", group="cp", count="layers * microbatches", op=">="),) if cp > 1 else ()
+            yield Row("cp", f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings, ring)
 
 
 def rows() -> list[Row]:

@@ -225,7 +225,7 @@ def run(todo: list[Row], *, num_gpus: int, deadline: float, limit_s: float, fork
             waiting.clear()
         while waiting and waiting[0].gpus <= len(free):
             row = waiting.pop(0)
-            running.append(start(row, tuple(free[: row.gpus]), fork))
+            running.append(start(row, tuple(free[: row.gpus]), fork and row.can_fork))
             del free[: row.gpus]
         time.sleep(0.1)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -22,16 +23,19 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from playbook_trainer.megatron.attention import PackedAttention
 from playbook_trainer.megatron.experts import Experts
 from playbook_trainer.models import ops
+from playbook_trainer.parallel.axes import Axis
+from playbook_trainer.parallel.comm import copy_to
 
 
-def scale(config: Any, size: int) -> nn.Parameter:
-    """The scale of a norm: ones, marked so that its gradients are added up over ranks that have each seen a part of the tokens."""
-    device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
-    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
+def duplicated(config: Any, *shape: int) -> nn.Parameter:
+    """Ones that every tensor-parallel rank holds, marked so that gradients are added up where each rank has seen a part of the tokens."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -41,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.weight, self.eps = scale(config, hidden_size), eps
+        self.weight, self.eps = duplicated(config, hidden_size), eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -54,11 +58,51 @@ class NormLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, **how: Any) -> None:
         super().__init__(input_size, output_size, **how)
         self.eps = how["config"].layernorm_epsilon
-        self.layer_norm_weight = scale(how["config"], input_size)
+        self.layer_norm_weight = duplicated(how["config"], input_size)
 
     def forward(self, input_: Tensor, *args: Any, **how: Any) -> Any:
         """Normalise, then multiply."""
         return super().forward(ops.norm(input_, self.layer_norm_weight.to(input_.dtype), self.eps), *args, **how)
+
+
+class Down(nn.Module):
+    """A projection of MLA down to compressed rows, whole on every tensor-parallel rank, as Transformer Engine's `duplicated` linear layer is.
+
+    The last `rotated` columns go to the heads as they are, and each rank has only its own heads: without sequence parallelism, their
+    gradients are summed here (with it, megatron-core's gather of these columns does so).
+    """
+
+    def __init__(self, config: Any, output_size: int, rotated: int = 0) -> None:
+        super().__init__()
+        self.weight = duplicated(config, output_size, config.hidden_size)
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        self.plain, self.rotated = output_size - rotated, 0 if config.sequence_parallel else rotated
+        group = parallel_state.get_tensor_model_parallel_group()
+        self.tp = Axis("tp", group.size(), group.rank(), group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """The product, and no bias."""
+        out = linear(x, self.weight)
+        if self.rotated:
+            plain, rotated = out.split([self.plain, self.rotated], dim=-1)
+            out = torch.cat([plain, copy_to(rotated, self.tp)], dim=-1)
+        return out, None
+
+
+class Mla(MLASelfAttention):
+    """Multi-head latent attention with down projections of our own.
+
+    megatron-core without Transformer Engine cuts them over tensor-parallel ranks, and then gives the rotated part of the keys the
+    gradients of one rank's heads only.
+    """
+
+    def __init__(self, config: Any, *args: Any, **how: Any) -> None:
+        super().__init__(config, *args, **how)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = Down(config, config.q_lora_rank)
+        rotated = config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = Down(config, config.kv_lora_rank + rotated, rotated)
 
 
 class LocalLayers(LocalSpecProvider):
@@ -123,7 +167,7 @@ def _mla(config: Any) -> ModuleSpec:
     """
     up = NormLinear if config.qk_layernorm else ColumnParallelLinear
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=Mla,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

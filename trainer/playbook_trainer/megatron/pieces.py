@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from playbook_trainer.config import ModelConfig
+from playbook_trainer.megatron.sharded import local_shape
 from playbook_trainer.models.hf_rules import Box, Shape, rules, whole
 
 
@@ -94,7 +95,7 @@ DEPTH = {
 def held(model: nn.Module, config: ModelConfig, place: Place) -> list[Held]:
     """The tensors of a chunk of the model (GPTModel, not wrapped) with their pieces; a vision tower, under `vision.`, is held whole."""
     shapes = {rule.ours: rule.shape for rule in rules(config)}
-    return [Held(name, tensor, tuple(_pieces(model, config, shapes, place, name, tuple(tensor.shape)))) for name, tensor in tensors(model)]
+    return [Held(name, tensor, tuple(_pieces(model, config, shapes, place, name, local_shape(tensor)))) for name, tensor in tensors(model)]
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from playbook.errors import ConfigError
 from playbook_trainer.config import ModelConfig, TrainerConfig
 from playbook_trainer.megatron.pieces import Held, Place, held
+from playbook_trainer.megatron.sharded import gathered, settle
 from playbook_trainer.models import hf
 from playbook_trainer.models.hf_rules import HEAD, Box, sizes, slices
 from playbook_trainer.parallel.sharding import initial_value
@@ -86,13 +87,15 @@ def save(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path, max_sha
     rank = dist.get_rank()
     hf.hf_config(config)
     agree_on_folder(rank, dist.get_world_size(), folder)
+    for chunk in chunks:
+        settle(chunk)
     entries = _entries(chunks, config)
-    own: dict[str, dict[Box, Callable[[], Tensor]]] = {}
+    own: dict[str, list[Held]] = {}
     for entry in entries:
-        for piece in entry.pieces:
-            own.setdefault(piece.ours, {})[piece.there] = _reader(entry, piece.here, piece.there)
+        for ours in dict.fromkeys(piece.ours for piece in entry.pieces):
+            own.setdefault(ours, []).append(entry)
     holders: list[dict[str, list[Box]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(holders, {name: list(boxes) for name, boxes in own.items()})
+    dist.all_gather_object(holders, {name: [p.there for e in held_ for p in e.pieces if p.ours == name] for name, held_ in own.items()})
     table = hf.rules(config)
     dtype = torch.bfloat16 if any(e.tensor.dtype == torch.bfloat16 for e in entries) else torch.float32
     dtypes = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
@@ -102,8 +105,8 @@ def save(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path, max_sha
             nbytes = {name: n for rule in table for name, n in hf.nbytes([rule], dtypes[rule.ours]).items()}
             writer = stack.enter_context(hf.Writer(config, folder, nbytes, max_shard_bytes))
         for rule in table:
-            parts = own.get(rule.ours, {})
-            full = collect(rule, lambda box, parts=parts: parts[box](), senders(rule, holders), rank, dtypes[rule.ours])  # type: ignore[misc]
+            parts = _parts(rule.ours, own.get(rule.ours, []))
+            full = collect(rule, parts.__getitem__, senders(rule, holders), rank, dtypes[rule.ours])
             if writer is not None and full is not None:
                 for name, tensor in zip(rule.theirs, rule.split(full), strict=True):
                     writer.add(name, tensor)
@@ -139,6 +142,13 @@ def _fill(entry: Held, read: Callable[[str, Box, torch.device], Tensor]) -> None
     tensor.copy_(values)
 
 
-def _reader(entry: Held, here: Box, there: Box) -> Callable[[], Tensor]:
-    """This rank's values of a piece, in the shape of ours."""
-    return lambda: entry.tensor[slices(here)].reshape(sizes(there))
+def _parts(ours: str, entries: Sequence[Held]) -> dict[Box, Tensor]:
+    """What this rank holds of one of our tensors. Ranks that share out a tensor of this list come here together, in the same order."""
+    out = {}
+    for entry in entries:
+        full = gathered(entry.tensor)
+        for piece in entry.pieces:
+            if piece.ours == ours:
+                part = full[slices(piece.here)].reshape(sizes(piece.there))
+                out[piece.there] = part if full is entry.tensor else part.clone()
+    return out
