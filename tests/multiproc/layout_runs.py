@@ -27,13 +27,13 @@ class Job:
     words: tuple[str, ...]
 
 
-def train_all(jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240) -> dict[str, str | None]:
+def train_all(jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240, script: Path = MANY) -> dict[str, str | None]:
     """Train every job into `folder`/name, in `timeout` seconds, and at most `stall` for one; for each what went wrong, or None."""
     listed = folder / "jobs.json"
     listed.write_text(json.dumps([{"ranks": job.ranks, "words": [*job.words, f"output={folder / job.name}"]} for job in jobs]))
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with subprocess.Popen([sys.executable, str(MANY), str(listed), str(stall)], cwd=ROOT, env=env, start_new_session=True) as process:
+    with subprocess.Popen([sys.executable, str(script), str(listed), str(stall)], cwd=ROOT, env=env, start_new_session=True) as process:
         try:
             process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:

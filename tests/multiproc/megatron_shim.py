@@ -102,6 +102,7 @@ def install() -> None:
 
 def correct() -> None:
     """The places in megatron-core that no answer of torch reaches."""
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -116,3 +117,6 @@ def correct() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+    # gloo sends from the tensor itself, and later: its memory must stay until then.
+    schedules.deallocate_output_tensor = lambda *_, **__: None
+    schedules.custom_backward = lambda output, grad: torch.autograd.backward(output, grad_tensors=grad)

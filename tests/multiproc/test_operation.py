@@ -24,8 +24,8 @@ QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=6", "data.s
 
 NAN_GRADIENT = """
 import os
-from playbook_trainer import loop
-real, calls = loop.forward_backward, []
+from playbook_trainer import engine
+real, calls = engine.forward_backward, []
 def planted(model, *args):
     out = real(model, *args)
     calls.append(1)
@@ -33,19 +33,19 @@ def planted(model, *args):
         grad = next(iter(model.layers.values())).attn.q_proj.weight.grad
         grad.to_local().fill_(float("nan"))
     return out
-loop.forward_backward = planted
+engine.forward_backward = planted
 """
 
 STILL = """
 import os, signal
-from playbook_trainer import loop
-real, calls = loop.forward_backward, []
+from playbook_trainer import engine
+real, calls = engine.forward_backward, []
 def planted(*args):
     calls.append(1)
     if len(calls) == 3 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     return real(*args)
-loop.forward_backward = planted
+engine.forward_backward = planted
 """
 
 

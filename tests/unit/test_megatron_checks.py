@@ -35,7 +35,7 @@ LEGAL = [
     (1, config(train=BF16, precision={"fp8": "nvfp4"})),
     (1, config(train=BF16, megatron={"precision_aware_optimizer": True}, optimizer={"moments_dtype": "bf16"})),
     (2, config(train={**BF16, "global_batch_size": 8}, megatron={"data_parallel": "megatron_fsdp", "sharding_strategy": "optim"})),
-    (1, config(train={"cuda_graphs": ["attn"]}, data={"pack": False})),
+    (1, config(train={"cuda_graphs": ["attn"], "warmup_steps": 4}, data={"pack": False})),
 ]
 
 

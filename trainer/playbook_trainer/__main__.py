@@ -41,8 +41,6 @@ def _run(words: list[str], rank: int, world: int) -> int:
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, world)
     environment.apply(config)
-    if config.backend == "megatron":
-        raise ConfigError("backend megatron is checked, but does not train in this version; set backend: torch")
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 

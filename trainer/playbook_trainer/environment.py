@@ -30,7 +30,7 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on
     Blackwell, and with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain (DeepEP's HybridEP);
     `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
-    Megatron-LM's checks; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
+    Megatron-LM's checks; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
     """
     if platform == "cpu":
         return {}
@@ -42,6 +42,8 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
         found[HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
     if config.backend == "megatron" and config.megatron.offload_modules:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if config.backend == "megatron" and config.train.deterministic:
+        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     whole = config.megatron.cuda_graph_impl == "full_iteration"
     if config.backend == "megatron" and (whole or config.train.cuda_graphs):
         found["NCCL_GRAPH_REGISTER"] = "0"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from playbook_trainer import engine as backends
 from playbook_trainer import kernels, ledger, optimizer
-from playbook_trainer.checkpoint import Checkpointer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
+from playbook_trainer.engine import Engine
 from playbook_trainer.metrics import Recorder, StepStats, write_summary
-from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
-from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, sequence, setup, tied, weights
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.pipeline import evaluate, forward_backward
-from playbook_trainer.parallel.sharding import count_parameters
-from playbook_trainer.receipt import Observer, observing, state_bytes
+from playbook_trainer.receipt import Observer, observing
 from playbook_trainer.stop import StopRequest
 from playbook_trainer.stragglers import Busy, compare, own_ranges
 from playbook_trainer.watchdog import Watchdog
@@ -42,48 +38,46 @@ class Trainer:
     """Everything a step needs."""
 
     config: TrainerConfig
-    axes: Axes
     device: torch.device
-    model: Decoder
-    parts: list[optimizer.Shard]
-    optim: torch.optim.AdamW
+    engine: Engine
     loader: Loader
     batches: Iterator[list[Batch]]
-    saver: Checkpointer
     watchdog: Watchdog
     stop: StopRequest = field(default_factory=StopRequest)
     step: int = 0
     held_out: Loader | None = None
     """The loader of evaluations, made for the first one."""
 
+    @property
+    def axes(self) -> Axes:
+        """Which ranks work together."""
+        return self.engine.axes
+
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Run the whole configuration on this rank; returns "ok", "nan" or "stopped"."""
     device = start(config, rank, world)
-    axes = layout.build(world, rank, config.parallel)
-    model = setup.build(config, axes, device)
-    parts = optimizer.shards(model, axes)
-    optim = optimizer.make(parts, config.optimizer)
-    saver = Checkpointer(config, axes, model, parts, optim)
-    resumed = saver.restore()
+    engine = backends.build(config, rank, world, device)
+    axes = engine.axes
+    resumed = engine.saver.restore()
     loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
-    trainer = Trainer(config, axes, device, model, parts, optim, loader, iter(loader), saver, Watchdog(config.train.hang_timeout_s, rank))
+    trainer = Trainer(config, device, engine, loader, iter(loader), Watchdog(config.train.hang_timeout_s, rank))
     trainer.step = resumed.step if resumed else 0
     if config.checkpoint.dir:
         trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     try:
         outcome = run_steps(trainer, recorder)
-        saver.wait()
+        engine.saver.wait()
     finally:
         trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:
-        weights.save(model, axes, Path(config.checkpoint.export))
+        engine.export(Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         extra = observe_step(trainer)
     extra["data"] = _data_counters(trainer)
-    counts = count_parameters(model, axes, device)
+    counts = engine.count_parameters()
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
     return outcome
@@ -111,7 +105,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         return device
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    elif config.train.dtype == "bf16" or config.offload.optimizer:
+    elif config.train.dtype == "bf16" or config.offload.optimizer or config.backend == "megatron":
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
 
@@ -124,7 +118,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
     try:
-        with annotated(config, recorder.out) as trace:
+        with trainer.engine.ranges() if profiling(config) else nullcontext(), annotated(config, recorder.out) as trace:
             while trainer.step < last:
                 if trainer.step == config.train.warmup_steps:
                     trace.begin()
@@ -147,32 +141,29 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
         gc.enable()
 
 
-def train_step(trainer: Trainer) -> StepStats:
-    """One optimizer step over the global batch."""
-    config, axes, device = trainer.config, trainer.axes, trainer.device
+def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
+    """One optimizer step over the global batch; `before_update` runs when all gradients are there."""
+    config, engine, axes = trainer.config, trainer.engine, trainer.axes
     with range_("step"):
         began = time.perf_counter()
         with range_("data"):
             on_cpu = next(trainer.batches)
-            batches = local(trainer, on_cpu)
+            batches = engine.local(on_cpu)
         data_seconds = time.perf_counter() - began
-        labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=device)
+        labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
-        loss = forward_backward(trainer.model, batches, labels, axes)
-        tied.sum_gradients(trainer.model, axes)
+        loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
-            optimizer.sum_over_tp(trainer.parts, axes, trainer.device)
             totals = _totals(trainer, on_cpu, loss)
-            norm = totals[0].sqrt()
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
-            for group in trainer.optim.param_groups:
-                group["lr"] = rate
+            if before_update is not None:
+                before_update()
             skipped = config.train.on_nan == "skip" and not bool(totals[:2].isfinite().all())
             if skipped:
-                optimizer.drop_gradients(trainer.parts)
+                engine.drop_gradients()
             else:
-                optimizer.step(trainer.optim, trainer.parts, norm, config.optimizer.clip_norm)
+                engine.update(rate, totals[0].sqrt())
     trainer.step += 1
     return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
 
@@ -186,18 +177,10 @@ def is_compared(trainer: Trainer) -> bool:
 def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
     """A step in which every rank measures the time at its own work."""
     busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
-    with listening(busy):
+    with trainer.engine.ranges(), listening(busy):
         stats = train_step(trainer)
     recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, trainer.device))
     return stats
-
-
-def local(trainer: Trainer, batches: list[Batch]) -> list[Batch]:
-    """This rank's share of each micro-batch, on its device; pixels only where the vision tower is, on the first stage."""
-    axes = trainer.axes
-    whole = batches if axes.is_first_stage else [replace(b, vision=None) for b in batches]
-    split = (context.split(b, axes.cp, trainer.config.parallel.cp_comm) for b in whole)
-    return [sequence.cut(b, axes).to(trainer.device) for b in split]
 
 
 def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
@@ -214,7 +197,7 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
     own = torch.tensor(
         [*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], device=trainer.device, dtype=torch.float64
     )
-    totals = torch.cat([torch.stack([optimizer.squared_norm(trainer.parts, trainer.device), own_loss]), own])
+    totals = torch.cat([torch.stack([trainer.engine.squared_norm(), own_loss]), own])
     if axes.world.size > 1:
         dist.all_reduce(totals)
     return totals
@@ -227,7 +210,7 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
             trainer.held_out = build_loader(config, dp_rank=trainer.axes.dp.rank, dp_size=trainer.axes.dp.size, split="eval")
         # Each evaluation iterates anew, so it sees the same batches.
         batches = [b for _, step_batches in zip(range(config.eval.batches), trainer.held_out, strict=False) for b in step_batches]
-        recorder.note_eval(step, evaluate(trainer.model, local(trainer, batches), trainer.axes))
+        recorder.note_eval(step, trainer.engine.evaluate(trainer.engine.local(batches)))
     saves = config.checkpoint.every and config.checkpoint.dir
     if saves and (step % config.checkpoint.every == 0 or step == config.train.steps):
         save(trainer, recorder)
@@ -235,10 +218,10 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
 
 def save(trainer: Trainer, recorder: Recorder) -> None:
     """Save a checkpoint of this step, unless there is one; the time it takes belongs to no step."""
-    if trainer.saver.latest == trainer.step:
+    if trainer.engine.saver.latest == trainer.step:
         return
     recorder.flush()
-    if not trainer.saver.save(trainer.step, _data_state(trainer)):
+    if not trainer.engine.saver.save(trainer.step, _data_state(trainer)):
         recorder.say(f"step {trainer.step}  weights or moments are not finite: no checkpoint")
     recorder.pause()
 
@@ -264,20 +247,13 @@ def _data_counters(trainer: Trainer) -> dict[str, int]:
 
 def observe_step(trainer: Trainer) -> dict[str, Any]:
     """One more step under observation, after the clock has stopped: receipt, saved activations, bytes of state."""
-    config, axes = trainer.config, trainer.axes
-    observer = Observer(trainer.model, axes.group_names())
+    config, engine, axes = trainer.config, trainer.engine, trainer.axes
+    observer = Observer(engine.model, axes.group_names())
     held: dict[str, int] = {}
-    # Gradients exist only between the backward pass and the update.
-    original = trainer.optim.step
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        held.update(state_bytes(trainer.model, trainer.optim))
-        return original(*args, **kwargs)
-
-    trainer.optim.step = measured
     before = trainer.loader.counters()
-    with observing(observer):
-        stats = train_step(trainer)
+    with engine.ranges(), observing(observer):
+        # Gradients exist only between the backward pass and the update.
+        stats = train_step(trainer, lambda: held.update(engine.state_bytes()))
     counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
     if trainer.device.type == "cuda":
         # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
@@ -285,17 +261,16 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
             train_step(trainer)
         if seen is not None:
             observer.kernels, counters = seen.names, counters | seen.counters
-    trainer.optim.step = original
     highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:
         values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         highest = dict(zip(highest, (int(v) for v in values.tolist()), strict=True))
-    model, train = config.model, config.train
-    moe_layers = len(trainer.model.layers) if model.num_experts else 0
+    train = config.train
+    layers, moe_layers = engine.moe_layers()
     microbatches = train.global_batch_size // (train.micro_batch_size * axes.dp.size)
     numbers = {
-        "layers": len(trainer.model.layers),
+        "layers": layers,
         "moe_layers": moe_layers,
         "microbatches": microbatches,
         "ranks": axes.world.size,

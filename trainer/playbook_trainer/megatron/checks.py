@@ -15,6 +15,9 @@ from playbook_trainer.shape import shape_of
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
 """`megatron.data_parallel` as layout rules name it."""
 
+GRAPH_WARMUP = 3
+"""Steps before CUDA graphs are captured."""
+
 _KEYS = {
     "sp": "parallel.sequence_parallel",
     "tp": "parallel.tp",
@@ -215,10 +218,6 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
             f"optimizer.moments_dtype bf16 with a second beta of {opt.betas[1]}: a step moves the second moment by less than "
             "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
         )
-    if mg.precision_aware_optimizer and mg.data_parallel == "megatron_fsdp":
-        problems.append(
-            "megatron.precision_aware_optimizer is of the distributed optimizer: set megatron.data_parallel: distributed_optimizer"
-        )
     if mg.precision_aware_optimizer and config.train.dtype != "bf16":
         problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
     if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
@@ -268,6 +267,8 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
     mg, names, problems = config.megatron, config.train.cuda_graphs, []
     if mg.cuda_graph_impl in ("transformer_engine", "local") and not names:
         problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
+    if _captures_late(config) and config.train.warmup_steps <= GRAPH_WARMUP:
+        problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if captured and not config.data.pad:
         problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
@@ -278,6 +279,11 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
             "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor"
         )
     return problems
+
+
+def _captures_late(config: TrainerConfig) -> bool:
+    """Whether graphs are captured some steps into the run."""
+    return bool(config.train.cuda_graphs) or config.megatron.cuda_graph_impl != "none"
 
 
 def package_problems(config: TrainerConfig) -> list[str]:
@@ -305,6 +311,7 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
     mg, train = config.megatron, config.train
     asked = {
         "megatron.kernels transformer_engine": mg.kernels == "transformer_engine",
+        f"parallel.cp {config.parallel.cp}": config.parallel.cp > 1,
         f"precision.fp8 {config.precision.fp8}": config.precision.fp8 != "none",
         "train.cuda_graphs": bool(train.cuda_graphs) and mg.cuda_graph_impl != "local",
         "moe.experts grouped": config.moe.experts == "grouped",

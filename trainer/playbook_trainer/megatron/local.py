@@ -34,7 +34,7 @@ from playbook_trainer.parallel.comm import copy_to
 
 def duplicated(config: Any, *shape: int) -> nn.Parameter:
     """Ones that every tensor-parallel rank holds, marked so that gradients are added up where each rank has seen a part of the tokens."""
-    device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
     weight.sequence_parallel = config.sequence_parallel
     return weight

@@ -1,0 +1,89 @@
+"""The megatron backend's wiring on a CPU: each layout, schedule and switch computes what the torch backend computes on one rank.
+
+A shim stands in for CUDA (`megatron_shim.py`), so nothing here speaks of speed, and what needs Transformer Engine is in tests/gpu/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layout_runs import Job, difference, train_all
+from ranks import ROOT, summary
+
+MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
+COMMON = ("train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=4", "train.receipt=false")
+IMAGES = ("data.seq_len=256", "train.global_batch_size=4", "data.num_workers=0", "train.steps=3")
+SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1")
+RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "one rank": (MOE, 1, ()),
+    "rows of one document": (MOE, 2, ("data.pack=false",)),
+    "full recompute": (MOE, 1, ("train.recompute=full",)),
+    "tp 2": (DENSE, 2, ("parallel.tp=2",)),
+    "tp 2 with sequence parallelism": (DENSE, 2, SP[:2]),
+    "ep 2": (MOE, 2, ("parallel.ep=2",)),
+    "ep 2, allgather": (MOE, 2, ("parallel.ep=2", "moe.dispatcher=allgather")),
+    "pp 2": (MOE, 2, ("parallel.pp=2",)),
+    "pp 2 of 1 and 3 layers": (MOE, 2, ("parallel.pp=2", "parallel.pipeline_layout=[1,3]")),
+    "pp 2, vpp 2": (MOE, 2, ("parallel.pp=2", "parallel.vpp=2")),
+    "copies": (MOE, 2, ("megatron.data_parallel=ddp",)),
+    "no overlap": (MOE, 2, ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")),
+    "folding: tp 2 with ep 4, etp 1": (MOE, 4, (*SP, "parallel.ep=4")),
+    "pp 2 with ep 2": (MOE, 4, ("parallel.pp=2", "parallel.ep=2")),
+    "images, pp 2": (VISION, 2, (*IMAGES, "parallel.pp=2")),
+    "images, folding": (VISION, 2, (*IMAGES, *SP, "parallel.ep=2")),
+}
+
+
+def reference(config: str, words: tuple[str, ...]) -> Job:
+    """The torch backend on one rank, on the same rows."""
+    rows = tuple(w for w in words if w.startswith("data.") or w in IMAGES)
+    return Job(f"torch {Path(config).stem} {' '.join(rows)}".strip(), 1, (config, *COMMON, *rows, "eval.every=2"))
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+    """Every run that is asked for, with its reference."""
+    root = tmp_path_factory.mktemp("megatron")
+    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    runs = {name: run for name, run in RUNS.items() if name in wanted}
+    jobs = {job.name: job for config, _, words in runs.values() if (job := reference(config, words))}
+    for name, (config, ranks, words) in runs.items():
+        jobs[name] = Job(name, ranks, (config, *COMMON, "backend=megatron", "eval.every=2", *words))
+    return root, train_all(list(jobs.values()), root, timeout=800, script=ROOT / "tests/multiproc/megatron_many.py")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, dict[str, str | None]]) -> None:
+    root, errors = trained
+    config, _, words = RUNS[name]
+    expected = reference(config, words).name
+    assert errors[expected] is None, errors[expected]
+    assert errors[name] is None, errors[name]
+    far = difference(root / name, root / expected)
+    assert far["loss"] < 2e-5, far
+    assert far["grad_norm"] < 2e-4, far
+    mine, theirs = ([row["loss"] for row in summary(root / x)["eval"]] for x in (name, expected))
+    assert mine == pytest.approx(theirs, rel=1e-4)
+    assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
+
+
+@pytest.mark.timeout(200)
+def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
+    words = (MOE, *COMMON[:3], "model.num_layers=2", "backend=megatron", "parallel.ep=2", "train.global_batch_size=4")
+    job = Job("observed", 2, words)
+    assert train_all([job], tmp_path, timeout=180, script=ROOT / "tests/multiproc/megatron_many.py") == {"observed": None}
+    found = summary(tmp_path / "observed")
+    receipt = found["receipt"]
+    layers, microbatches = 2, 2
+    assert receipt["numbers"]["moe_layers"] == layers
+    for name in ("attention", "router", "experts"):
+        assert receipt["ranges"][name] == receipt["ranges"][f"{name}.bwd"] == layers * microbatches
+    assert {"step", "data", "forward", "backward", "decoder", "dispatch", "combine", "loss", "optimizer"} <= set(receipt["ranges"])
+    exchanged = {(r["inside"], r["phase"]) for r in receipt["collectives"] if r["op"] == "all_to_all" and r["group"] == "ep"}
+    assert exchanged == {(inside, phase) for inside in ("dispatch", "combine") for phase in ("forward", "backward")}
+    assert any(r["op"] == "reduce_scatter" and r["group"] == "dp_cp" and r["bytes"] for r in receipt["collectives"])
+    held = found["metrics"]
+    assert held["optimizer_bytes_per_rank"] > held["param_bytes_per_rank"] > 0
+    assert held["dispatch_bytes_per_token_layer"] > 0

@@ -1,0 +1,282 @@
+"""The megatron backend on one rank: megatron-core's model, schedules and optimizer behind the interface of the loop."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from playbook.errors import ConfigError
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.data.batch import Batch
+from playbook_trainer.engine import Saver
+from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, vision_language, weights, wrap
+from playbook_trainer.megatron.inputs import Inputs
+from playbook_trainer.megatron.ranges import announced
+from playbook_trainer.models import hf
+from playbook_trainer.nvtx import range_
+from playbook_trainer.parallel.axes import Axes
+from playbook_trainer.parallel.setup import part_of
+
+
+class MegatronEngine:
+    """What the loop asks of the megatron backend."""
+
+    def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
+        require(config, device)
+        self.config, self.device = config, device
+        groups.initialise(config)
+        self.axes: Axes = groups.axes(config)
+        seed(config)
+        self.transformer_config = transformer_config(config)
+        chunks = build_chunks(config, self.transformer_config, device)
+        self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(has_experts(x) for c in chunks for x in c.decoder.layers)
+        self.chunks = wrap.wrap(config, self.transformer_config, chunks)
+        self.optim = wrap.optimizer(config, self.chunks)
+        self.model = nn.ModuleList(chunks)
+        self.saver: Saver = Unsaved(config)
+        self._norm = 0.0
+        self._graphs = graphs.Graphs(config, self.transformer_config, self.chunks, self.optim)
+        self._schedule = self._graphs.schedule(get_forward_backward_func())
+
+    def local(self, batches: list[Batch]) -> list[Inputs]:
+        """Images only where the tower is, on the first stage."""
+        made = [inputs.make(b, self.config, self.axes) for b in batches]
+        if not self.axes.is_first_stage:
+            for each in made:
+                each.vision = None
+        return [each.to(self.device) for each in made]
+
+    def forward_backward(self, batches: list[Inputs], labels: Tensor) -> Tensor:
+        """Ranks average gradients, and the schedule divides by the micro-batches; so the loss is scaled up by both before."""
+        self._graphs.before_step()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optim.zero_grad()
+        scale = len(batches) * self.axes.dp.size / labels
+        return self._run(batches, scale, forward_only=False)
+
+    def _run(self, batches: list[Inputs], scale: Tensor, *, forward_only: bool) -> Tensor:
+        # Dictionaries of tensors, which a graph of the whole iteration copies into memory that stays.
+        iterators: Any = [iter([{**vars(b), "scale": scale} for b in batches]) for _ in self.chunks]
+        rows, length = batches[0].tokens.shape
+        given = self._schedule(
+            forward_step_func=partial(forward_step, config=self.config),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            # Of the whole row: schedules take off the shares of other context and sequence ranks themselves.
+            seq_length=length * self.axes.cp.size,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+        losses = [each["loss"] for each in given if isinstance(each, dict)]
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def squared_norm(self) -> Tensor:
+        """Of the whole model, on rank 0 alone: megatron-core has added it up over all ranks."""
+        self.optim.prepare_grads()
+        self._norm = float(self.optim.get_grad_norm() or 0.0)
+        squared = self._norm**2 if self.axes.world.rank == 0 else 0.0
+        return torch.tensor(squared, device=self.device, dtype=torch.float64)
+
+    def update(self, rate: float, norm: Tensor) -> None:
+        """Gradients are dropped when the next step begins."""
+        wrap.set_rate(self.optim, rate, self.config.optimizer.weight_decay)
+        wrap.clip(self.optim, self.config.optimizer.clip_norm, self._norm)
+        self.optim.step_with_ready_grads()
+
+    def drop_gradients(self) -> None:
+        """The next step begins without them."""
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Inputs]) -> float:
+        """No gradients are kept; parameters are those of the last update."""
+        for chunk in self.chunks:
+            chunk.eval()
+        loss = self._run(batches, torch.ones((), device=self.device), forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        once = self.axes.tp.rank == 0
+        counted = once and self.axes.cp.rank == 0 and self.axes.is_last_stage
+        sums = torch.tensor([0.0, float(sum(b.num_loss for b in batches)) if counted else 0.0], device=self.device, dtype=torch.float64)
+        sums[0] = loss.double() if once else 0.0
+        dist.all_reduce(sums)
+        total, labels = sums.tolist()
+        return float(total / max(1.0, labels))
+
+    def export(self, folder: Path) -> None:
+        """Gathered tensor by tensor."""
+        weights.save(self.chunks, self.config.model, folder)
+
+    def count_parameters(self) -> tuple[int, int]:
+        """By the table of the model's tensors: ranks hold shares, and some of them copies."""
+        sizes = {rule.ours: math.prod(rule.shape) for rule in hf.rules(self.config.model) if not rule.ours.endswith("router.bias")}
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if part_of(name) not in self.config.train.freeze)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Gradients lie in buffers that stay."""
+        return wrap.state_bytes(self.chunks, self.optim)
+
+    def moe_layers(self) -> tuple[int, int]:
+        """The layers of all chunks of this rank."""
+        return self._moe_layers
+
+    def ranges(self) -> AbstractContextManager[None]:
+        """By hooks, which a timed step does not have."""
+        return announced(self.model)
+
+
+class Unsaved:
+    """A run without checkpoints."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        if config.checkpoint.dir:
+            raise ConfigError("checkpoint.dir is not served by the megatron backend yet; leave it out")
+        self.latest: int | None = None
+
+    def restore(self) -> None:
+        """There is nothing."""
+
+    def save(self, step: int, data: dict[str, Any]) -> bool:
+        """Nothing is written."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing is being written."""
+
+
+def forward_step(
+    batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False, *, config: TrainerConfig
+) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    """One micro-batch through one chunk, as megatron-core's schedules call it: the output, and what makes a loss of it on the last stage.
+
+    With `return_schedule_plan` the forward pass is only planned, layer by layer, for a schedule that overlaps two micro-batches.
+    """
+    batch = next(batches)
+    given: dict[str, Any] = {"labels": batch["labels"], "packed_seq_params": packed(batch["borders"], batch["longest"])}
+    if config.model.mtp_layers:
+        given["loss_mask"] = batch["weight"]
+    if config.model.vision is not None:
+        given |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
+    loss = partial(summed_loss, weight=batch["weight"], scale=batch["scale"])
+    if return_schedule_plan:
+        return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **given), loss
+    with range_("forward"):
+        return model(batch["tokens"], batch["positions"], None, **given), loss
+
+
+def packed(borders: Tensor | None, longest: int) -> PackedSeqParams | None:
+    """A stream of documents for attention and rotary embedding; None for plain rows."""
+    if borders is None:
+        return None
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss that gradients are of, and the sum over labels that is reported."""
+    total = (losses.float() * weight.view_as(losses)).sum()
+    return total * scale, {"loss": total.detach().clone()}
+
+
+def require(config: TrainerConfig, device: torch.device) -> None:
+    """Refuse what this rank's device and packages cannot serve.
+
+    Raises:
+        ConfigError: one line for each.
+    """
+    problems = device_problems(config, device)
+    if mapping.has_transformer_engine(config):
+        try:
+            import transformer_engine.pytorch  # noqa: F401
+        except Exception as e:  # whatever a binary package says when it does not fit
+            problems.append(
+                f"Transformer Engine cannot be loaded ({_first_line(e)}); install one that fits torch {torch.__version__}, or set megatron.kernels: local"
+            )
+    dispatcher = config.moe.dispatcher
+    if dispatcher in ("deepep", "hybridep") and config.model.num_experts:
+        try:
+            deep_ep = importlib.import_module("deep_ep")
+            if not hasattr(deep_ep, "Buffer" if dispatcher == "deepep" else "HybridEPBuffer"):
+                raise ImportError(f"it has no {'Buffer' if dispatcher == 'deepep' else 'HybridEPBuffer'}")
+        except Exception as e:
+            problems.append(
+                f"moe.dispatcher '{dispatcher}': the package deep_ep does not serve it ({_first_line(e)}); set moe.dispatcher: alltoall"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
+    """What the device is too old for."""
+    if device.type != "cuda":
+        return ["backend megatron needs a GPU, and there is none: set backend: torch"]
+    have, recipe = torch.cuda.get_device_capability(device), config.precision.fp8
+    name = torch.cuda.get_device_name(device)
+    if recipe in ("mxfp8", "nvfp4") and have < (10, 0):
+        unit = "blocks of 32 values with a scale each" if recipe == "mxfp8" else "4-bit values"
+        return [f"precision.fp8 {recipe}: {name} has no units for {unit}, which GPUs have from Blackwell on; set blockwise or tensorwise"]
+    if recipe != "none" and have < (9, 0):
+        return [f"precision.fp8 {recipe} needs a Hopper GPU or a later one, and this is {name}; set it to none"]
+    return []
+
+
+def seed(config: TrainerConfig) -> None:
+    """Random states of this rank, apart for what tensor-parallel ranks hold in common and what they do not."""
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed, te_rng_tracker=mapping.graph_impl(config) != "none")
+
+
+def transformer_config(config: TrainerConfig) -> Any:
+    """megatron-core's configuration of the model.
+
+    Raises:
+        ConfigError: the installed version lacks a field, or refuses the combination.
+    """
+    cls = MLATransformerConfig if config.model.attention == "mla" else TransformerConfig
+    fields = mapping.transformer(config, cls)
+    try:
+        return cls(**fields)
+    except (ValueError, AssertionError, NotImplementedError) as e:
+        raise ConfigError(f"megatron-core {mapping.core_version()} refuses this configuration: {_first_line(e)}") from e
+
+
+def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) -> list[nn.Module]:
+    """The chunks of the model on this rank, with their first weights."""
+    count = config.parallel.vpp
+    chunks = [_chunk(config, transformer, stage if count > 1 else None) for stage in range(count)]
+    dtype = mapping.DTYPES[config.train.dtype]
+    chunks = [chunk.to(dtype=dtype, device=device) for chunk in chunks]
+    weights.initialise(chunks, config)
+    return chunks
+
+
+def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Module:
+    ends = {"ignore_virtual": False, "vp_stage": stage}
+    first, last = parallel_state.is_pipeline_first_stage(**ends), parallel_state.is_pipeline_last_stage(**ends)
+    where = {"pre_process": first, "post_process": last, "vp_stage": stage}
+    make = model.build_text if config.model.vision is None else vision_language.build
+    chunk: nn.Module = make(config, transformer, **where)
+    return chunk
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a decoder layer routes tokens."""
+    return hasattr(layer.mlp, "router")
+
+
+def _first_line(e: BaseException) -> str:
+    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__

@@ -1,0 +1,63 @@
+"""CUDA graphs of the megatron backend: when they are captured, and by whom.
+
+Source: megatron-core 0.19.2, `megatron/core/transformer/cuda_graphs.py` and `megatron/core/full_cuda_graph.py`; the order of calls is that of
+Megatron-LM, `megatron/training/training.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.megatron import mapping
+from playbook_trainer.megatron.checks import GRAPH_WARMUP
+
+
+class Graphs:
+    """Graphs of parts, which Transformer Engine captures after the first steps, or of a whole iteration; nothing where none is asked for."""
+
+    def __init__(self, config: TrainerConfig, transformer_config: Any, chunks: list[Any], optim: Any) -> None:
+        self.impl, self._step, self._chunks = mapping.graph_impl(config), 0, chunks
+        self._overlaps = config.megatron.overlap_param_gather and config.megatron.data_parallel == "distributed_optimizer"
+        self._helper: Any = None
+        if self.impl != "transformer_engine":
+            return
+        from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator, init_num_microbatches_calculator
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        train, par = config.train, config.parallel
+        destroy_num_microbatches_calculator()
+        dp = dist.get_world_size() // (par.tp * par.pp * par.cp)
+        init_num_microbatches_calculator(dist.get_rank(), None, train.global_batch_size, train.micro_batch_size, dp)
+        self._helper = TECudaGraphHelper(
+            model=chunks,
+            config=transformer_config,
+            seq_length=config.data.seq_len,
+            micro_batch_size=train.micro_batch_size,
+            optimizers=[optim],
+        )
+
+    def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The schedule, captured whole where that is asked for."""
+        if self.impl != "full_iteration":
+            return run
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        captured: Callable[..., Any] = FullCudaGraphWrapper(run, cuda_graph_warmup_steps=GRAPH_WARMUP)
+        return captured
+
+    def before_step(self) -> None:
+        """Capture, when the steps before have warmed everything up."""
+        if self._helper is not None and self._step == GRAPH_WARMUP:
+            if self._overlaps:
+                for chunk in self._chunks:
+                    chunk.disable_forward_pre_hook(param_sync=False)
+            self._helper.create_cudagraphs()
+            if self._overlaps:
+                for chunk in self._chunks:
+                    chunk.enable_forward_pre_hook()
+                self._helper.cuda_graph_set_manual_hooks()
+        self._step += 1

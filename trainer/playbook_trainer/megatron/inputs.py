@@ -1,0 +1,133 @@
+"""From a micro-batch of the loader to what megatron-core's models take.
+
+Rows that are one document each go in as rows (batch, tokens): causal attention never looks at what lies behind a document, so padding at its end
+changes nothing. Packed rows, rows of unequal length and rows with images go in as one stream of documents (`thd`).
+
+Under context parallelism each document (a row, or a packed document) is cut into 2 x cp slices, of which rank r takes slices r and 2 cp - 1 - r. A
+packed document is first filled up to a length that divides.
+Source: megatron-core, `megatron/core/utils.py` (get_batch_on_this_cp_rank), and Transformer Engine, thd_get_partitioned_indices.
+
+Suffixes: N tokens of a micro-batch, n of them on this context rank, B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of
+from playbook_trainer.parallel import sequence
+from playbook_trainer.parallel.axes import Axes, Axis
+
+
+@dataclass
+class Inputs:
+    """One micro-batch on this rank."""
+
+    tokens: Tensor
+    """int64 [B, S / cp] or [1, n]"""
+    labels: Tensor
+    """Of the same shape; 0 where there is nothing to predict."""
+    weight: Tensor
+    """float32 of the same shape; 1 where there is."""
+    positions: Tensor
+    """int64, of the same shape, or [3, n] with images."""
+    borders: Tensor | None
+    """int32 [documents + 1], of a stream: where documents end, over all context ranks. What fills one up counts as its last tokens."""
+    longest: int
+    num_loss: int
+    """Labels of the whole micro-batch, over all context ranks."""
+    vision: VisionBatch | None = None
+
+    def to(self, device: Any) -> Inputs:
+        """The same on `device`."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        vision = self.vision
+        if vision is not None:
+            moved["vision"] = VisionBatch(
+                **{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(vision).items()}
+            )
+        return Inputs(**{**vars(self), **moved})
+
+
+def is_stream(config: TrainerConfig) -> bool:
+    """Whether micro-batches go in as a stream of documents."""
+    return config.data.pack or not config.data.pad or config.model.vision is not None
+
+
+def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
+    """This rank's share of a micro-batch, on the CPU."""
+    if is_stream(config):
+        return _stream(batch, axes, config.model.vision is not None)
+    rows = config.train.micro_batch_size
+    if batch.tokens_N.numel() % rows:
+        raise AssertionError("rows of unequal length in a batch of rows")
+    take = slices(batch.tokens_N.numel() // rows, axes.cp)
+    tokens, labels, positions = (t.view(rows, -1)[:, take] for t in (batch.tokens_N, batch.labels_N, batch.positions))
+    return _inputs(tokens, labels, positions, None, 0, batch)
+
+
+def slices(length: int, cp: Axis) -> Tensor:
+    """Which of a document's places a context rank holds; int64 [length / cp]."""
+    if cp.size == 1:
+        return torch.arange(length)
+    size = length // (2 * cp.size)
+    first, second = cp.rank, 2 * cp.size - 1 - cp.rank
+    return torch.cat([torch.arange(first * size, (first + 1) * size), torch.arange(second * size, (second + 1) * size)])
+
+
+def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
+    if axes.cp.size == 1:
+        share = sequence.cut(batch, axes)
+        tokens, labels = batch.tokens_N.unsqueeze(0), batch.labels_N.unsqueeze(0)
+        positions = batch.positions if visual else batch.positions.unsqueeze(0)
+        return _inputs(tokens, labels, positions, batch.cu_seqlens.to(torch.int32), batch.max_seqlen, batch, share.vision)
+    multiple = 2 * axes.cp.size * (axes.tp.size if axes.sequence_parallel else 1)
+    index_n, borders = document_slices(batch.cu_seqlens.tolist(), axes.cp, multiple)
+    real_n = index_n >= 0
+    place_n = index_n.clamp(min=0)
+    tokens = batch.tokens_N[place_n].where(real_n, 0).unsqueeze(0)
+    labels = batch.labels_N[place_n].where(real_n, IGNORE).unsqueeze(0)
+    positions = batch.positions[..., place_n].where(real_n, 0)
+    vision = None if batch.vision is None else _own_images(batch, index_n, axes)
+    longest = int((borders[1:] - borders[:-1]).max())
+    return _inputs(tokens, labels, positions if visual else positions.unsqueeze(0), borders, longest, batch, vision)
+
+
+def document_slices(cu_seqlens: list[int], cp: Axis, multiple: int) -> tuple[Tensor, Tensor]:
+    """Which token of the stream lies in each place of a context rank, -1 where none does, and where documents end when filled up.
+
+    Shapes: int64 [n], int32 [documents + 1].
+    """
+    index, ends = [], [0]
+    for start, end in itertools.pairwise(cu_seqlens):
+        length = -(-(end - start) // multiple) * multiple
+        place = slices(length, cp)
+        index.append((place + start).where(place < end - start, -1))
+        ends.append(ends[-1] + length)
+    return torch.cat(index), torch.tensor(ends, dtype=torch.int32)
+
+
+def _own_images(batch: Batch, index_n: Tensor, axes: Axes) -> VisionBatch:
+    """The images, with those of their tokens that this rank's rows of the decoder hold."""
+    assert batch.vision is not None
+    if axes.sequence_parallel:
+        size = index_n.numel() // axes.tp.size
+        index_n = index_n[axes.tp.rank * size : (axes.tp.rank + 1) * size]
+    place_N = torch.full((batch.tokens_N.numel(),), -1)
+    real_n = index_n >= 0
+    place_N[index_n[real_n]] = real_n.nonzero().squeeze(1)
+    return share_of(batch.vision, place_N)
+
+
+def _inputs(
+    tokens: Tensor, labels: Tensor, positions: Tensor, borders: Tensor | None, longest: int, batch: Batch, vision: VisionBatch | None = None
+) -> Inputs:
+    real = labels != IGNORE
+    weight, labels = real.float(), labels.where(real, 0).contiguous()
+    return Inputs(tokens.contiguous(), labels, weight, positions.contiguous(), borders, longest, batch.num_loss, vision)

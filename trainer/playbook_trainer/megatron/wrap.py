@@ -1,0 +1,130 @@
+"""What data parallelism puts around the model's chunks, and the optimizer over them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.megatron import mapping
+from playbook_trainer.models.vision import VisionBlock
+
+
+def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]) -> list[Any]:
+    """Each chunk in the wrapper that `megatron.data_parallel` names, and the schedules told how to reduce their gradients."""
+    settings = DistributedDataParallelConfig(**mapping.data_parallel(config, DistributedDataParallelConfig))
+    kind = config.megatron.data_parallel
+    if kind == "megatron_fsdp":
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        units = None
+        if config.model.vision is not None and config.megatron.sharding_strategy == "optim_grads_params":
+            units = [TransformerLayer, VisionBlock]
+        wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk, fsdp_unit_modules=units) for chunk in chunks]
+    elif kind == "fsdp2":
+        from megatron.core.distributed import TorchFullyShardedDataParallel
+
+        wrapped = [TorchFullyShardedDataParallel(transformer_config, settings, chunk) for chunk in chunks]
+    else:
+        # Buckets beyond the first chunk would be reduced before the next chunk's backward pass ends.
+        wrapped = [DistributedDataParallel(transformer_config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    _tell_schedules(config, transformer_config, wrapped)
+    return wrapped
+
+
+def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: list[Any]) -> None:
+    """Source: Megatron-LM, `megatron/training/training.py` (train): what overlap asks of the schedules."""
+    mg, one = config.megatron, len(wrapped) == 1
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    if mg.data_parallel == "fsdp2":
+        return
+    if mg.overlap_grad_reduce:
+        waits = [chunk.no_sync for chunk in wrapped]
+        transformer_config.no_sync_func = waits[0] if one else waits
+        if not one and mg.data_parallel != "megatron_fsdp":
+            transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+
+
+def optimizer(config: TrainerConfig, wrapped: list[Any]) -> Any:
+    """megatron-core's optimizer; norms, biases and other parameters of one dimension are not decayed."""
+    settings = OptimizerConfig(**mapping.optimizer(config, OptimizerConfig))
+    given = inspect.signature(get_megatron_optimizer).parameters
+    more = {"use_gloo_process_groups": False} if "use_gloo_process_groups" in given else {}
+    return get_megatron_optimizer(settings, wrapped, **more)
+
+
+def parts(optim: Any) -> list[Any]:
+    """The optimizers of dense parameters, of experts, and so on, that one stands for; those that hold nothing here left out."""
+    each = getattr(optim, "chained_optimizers", [optim])
+    return [part for part in each if not getattr(part, "is_stub_optimizer", False)]
+
+
+def clip(optim: Any, limit: float, norm: float) -> None:
+    """Scale the gradients down to the limit. Source: megatron-core, `megatron/core/optimizer/optimizer.py` (ChainedOptimizer.step)."""
+    for part in parts(optim):
+        params = part.get_parameters()
+        if not params:
+            continue
+        sharded = part.config.use_precision_aware_optimizer and getattr(params[0], "__fsdp_param__", False)
+        apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or sharded
+        clip_grad_by_total_norm_fp32(params, max_norm=limit, total_norm=norm, use_decoupled_grad=apart)
+
+
+def set_rate(optim: Any, rate: float, decay: float) -> None:
+    """The learning rate and weight decay of every group, by its own multipliers, which only megatron's scheduler would apply."""
+    for group in optim.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = decay * group.get("wd_mult", 1.0)
+
+
+def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on this rank."""
+    params = [p for chunk in chunks for p in chunk.parameters()]
+    held = {_memory(p) for p in params}
+    buffers = [b for chunk in chunks for name in ("buffers", "expert_parallel_buffers") for b in _list(getattr(chunk, name, None))]
+    grads = sum(_size(b.grad_data) for b in buffers if getattr(b, "grad_data", None) is not None)
+    if not buffers:
+        grads = sum(_size(p.grad) for p in params if p.grad is not None)
+    own = [p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in held]
+    states = [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    sizes = {
+        "param_bytes_per_rank": sum(_size(p) for p in params),
+        "grad_bytes_per_rank": grads,
+        "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*own, *(t for t in states if t.numel() > 1)])),
+    }
+    return {**sizes, "state_bytes_per_rank": sum(sizes.values())}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _size(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.element_size())
+
+
+def _memory(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.untyped_storage().data_ptr())
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, each once."""
+    return list({id(t): t for t in tensors}.values())
+
+
+def finite(chunks: list[Any], optim: Any, device: torch.device) -> Tensor:
+    """Whether every weight and moment of this rank is, as 1 or 0."""
+    tensors = [p for chunk in chunks for p in chunk.parameters()]
+    tensors += [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    good = [torch.isfinite(t).all() for t in local if t.is_floating_point() and t.element_size() > 1 and t.numel()]
+    return torch.stack([g.to(device) for g in good]).all().int() if good else torch.ones((), dtype=torch.int32, device=device)
