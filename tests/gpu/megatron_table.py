@@ -232,6 +232,8 @@ def run(todo: list[Row], *, num_gpus: int, deadline: float, limit_s: float, fork
 
 def can_fork() -> bool:
     """Import everything heavy; whether processes may be forked after that."""
+    # So that a question whether there is a GPU leaves CUDA alone.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in HEAVY:
         with suppress(ImportError):
             importlib.import_module(name)
