@@ -90,6 +90,9 @@ class Down(nn.Module):
         return out, None
 
 
+UP_AND_NORMS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
 class Mla(MLASelfAttention):
     """Multi-head latent attention with down projections of our own.
 
@@ -103,6 +106,10 @@ class Mla(MLASelfAttention):
             self.linear_q_down_proj = Down(config, config.q_lora_rank)
         rotated = config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = Down(config, config.kv_lora_rank + rotated, rotated)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The parts as they are given; megatron-core since 0.17 would look for those of `transformer_impl`."""
+        return {name: getattr(submodules, name) for name in UP_AND_NORMS}
 
 
 class LocalLayers(LocalSpecProvider):

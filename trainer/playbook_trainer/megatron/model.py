@@ -38,6 +38,11 @@ def build_text(
         ConfigError: Transformer Engine is asked for and not installed.
     """
     te = uses_transformer_engine(config)
+    if te and config.model.attention == "mla" and config.model.qk_norm and not config.model.q_lora_rank:
+        raise ConfigError(
+            "model.q_lora_rank 0 with model.qk_norm: megatron-core would norm the layer's input a second time; "
+            "set megatron.kernels: local, or compress queries"
+        )
     block = decoder_block(transformer_config, te, vp_stage)
     settings = {
         "vocab_size": config.model.vocab_size,
