@@ -121,6 +121,7 @@ def _experts(sheet: Sheet) -> None:
         sheet.skip("megatron.aux_loss_coeff megatron.shared_expert_overlap", "the model has no experts")
         return
     fused = moe.dispatcher in ("deepep", "hybridep")
+    sheet.skip("moe.weigh", "megatron-core weighs rows before the second product")
     if moe.dispatcher == "dedup":
         sheet.lack("moe.dispatcher", "one copy of a token for each rank; alltoall, set instead, sends one for each expert")
     dispatcher = "flex" if fused else "alltoall" if moe.dispatcher == "dedup" else moe.dispatcher
@@ -275,14 +276,13 @@ def _data_parallel(sheet: Sheet) -> None:
     else:
         sheet.skip("megatron.sharding_strategy megatron.fsdp_double_buffer", "of Megatron-FSDP, which is not chosen")
     if megatron:
-        sheet.skip("parallel.fsdp parallel.reshard_after_forward", TORCH)
-        fp32 = mg.grad_reduce_dtype == "fp32"
+        sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype", TORCH)
     else:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
         sheet.plain("parallel.reshard_after_forward", True, "Megatron-FSDP frees gathered parameters after the forward pass")
-        fp32 = True
     sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if optimizer else 1)
-    sheet.put("megatron.grad_reduce_dtype" if megatron else "", "ddp", "grad_reduce_in_fp32", fp32)
+    dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
+    sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
     sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
     sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", optimizer and mg.overlap_param_gather)
 
@@ -398,6 +398,7 @@ def _switches(sheet: Sheet) -> None:
     for region in ("vision", "decoder", "loss"):
         sheet.plain(f"train.compile.{region}", False, "megatron-core has fused kernels of its own instead of torch.compile")
     sheet.skip("train.compile.backend train.compile.dynamic", "of torch.compile, which the target leaves out")
+    sheet.skip("train.fused_activation optimizer.fused", f"{TORCH}; megatron-core's are fused")
     sheet.skip("train.loss_chunk", f"{TORCH}; logits of a micro-batch exist at once there")
 
 

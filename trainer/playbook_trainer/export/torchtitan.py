@@ -132,7 +132,7 @@ def _experts(sheet: Sheet) -> None:
     sheet.plain("moe.capacity_factor", None, "no token is dropped")
     sheet.plain("moe.fused_permutation", False, "it permutes in its own way")
     sheet.plain("moe.router_dtype", "fp32", "scores are computed in float32")
-    sheet.skip("moe.experts", "experts are one grouped product")
+    sheet.skip("moe.experts moe.weigh", "experts are one grouped product, weighed in its own way")
 
 
 def _training(sheet: Sheet) -> None:
@@ -179,6 +179,9 @@ def _switches(sheet: Sheet) -> None:
     sheet.plain("train.attention", "auto", "a flavour has its kind of attention")
     sheet.plain("train.cuda_graphs", [], "it captures no parts of a layer")
     sheet.plain("train.fused_loss", False, "compile the loss instead")
+    sheet.plain("train.fused_activation", False, "compile the model instead")
+    sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
+    sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
     sheet.skip("train.loss_chunk", "logits of a micro-batch exist at once there")
     sheet.plain("offload.activations", False, "activations stay on the GPU")
     if config.precision.fp8 in ("rowwise", "tensorwise") and "linear" in config.precision.fp8_modules:

@@ -47,7 +47,8 @@ def options(config: TrainerConfig) -> Options:
 def widths(config: TrainerConfig) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
 
-    A precision-aware optimizer keeps of a float32 master weight only what its bfloat16 weight lacks, and moments in `moments_dtype`.
+    A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
+    Megatron-FSDP keeps it whole.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
     own = config.megatron
@@ -56,7 +57,8 @@ def widths(config: TrainerConfig) -> tuple[float, float, float]:
     gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
     weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
-    return weight, gradient, (2 if own.precision_aware_optimizer else 4) + 2 * moments
+    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp"
+    return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
 def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from playbook_trainer.data.batch import VisionBatch
 from playbook_trainer.megatron.model import build_text
 from playbook_trainer.models.decoder import blank_image, rotary_angles
 from playbook_trainer.models.vision import VisionBlock, VisionTower
-from playbook_trainer.parallel.setup import freeze
+from playbook_trainer.parallel.setup import compile_regions, freeze
 
 
 def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
@@ -40,6 +40,7 @@ def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, 
         config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole, position_embedding_type="none"
     )  # fmt: skip
     freeze(model, config.train.freeze)
+    compile_regions(model, config.train.compile)
     return model
 
 
