@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from playbook.errors import ConfigError
@@ -22,7 +24,5 @@ def test_no_variant_is_refused_before_it_starts(case, monkeypatch):
     may_fail = {name for claim in CLAIMS if claim.case == case.id for name in named(claim.expect.infeasible)}
     for profile in case.profiles:
         for name, variant in resolve_all(case, profile).items():
-            try:
+            with contextlib.suppress(*([ConfigError] if name in may_fail else [])):
                 checks.check(variant.config, variant.ranks)
-            except ConfigError as e:
-                assert name in may_fail, f"{profile}, {name}: {e}"
