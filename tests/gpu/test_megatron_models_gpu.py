@@ -177,12 +177,13 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(name: str, kernels: str
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", ["dense", "moe", "deepseek", "prediction"])
+@pytest.mark.parametrize("name", ["dense", "moe", "loop", "deepseek", "prediction"])
 def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from playbook_trainer.megatron import weights
     from playbook_trainer.models import hf
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
+    monkeypatch.setitem(MODELS, "loop", {**MODELS["moe"], "moe.experts": "loop"})
     config = configuration(name, kernels)
     given = rounded(config, tmp_path / "m")
     chunks = built(config)
@@ -192,6 +193,23 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Pat
     assert all(torch.equal(found[key].float(), given[key]) for key in given)
     dtypes = {t.dtype for key, t in found.items() if not key.endswith("router.bias")}
     assert dtypes == {torch.bfloat16}, "weights leave in the precision of training"
+
+
+def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
+    from playbook_trainer.megatron import weights
+    from playbook_trainer.models import hf
+
+    config = configuration("dense", "transformer_engine", **{"precision.fp8": "tensorwise", "megatron.fp8_param": True})
+    given = rounded(config, tmp_path / "m")
+    chunks = built(config)
+    narrow = [name for name, p in chunks[0].named_parameters() if hasattr(p, "_quantizer")]
+    assert narrow, "no parameter is kept in 8 bits"
+    weights.load(chunks, config.model, tmp_path / "m")
+    weights.save(chunks, config.model, tmp_path / "out")
+    found = hf.load_safetensors(config.model, tmp_path / "out")
+    worst = max(float((found[key].float() - given[key]).norm() / given[key].norm()) for key in given)
+    print(f"\n{len(narrow)} parameters in 8 bits, worst relative difference {worst:.3f}")
+    assert 0 < worst < 0.05, "three bits of mantissa"
 
 
 @pytest.mark.parametrize("kind", ["megatron_fsdp", "fsdp2"])
