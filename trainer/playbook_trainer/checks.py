@@ -10,14 +10,14 @@ from playbook_trainer.config_megatron import MegatronConfig
 from playbook_trainer.megatron import checks as megatron
 
 
-def check(config: TrainerConfig, world: int) -> None:
-    """Refuse what cannot run on `world` ranks.
+def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
+    """Refuse what cannot run on `world` ranks; where they are not `here`, packages that are missing here do not count.
 
     Raises:
         ConfigError: every rule that is broken, one per line.
     """
     problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
-    if config.backend == "megatron":
+    if config.backend == "megatron" and here:
         problems += megatron.package_problems(config)
     if problems:
         raise ConfigError(
