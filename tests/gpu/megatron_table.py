@@ -263,7 +263,7 @@ def main() -> int:
         if r.table in arguments.tables
         and r.gpus <= num_gpus
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
-        and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "refused", "oom"))
+        and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
     fork = not arguments.no_fork and can_fork()
     print(
