@@ -196,7 +196,10 @@ def _data(sheet: Sheet) -> None:
         sheet.put("data.pack", "dataset", "reset_attention_mask", data.pack)
     else:
         sheet.plain("data.pack", True, "how samples fill rows is the data set's own matter there")
-    sheet.plain("data.path", None, "the target reads .bin and .idx files made by its tools/preprocess_data.py: give --data-path")
+    if lm and data.kind == "text":
+        sheet.lack("data.path", "give --data-path: .bin and .idx files made by tools/preprocess_data.py of Megatron-LM")
+    else:
+        sheet.skip("data.path", "the data set comes with the recipe" if not lm else READER)
     if data.tokenizer == "byte" and not lm:
         sheet.skip("data.tokenizer", "the recipe has the model's tokenizer")
     elif data.tokenizer == "byte":
