@@ -1,6 +1,7 @@
 """Many layouts of megatron-core models in few processes, on a CPU: `python megatron_ranks.py JOBS`.
 
-JOBS is a JSON file with a list of {"name", "ranks", "words": [...], "weights": folder or null, "shared_out": whether FSDP2 is tried too}. This process imports everything once, and forks the
+JOBS is a JSON file with a list of {"name", "ranks", "words": [...], "weights": folder or null, "shared_out": whether FSDP2 is tried too,
+"trains": whether anything runs}. This process imports everything once, and forks the
 ranks of all jobs of one size. Every job loads the weights (or draws some, for models that
 transformers lacks), runs both packs of documents through megatron-core's own schedule and its
 gradient reductions, and writes beside JOBS, under its name: losses and gradients under our names, the weights as saved again, and the first
@@ -184,6 +185,12 @@ def job(spec: dict[str, Any], folder: Path) -> None:
         weights.save(chunks, config.model, folder / "saved", max_shard_bytes=300_000)
     if dist.get_world_size() == 1 and not config.model.mtp_layers:
         save_file({"logits": logits(config, chunks[0])}, folder / "logits.safetensors")
+    if not spec["trains"]:
+        if dist.get_rank() == 0:
+            (folder / "result.json").write_text(json.dumps({"counts": counts}))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        return
     loss, wrapped = run(config, settings, chunks)
     found = gradients(config, wrapped, scale=len(PACKS))  # the schedule divides by the number of rows
     if dist.get_rank() == 0:

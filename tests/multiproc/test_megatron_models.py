@@ -64,8 +64,14 @@ LAYOUTS = {
     "tp2": ("dense", 2, ["parallel.tp=2"]),
     "pp2-prediction": ("prediction", 2, ["parallel.pp=2"]),
     "tp2-ep2-etp1": ("moe", 4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=1", "parallel.sequence_parallel=true"]),
+    "pp2-uneven": ("deepseek", 2, ["parallel.pp=2", "parallel.pipeline_layout=[1,3]"]),
+    "tp2-ep2-etp2": ("moe", 4, ["parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"]),
     "tp2-pp2-mla-sp": ("deepseek", 4, ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true"]),
 }
+
+
+WEIGHTS_ALONE = ("tp2-ep2-etp2",)
+"""gloo gathers no uneven numbers of rows, which etp 2 asks of it."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             hf.save_safetensors(model(base), parity.random_state(model(base)), path / "weights" / base)
     for name, (base, ranks, words) in {**{name: (name, 1, []) for name in MODELS}, **LAYOUTS}.items():
         weights = None if base in DRAWN else str(path / "weights" / base)
-        jobs.append({"name": name, "ranks": ranks, "words": [*MODELS[base], *words], "weights": weights, "shared_out": name == "dp2"})
+        job = {"name": name, "ranks": ranks, "words": [*MODELS[base], *words], "weights": weights}
+        jobs.append({**job, "shared_out": name == "dp2", "trains": name not in WEIGHTS_ALONE})
     (path / "jobs.json").write_text(json.dumps(jobs))
     roots = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": roots, "OMP_NUM_THREADS": "1"}
@@ -98,7 +105,8 @@ def result(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Ten
     """Loss and counts, and the gradients."""
     found = folder / name / "result.json"
     assert found.is_file(), (folder / "said").read_text()[-4000:]
-    return json.loads(found.read_text()), load_file(folder / name / "gradients.safetensors")
+    gradients = folder / name / "gradients.safetensors"
+    return json.loads(found.read_text()), load_file(gradients) if name not in WEIGHTS_ALONE else {}
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -147,7 +155,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
     assert worst(gradients, {n: p.grad for n, p in ours.named_parameters()}) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WEIGHTS_ALONE])
 def test_a_layout_computes_what_one_rank_does(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0]
     (one, expected), (found, gradients) = result(folder, base), result(folder, name)
