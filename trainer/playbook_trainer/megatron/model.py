@@ -10,8 +10,10 @@ from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
@@ -56,7 +58,20 @@ def build_text(
         "vp_stage": vp_stage,
         **more,
     }
-    return model(config=transformer_config, transformer_layer_spec=block, **settings)
+    chunk = model(config=transformer_config, transformer_layer_spec=block, **settings)
+    reduce_experts_apart(chunk, transformer_config)
+    return chunk
+
+
+def reduce_experts_apart(chunk: nn.Module, transformer_config: Any) -> None:
+    """Experts that are not cut as the rest is have their gradients summed over other ranks; 0.16.1 sees that only where ep is above 1."""
+    if (
+        transformer_config.num_moe_experts
+        and transformer_config.expert_tensor_parallel_size != transformer_config.tensor_model_parallel_size
+    ):
+        for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False
 
 
 def decoder_block(transformer_config: Any, parts: local.LocalLayers | None, vp_stage: int | None = None) -> Any:

@@ -33,7 +33,7 @@ def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, 
     """One chunk of the model on this rank, as `model.build_text` does it for text; what `train.freeze` names needs no gradient.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and not installed.
+        ConfigError: as `model.build_text`.
     """
     whole = partial(VisionLanguageModel, config)
     model = build_text(
