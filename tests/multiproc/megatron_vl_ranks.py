@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -29,6 +28,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from playbook.paths import data_root
+from playbook_bench.launch import free_port
 from playbook_trainer.config import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.megatron import mapping, vision_language, weights
@@ -146,10 +146,7 @@ def main(jobs: list[dict[str, Any]], folder: Path) -> int:
         reference({**job, "words": []}, folder)
     failed = 0
     for job in jobs:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        children = []
+        children, port = [], free_port()
         for rank in range(job["ranks"]):
             pid = os.fork()
             if pid == 0:

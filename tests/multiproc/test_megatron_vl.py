@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     jobs = [{"name": n, "model": m, "ranks": r, "words": w, "save": n in SAVED} for n, (m, r, w) in JOBS.items() if n in wanted]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     paths = [*map(str, (ROOT, ROOT / "bench", ROOT / "trainer", ROOT / "tests" / "unit")), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     line = [sys.executable, str(Path(__file__).with_name("megatron_vl_ranks.py")), str(folder / "jobs.json"), str(folder)]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
     (folder / "said.txt").write_text(done.stdout + done.stderr)
