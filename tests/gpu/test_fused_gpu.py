@@ -187,3 +187,64 @@ def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
     assert relative(out, rows.double()[place].view(n, k, width).sum(1)) < 1e-2
     assert ours.grad is not None
     assert torch.equal(ours.grad[place].view(n, k, width), grad.unsqueeze(1).expand(n, k, width))
+
+
+@pytest.mark.parametrize("shape", [(1, 2048), (1000, 2048), (33, 1152), (3, 5, 128), (0, 64)])
+def test_fused_norm_against_float64(shape: tuple[int, ...]) -> None:
+    from playbook_trainer.models.kernels.norm import norm
+
+    torch.manual_seed(0)
+    x, grad = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(shape[-1], device=DEVICE)).to(torch.bfloat16)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    expected = ops.norm(*exact, 1e-6)
+    expected.backward(grad.double())
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    out = norm(*ours, 1e-6)
+    out.backward(grad)
+    errors = [relative(out, expected), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    print(shape, *(f"{e:.1e}" for e in errors))
+    assert max(errors) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 128), (700, 4, 128), (33, 6, 64), (0, 8, 64)])
+def test_fused_norm_with_rotation_against_float64(shape: tuple[int, int, int]) -> None:
+    from playbook_trainer.models.kernels.norm import norm_rotate
+
+    torch.manual_seed(0)
+    n, _, size = shape
+    x, grad = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(size, device=DEVICE)).to(torch.bfloat16)
+    angle = torch.randn(n, size, device=DEVICE)
+    cos, sin = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    expected = ops.norm_rotate(*exact, cos.double(), sin.double(), 1e-6)
+    expected.backward(grad.double())
+    ours = [t.clone().requires_grad_() for t in (x, weight)]
+    out = norm_rotate(*ours, cos, sin, 1e-6)
+    out.backward(grad)
+    errors = [relative(out, expected), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    print(shape, *(f"{e:.1e}" for e in errors))
+    assert max(errors) < 1e-2
+
+
+def test_fused_norms_are_timed() -> None:
+    from playbook_trainer.models.kernels.norm import norm, norm_rotate
+
+    x, grad = (torch.randn(32_768, 2048, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    q, grad_q = (torch.randn(32_768, 32, 128, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    scale = torch.ones(128, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    table = torch.randn(32_768, 128, device=DEVICE).to(torch.bfloat16)
+    x.requires_grad_()
+    q.requires_grad_()
+    for name, f, g in (("plain", ops.norm, ops.norm_rotate), ("fused", norm, norm_rotate)):
+        times = [
+            milliseconds(lambda f=f: f(x, weight, 1e-6)),
+            milliseconds(lambda f=f: f(x, weight, 1e-6).backward(grad)),
+            milliseconds(lambda g=g: g(q, scale, table, table, 1e-6)),
+            milliseconds(lambda g=g: g(q, scale, table, table, 1e-6).backward(grad_q)),
+        ]
+        print(
+            f"{name}: norm of 32,768 x 2048 {times[0]:.3f} ms, with backward {times[1]:.3f}; with rotation, 32 heads {times[2]:.3f}, {times[3]:.3f}"
+        )

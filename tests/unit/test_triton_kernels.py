@@ -9,11 +9,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from playbook_trainer.models.kernels import adamw, cross_entropy, permute, swiglu  # noqa: E402
+from playbook_trainer.models.kernels import adamw, cross_entropy, norm, permute, swiglu  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}
 FACTORS = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "keep", "rate", "root"), "fp32")
+NORM = {**dict.fromkeys(("x", "scale", "grad", "grad_x", "out", "cos", "sin"), "*bf16"), "grad_scale": "*fp32", "eps": "fp32"}
+COUNTS = dict.fromkeys(("width", "rows", "tokens", "heads"), "i32")
 ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width": "i32"}
 
 
@@ -32,6 +34,10 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
         ),
         (swiglu._forward, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
         (swiglu._backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (norm._norm, {**NORM, **COUNTS}, {"BLOCK": 2048}),
+        (norm._norm_backward, {**NORM, **COUNTS}, {"BLOCK": 2048}),
+        (norm._rotate, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
+        (norm._rotate_backward, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
         (
             adamw._adamw,
             {**dict.fromkeys("pg", "*fp32"), **dict.fromkeys("mv", "*bf16"), "scale": "*fp32", "count": "i32", **FACTORS},

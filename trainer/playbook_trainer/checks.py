@@ -204,6 +204,8 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.compile.loss compiles no collectives: set it to false where parallel.tp is above 1")
     if train.compile.loss and train.fused_loss:
         problems.append("train.compile.loss and train.fused_loss are two ways to do one thing: choose one of them")
+    if train.fused_norms and config.model.head_dim & (config.model.head_dim - 1):
+        problems.append(f"train.fused_norms takes heads of a power of two, not model.head_dim {config.model.head_dim}: set it to false")
     if train.fused_loss and train.dtype == "fp32":
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
@@ -222,6 +224,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         "moe.fused_permutation": moe.fused_permutation,
         "train.fused_loss": train.fused_loss,
         "train.fused_activation": train.fused_activation,
+        "train.fused_norms": train.fused_norms,
         "optimizer.fused": config.optimizer.fused,
     }
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]

@@ -235,6 +235,8 @@ class TrainConfig(Strict):
     """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
     fused_activation: bool = False
     """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
+    fused_norms: bool = False
+    """Norms, and per-head norms with the rotary embedding, in one Triton kernel each, their gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)

@@ -95,6 +95,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     fused = {
         "train.fused_loss": train.fused_loss,
         "train.fused_activation": train.fused_activation,
+        "train.fused_norms": train.fused_norms,
         "moe.fused_permutation": config.moe.fused_permutation,
         "optimizer.fused": config.optimizer.fused,
     }
@@ -121,11 +122,15 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
 def operators(train: TrainConfig) -> Ops:
     """The element-wise parts of a layer: plain, compiled, or where asked for a kernel."""
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
-    if not train.fused_activation:
-        return ops
-    from playbook_trainer.models.kernels.swiglu import swiglu, weighted_swiglu
+    if train.fused_activation:
+        from playbook_trainer.models.kernels.swiglu import swiglu, weighted_swiglu
 
-    return replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
+        ops = replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
+    if train.fused_norms:
+        from playbook_trainer.models.kernels.norm import norm, norm_rotate
+
+        ops = replace(ops, norm=norm, norm_rotate=norm_rotate)
+    return ops
 
 
 def loss_rows(train: TrainConfig) -> LossRows:
