@@ -44,8 +44,9 @@ check: $(VENV)/.dev
 	$(BIN)/playbook skills check
 
 parity: $(VENV)/.dev
-	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl
-	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py
+	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl docs/parity/megatron.jsonl
+	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py \
+		tests/multiproc/test_megatron_models.py
 
 docs: $(VENV)/.dev
 	$(BIN)/playbook site build

@@ -16,6 +16,7 @@ import typer
 
 from playbook import __version__, cli_lint, cli_slurm
 from playbook.cli_bisect import bisect
+from playbook.cli_config import config_app
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -44,6 +45,7 @@ site_app = typer.Typer(no_args_is_help=True, help="The documentation site.")
 for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evidence_app), ("schemas", schemas_app), ("site", site_app)):
     app.add_typer(sub, name=name)
 app.add_typer(layout_app, name="layout")
+app.add_typer(config_app, name="config")
 app.add_typer(skills_app, name="skills")
 app.command()(mcp)
 app.command()(search)

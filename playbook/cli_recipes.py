@@ -58,7 +58,7 @@ def _compared(family: ConfigFamily, config: TrainerConfig, gpus: int) -> dict[st
         "seq_len": config.data.seq_len,
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.global_batch_size,
-        "pack_buffer": config.data.pack_buffer,
+        **{key: getattr(config.data, key) for key in ("pack", "pack_buffer", "pad_to_multiple", "cache")},
     }
     dispatcher = settings.get("dispatcher", settings.get("moe_flex_dispatcher_backend"))
     said = settings.get("recompute")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from playbook import cli_slurm
+from playbook.errors import PlaybookError
 
 
 def train(
@@ -15,6 +16,9 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration and print what each rank would hold; runs nothing.")
+    ] = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="With --dry-run, on a GPU: also build the model of one rank of the megatron backend.")
     ] = False,
     gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
     launcher: cli_slurm.LauncherName = "local",
@@ -30,8 +34,10 @@ def train(
     if dry_run:
         from playbook import cli_dry_run
 
-        cli_dry_run.show(config, overrides or [], gpus, as_json=as_json)
+        cli_dry_run.show(config, overrides or [], gpus, build=build, as_json=as_json)
         return
+    if build:
+        raise PlaybookError("--build is part of a dry run; say --dry-run too")
     cli_slurm.check_launcher(launcher)
     if launcher != "local":
         request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card, Claim, MechanismCheck, in_words
+from playbook.cards import Card, Claim, ConfigFamily, MechanismCheck, in_words
 from playbook.site_cards import Shelf, effect
 from playbook.site_records import verdicts
 from playbook.site_text import NBSP, plain
@@ -67,9 +67,13 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     if card.interactions:
         parts.append("## Interactions\n\n" + _bullets(card.interactions))
     if card.families:
-        rows = [f"{f.name}: {f.model} on {f.hardware}, {_words(f.layout)}; {_words(f.settings)}. {f.note or ''}" for f in card.families]
-        parts.append("## Configurations in use\n\n" + _bullets(rows))
+        parts.append("## Configurations in use\n\n" + _bullets(map(_family, card.families)))
     return "\n\n".join(parts) + "\n"
+
+
+def _family(family: ConfigFamily) -> str:
+    recipe = f" Recipe: {family.recipe}." if family.recipe else ""
+    return f"{family.name}: {family.model} on {family.hardware}, {_words(family.layout)}; {_words(family.settings)}. {family.note or ''}{recipe}"
 
 
 def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:

@@ -72,7 +72,7 @@ def models_page(configs: Path) -> str:
 def _recipes(configs: Path) -> dict[str, list[str]]:
     """Configurations of the trainer by the model that they name; under the empty name, the models that it knows."""
     found: dict[str, list[str]] = {"": sorted(p.stem for p in (configs / "models").glob("*.yaml"))}
-    for path in sorted(configs.glob("*.yaml")):
+    for path in sorted([*configs.glob("*.yaml"), *configs.glob("recipes/*_*.yaml")]):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         model = content.get("model") if isinstance(content, dict) else None
         name = model.get("preset") if isinstance(model, dict) else model

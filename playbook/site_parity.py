@@ -19,9 +19,12 @@ LAYOUTS = ("layouts.jsonl", "layouts-nccl.jsonl")
 """Over gloo, as `make parity` writes them on any machine; over NCCL, from the tests marked `multigpu` on a machine that has the GPUs."""
 CURVES = "vl-curves.jsonl"
 
+MEGATRON = ("megatron.jsonl", "megatron-gpu.jsonl")
+"""On the CPU, as `make parity` writes them; on a GPU, from the tests marked `gpu`."""
+
 INTRO = """# Parity
 
-Correct first, then fast. Two comparisons stand behind every figure on this site; both are tests, and the tables below are what they found
+Correct first, then fast. Three comparisons stand behind every figure on this site; all are tests, and the tables below are what they found
 when they last wrote them down (`make parity`).
 """
 
@@ -94,3 +97,24 @@ def _layouts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"| {text(row['layout'])} | {row['ranks']} | {text(row['backend'])} | {row['steps']} | {row['loss']:.1e} | {row['grad_norm']:.1e} |"
         )
     return [*out, "", "Asked for: loss within 1e-5, gradient norm within 1e-4.", ""]
+
+
+def _megatron(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    out = [
+        "## Models on megatron-core",
+        "",
+        "The same weights in megatron-core's layers, of Transformer Engine or of this trainer (`local`), against transformers, and in several layouts",
+        "against one rank. Relative differences: of the logits and of the worst parameter's gradient the norm of the difference over the norm. In BF16",
+        "the reference is FP32, and what is asked for follows from how far transformers in BF16 is from it.",
+        "",
+        "| model | against | ranks | kernels | on | precision | logits | loss | gradients | asked for | megatron-core | torch |",
+        "| --- | --- | --: | --- | --- | --- | --: | --: | --: | --: | --- | --- |",
+    ]
+    for row in rows:
+        logits = "-" if row["logits"] is None else f"{row['logits']:.1e}"
+        words = [text(str(row[key])) for key in ("model", "against", "ranks", "kernels", "device", "dtype")]
+        figures = [logits, *(f"{row[key]:.1e}" for key in ("loss", "gradients", "tolerance"))]
+        out.append(f"| {' | '.join([*words, *figures, text(row['megatron_core']), text(row['torch'])])} |")
+    return [*out, ""]

@@ -1,4 +1,4 @@
-"""The page of recipes: what each configuration file stands for, whether it fits, and how to run it."""
+"""The page of recipes: what each configuration file stands for, whether it fits, and how to run it or carry it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from playbook.site_text import block, code, front_matter, link, mapping, number, table, text
+
+TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 
 INTRO = (
     "Configurations that somebody published, as files that this trainer loads. Each passes a dry run at the world size stated, and its estimated "
@@ -50,12 +52,14 @@ def _section(row: Mapping[str, Any]) -> str:
         lines.append(f"- Differs from its source: {text(row['differs'])}")
     lines.append(f"- Small version: {row['small_peak_gib']:.0f} of {row['small_memory_gib']:.0f} GiB on four H200s, by the same estimate")
     own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
-    commands = [row["dry_run"], *own, row["run_small"]]
+    target, *others = TARGETS
+    commands = [row["dry_run"], *own, row["run_small"], f"playbook config export {path} --to {target} --platform {row['platform']}"]
     return "\n\n".join(
         [
             f"## {text(row['title'])} {{ #{anchor(path)} }}",
             "\n".join(lines),
             block("\n".join(commands), "text"),
-            f"{code('platform: ' + row['platform'])} in the cluster's file sets the variables of these GPUs.",
+            f"`--to` also takes {' and '.join(map(code, others))}; {code('platform: ' + row['platform'])} in the cluster's file sets the variables of "
+            "these GPUs.",
         ]
     )

@@ -40,6 +40,8 @@ class Rule(Strict):
     """Count only collectives issued inside this range."""
     group: str | None = None
     """Count only collectives on this process group: world, dp, ep, tp, pp, cp."""
+    phase: Literal["forward", "backward"] | None = None
+    """Count only collectives of this pass; what the optimizer does counts as forward."""
     count: str | int | None = None
     op: Literal["==", ">=", "<="] = "=="
 

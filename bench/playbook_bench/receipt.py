@@ -66,7 +66,8 @@ def describe(rule: Rule) -> str:
     subject = rule.collective or rule.range or rule.counter or (f"kernel {rule.kernel}" if rule.kernel else "nothing")
     inside = f" inside {rule.inside}" if rule.inside else ""
     group = f" on {rule.group}" if rule.group else ""
-    return f"{subject}{inside}{group}"
+    phase = f" in the {rule.phase} pass" if rule.phase else ""
+    return f"{subject}{inside}{group}{phase}"
 
 
 def observe(rule: Rule, observed: Observed) -> float | None:
@@ -79,6 +80,7 @@ def observe(rule: Rule, observed: Observed) -> float | None:
                 if c.op == rule.collective
                 and (rule.inside is None or rule.inside in (c.inside or "").split("/"))
                 and (rule.group is None or rule.group == c.group)
+                and (rule.phase is None or rule.phase == c.phase)
             )
         )
     if rule.range is not None:

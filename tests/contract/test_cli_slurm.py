@@ -62,6 +62,19 @@ def test_the_script_of_training_holds_the_variables_of_its_layout(capsys, elsewh
     assert "# playbook train --launcher srun --cluster" in out
 
 
+def test_a_recipe_is_submitted_from_a_machine_without_its_packages(capsys, file):
+    file("platform: nvl72\ngpus_per_node: 4\n")
+    recipe = str(repo_root() / "trainer/configs/recipes/qwen3_vl_235b_a22b_fsdp_first_gb200.yaml")
+    code, out, err = run(capsys, "train", recipe, "--launcher", "slurm", "--nodes", "16", "--print")
+    assert code == 0, err
+    assert "#SBATCH --nodes=16\n" in out
+    for line in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=64", "USE_MNNVL=1", "NVLINK_DOMAIN_SIZE=72"):
+        assert f"export {line}\n" in out
+    code, _, err = run(capsys, "train", recipe, "--launcher", "slurm", "--nodes", "15", "--print")
+    assert code == 2
+    assert "60 ranks do not divide into ep 64" in err
+
+
 @pytest.mark.parametrize(
     ("platform", "keys", "expected"),
     [

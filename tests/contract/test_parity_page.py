@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook.site_parity import LAYOUTS, parity_page, read_rows
+from playbook.site_parity import LAYOUTS, MEGATRON, parity_page, read_rows
 
 FOLDER = repo_root() / "docs" / "parity"
 
@@ -20,6 +20,11 @@ def test_every_row_is_within_what_was_asked_for():
     layouts = [row for name in LAYOUTS for row in read_rows(FOLDER / name, [])]
     assert {"gloo", "nccl"} <= {r["backend"] for r in layouts}
     assert all(r["loss"] < 1e-5 and r["grad_norm"] < 1e-4 and r["steps"] == 10 for r in layouts)
+    megatron = [row for name in MEGATRON for row in read_rows(FOLDER / name, [])]
+    assert all(r["gradients"] <= r["tolerance"] for r in megatron)
+    assert {("moe", "transformers"), ("deepseek", "transformers"), ("moe tp2-ep2-etp1", "one rank")} <= {
+        (r["model"], r["against"]) for r in megatron
+    }
 
 
 def test_the_page_holds_every_row(tmp_path):
@@ -37,6 +42,7 @@ def test_the_page_holds_every_row(tmp_path):
     page = parity_page(tmp_path)
     assert "| m&#124;1 | one | 1.0e-06 | 0.0e+00 | 2.0e-05 |" in page
     assert "Layouts" not in page, "no rows, no table"
+    assert "megatron-core" not in page
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"model": "m"}'])

@@ -105,6 +105,7 @@ def test_a_family_and_its_recipe_agree(card, family):
         ({"gpus": 16, "layout": {"edp": 1}}, "has edp 2"),
         ({"settings": {"global_batch_size": 256}}, "has global_batch_size 32"),
         ({"settings": {"recompute": ["moe"]}}, "has recompute []"),
+        ({"settings": {"pack": False}}, "has pack True"),
     ],
 )
 def test_a_family_that_says_something_else_is_found(change, says):

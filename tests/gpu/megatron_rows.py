@@ -16,7 +16,7 @@ CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
 
 # Random tokens in rows of one document: every run gets the same load on its experts, and graphs may hold attention.
 _COMMON: dict[str, Any] = {"backend": "megatron", "data.kind": "mock", "data.pack": False, "train.log_every": 3}
-_SHORT = {"model.num_layers": 4, "train.steps": 9, "train.warmup_steps": 3, "train.micro_batch_size": 2}
+_SHORT = {"model.num_layers": 4, "train.steps": 10, "train.warmup_steps": 4, "train.micro_batch_size": 2}
 
 TABLES: dict[str, dict[str, Any]] = {
     "one": {**_COMMON, **_SHORT, "parallel.ep": 1, "train.global_batch_size": 2},
@@ -164,11 +164,16 @@ def _two() -> Iterator[Row]:
     yield Row("two", "expert parallelism", "overlap", _megatron(overlap_expert_parallel=True), (a2a,))
     later = _megatron(overlap_expert_parallel=True, delay_wgrad=True)
     yield Row("two", "expert parallelism, weight gradients later", "overlap", later, (a2a,))
-    yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"))
+    yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"), (Rule(collective="reduce_scatter", count=0),))
+    yield Row("two", "distributed_optimizer, EP 1", "data parallelism", {"parallel.ep": 1}, (Rule(collective="reduce_scatter"),))
+    regathers = Rule(collective="all_gather", phase="backward", count="layers * microbatches", op=">=")
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
         fsdp = _megatron(data_parallel="megatron_fsdp", sharding_strategy=strategy)
-        yield Row("two", f"megatron_fsdp {strategy}, EP 1", "data parallelism", {**fsdp, "parallel.ep": 1})
-    yield Row("two", "megatron_fsdp optim_grads_params, EP 2", "data parallelism", _megatron(data_parallel="megatron_fsdp"))
+        shown = (regathers,) if strategy == "optim_grads_params" else ()
+        yield Row("two", f"megatron_fsdp {strategy}, EP 1", "data parallelism", {**fsdp, "parallel.ep": 1}, shown)
+    yield Row(
+        "two", "megatron_fsdp optim_grads_params, EP 2", "data parallelism", _megatron(data_parallel="megatron_fsdp"), (regathers, a2a)
+    )
     yield Row("two", "fsdp2, EP 1", "data parallelism", {**_megatron(data_parallel="fsdp2"), "parallel.ep": 1})
     tp = {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.etp": 1}
     gathered = Rule(collective="all_gather", group="tp", count="2 * layers * microbatches", op=">=")

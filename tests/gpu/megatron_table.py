@@ -232,6 +232,8 @@ def run(todo: list[Row], *, num_gpus: int, deadline: float, limit_s: float, fork
 
 def can_fork() -> bool:
     """Import everything heavy; whether processes may be forked after that."""
+    # So that a question whether there is a GPU leaves CUDA alone.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in HEAVY:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -261,7 +263,7 @@ def main() -> int:
         if r.table in arguments.tables
         and r.gpus <= num_gpus
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
-        and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "refused", "oom"))
+        and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
     fork = not arguments.no_fork and can_fork()
     print(

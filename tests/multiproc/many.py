@@ -14,7 +14,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from playbook_bench.launch import free_port
 from playbook_trainer import checks
 from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.loop import train
@@ -49,9 +49,7 @@ def main(path: Path, stall: float) -> int:
 
 def together(jobs: list[list[str]], ranks: int, stall: float) -> tuple[int, str | None]:
     """Train the jobs on ranks of their own; how many went well, and what the ranks of the next one said."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(ranks)]
         read, write = os.pipe()

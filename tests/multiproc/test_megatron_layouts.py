@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "pp 2, vpp 2": (MOE, 2, ("parallel.pp=2", "parallel.vpp=2")),
     "copies": (MOE, 2, ("megatron.data_parallel=ddp",)),
     "no overlap": (MOE, 2, ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")),
+    "copies of experts: tp 2 with ep 1, etp 1": (MOE, 2, SP),
     "folding: tp 2 with ep 4, etp 1": (MOE, 4, (*SP, "parallel.ep=4")),
     "pp 2 with ep 2": (MOE, 4, ("parallel.pp=2", "parallel.ep=2")),
     "images, pp 2": (VISION, 2, (*IMAGES, "parallel.pp=2")),

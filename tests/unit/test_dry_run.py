@@ -138,6 +138,22 @@ def test_the_other_backend_is_counted_by_its_own_rules():
         dry_run(load(LARGE, {"backend": "megatron", "train.fused_loss": True}), 4)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dry-run", "--build", "--gpus", "4", str(LARGE)], "--build builds models of the megatron backend"),
+        (["--build", str(LARGE)], "say --dry-run too"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(capsys, words, says):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *words])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+
+
 def test_the_claim_fails_where_a_fault_is_none():
     case = load_case("dry-run-of-1024-gpus")
     holds, sentence, figures = logic.run(case)

@@ -51,6 +51,8 @@ def test_each_strategy_shards_what_its_name_says():
     per_parameter = {"no_shard": 2 + 2 + 12, "optim": 2 + 2 + 12 / 4, "optim_grads": 2 + 2 / 4 + 12 / 4, "optim_grads_params": 16 / 4}
     for strategy, expected in per_parameter.items():
         assert state(strategy) / held == pytest.approx(expected), strategy
+    lean = report(**{**FSDP, **LEAN, "parallel.ep": 1}).stages[0]
+    assert lean.state_bytes / held == pytest.approx((2 + 2 + 4 + 4) / 4), "16-bit moments beside a whole master copy"
     copies = report(**FSDP, **{"parallel.ep": 1, "parallel.dp_replicate": 2}).stages[0]
     assert copies.state_bytes / held == pytest.approx(16 / 2), "two copies, each over two ranks"
 

@@ -49,7 +49,7 @@ OBSERVED = Observed(
     collectives=[
         CollectiveCount(op="all_to_all", group="ep", inside="dispatch", count=8),
         CollectiveCount(op="all_to_all", group="ep", inside="experts/combine", count=4),
-        CollectiveCount(op="all_gather", group="dp", inside=None, count=5),
+        CollectiveCount(op="all_gather", group="dp", inside=None, phase="forward", count=5),
     ],
     counters={"images_decoded": 3, "padding_tokens": 0},
     kernels={"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 4, "void deep_ep::intranode::dispatch": 8, "nvjet_tst_192x192": 9},
@@ -67,6 +67,8 @@ OBSERVED = Observed(
         (Rule(collective="all_to_all", group="dp"), False, False),
         (Rule(collective="all_gather", inside="dispatch"), True, True),
         (Rule(collective="all_gather"), True, False),
+        (Rule(collective="all_gather", phase="forward", count=5), False, True),
+        (Rule(collective="all_gather", phase="backward"), True, True),
         (Rule(counter="images_decoded"), False, True),
         (Rule(counter="images_decoded"), True, False),
         (Rule(counter="padding_tokens"), True, True),

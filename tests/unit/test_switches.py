@@ -154,6 +154,10 @@ def test_a_wrong_module_name_is_answered_with_the_right_one(given):
         ({"train.fused_loss": True, "train.dtype": "bf16", "train.device": "cpu"}, "needs a GPU"),
         ({"moe.fused_permutation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"moe.fused_permutation": True, "parallel.ep": 2, "moe.dispatcher": "allgather"}, "not allgather"),
+        ({"moe.weigh": "activation", "parallel.ep": 2, "moe.dispatcher": "dedup"}, "not dedup"),
+        ({"optimizer.fused": True, "offload.optimizer": True}, "choose one"),
+        ({"optimizer.fused": True, "train.device": "cpu"}, "needs a GPU"),
+        ({"train.fused_activation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.attention": "cudnn"}, "16-bit numbers"),
         ({"train.compile.loss": True, "parallel.tp": 2}, "no collectives"),
     ],
@@ -164,7 +168,16 @@ def test_switches_that_cannot_work_are_refused_by_rule(words, expected):
         checks.check(config, 2)
 
 
-@pytest.mark.parametrize("words", [{"moe.fused_permutation": True}, {"train.fused_loss": True}, {"train.attention": "cudnn"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"moe.fused_permutation": True},
+        {"train.fused_loss": True},
+        {"train.fused_activation": True},
+        {"optimizer.fused": True},
+        {"train.attention": "cudnn"},
+    ],
+)
 def test_switches_that_need_a_gpu_are_refused_without_one(words):
     with pytest.raises(ConfigError, match="needs a GPU"):
         check_device(load(TEXT, {"train.dtype": "bf16", **words}), torch.device("cpu"))

@@ -9,10 +9,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from playbook_trainer.models.kernels import cross_entropy, permute  # noqa: E402
+from playbook_trainer.models.kernels import adamw, cross_entropy, permute, swiglu  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}
+FACTORS = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "keep", "rate", "root"), "fp32")
 ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width": "i32"}
 
 
@@ -21,11 +22,21 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
     [
         (cross_entropy._stats, {**LOSS, "top": "*fp32", "total": "*fp32", "aimed": "*fp32"}, {"BLOCK": 4096}),
         (cross_entropy._gradient, {**LOSS, "lse": "*fp32", "valid": "*i1"}, {"BLOCK": 4096}),
-        (permute._spread, {**ROWS, "weight": "*fp32"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
-        (permute._spread, {**ROWS, "weight": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
+        (permute._spread, ROWS, {"K": 8, "BLOCK": 2048}),
         (permute._collect, {**ROWS, "weight": "*fp32", "out": "*bf16"}, {"K": 8, "WEIGHED": True, "BLOCK": 2048}),
         (permute._collect, {**ROWS, "weight": "*bf16", "out": "*bf16"}, {"K": 8, "WEIGHED": False, "BLOCK": 2048}),
-        (permute._weight_gradient, {**ROWS, "out": "*fp32"}, {"K": 8, "BLOCK": 2048}),
+        (
+            permute._unweigh,
+            {**ROWS, "weight": "*fp32", "out": "*bf16", "grad_weight": "*fp32"},
+            {"K": 8, "CHOICES": 8, "BLOCK": 512},
+        ),
+        (swiglu._forward, {"h": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (swiglu._backward, {"h": "*bf16", "grad": "*bf16", "out": "*bf16", "rows": "i32", "width": "i32"}, {"ROWS": 8, "COLS": 256}),
+        (
+            adamw._adamw,
+            {**dict.fromkeys("pg", "*fp32"), **dict.fromkeys("mv", "*bf16"), "scale": "*fp32", "count": "i32", **FACTORS},
+            {"BLOCK": 2048},
+        ),
     ],
 )
 def test_kernel_compiles_for_a_hopper(kernel, types, constants):

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 16 bits; the arithmetic is in float32 on float32 master weights."""
+"""AdamW whose moments may be kept in 16 bits, or whose update may be one kernel; the arithmetic is in float32 on float32 master weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ PIECE = 1 << 26
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW with moments of another precision; its state has the same form."""
+    """torch.optim.AdamW with moments of another precision; its state has the same form.
 
-    def __init__(self, groups: list[dict[str, Any]], *, moments: torch.dtype, **how: Any) -> None:
+    With `fused`, each parameter's update is one Triton kernel, which also multiplies the gradient with `scale`; gradients stay as they are.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, moments: torch.dtype, fused: bool = False, **how: Any) -> None:
         super().__init__(groups, **how)
-        self.moments = moments
+        self.moments, self.is_fused = moments, fused
+        self.scale: Tensor | None = None
+        """A float32 value on the device; None leaves gradients as they are."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -40,7 +45,14 @@ class AdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param, dtype=self.moments) for _ in range(2))
         state["step"] += 1
-        flat = [t.view(-1).split(PIECE) for t in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+        if self.is_fused:
+            from playbook_trainer.models.kernels import adamw as kernel
+
+            scale = kernel.no_scale(param.device) if self.scale is None else self.scale
+            kernel.update(*tensors, scale, group, int(state["step"].item()))
+            return
+        flat = [t.view(-1).split(PIECE) for t in tensors]
         for p, g, m, v in zip(*flat, strict=True):
             update(p, g, m, v, group, int(state["step"].item()))
 

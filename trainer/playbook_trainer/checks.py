@@ -10,14 +10,14 @@ from playbook_trainer.config_megatron import MegatronConfig
 from playbook_trainer.megatron import checks as megatron
 
 
-def check(config: TrainerConfig, world: int) -> None:
-    """Refuse what cannot run on `world` ranks.
+def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
+    """Refuse what cannot run on `world` ranks; where they are not `here`, packages that are missing here do not count.
 
     Raises:
         ConfigError: every rule that is broken, one per line.
     """
     problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
-    if config.backend == "megatron":
+    if config.backend == "megatron" and here:
         problems += megatron.package_problems(config)
     if problems:
         raise ConfigError(
@@ -208,13 +208,22 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
+        problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
         problems.append(
             "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
         )
-    needs_gpu = {"moe.fused_permutation": moe.fused_permutation, "train.fused_loss": train.fused_loss}
+    if config.optimizer.fused and config.offload.optimizer:
+        problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
+    needs_gpu = {
+        "moe.fused_permutation": moe.fused_permutation,
+        "train.fused_loss": train.fused_loss,
+        "train.fused_activation": train.fused_activation,
+        "optimizer.fused": config.optimizer.fused,
+    }
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
     return problems
 

@@ -110,6 +110,8 @@ class ParallelConfig(Strict):
     """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way."""
     pipeline_layout: list[int] | None = None
     """Decoder layers of each of the pp x vpp chunks, in the order in which a token passes them, where they are not equal; of the megatron
     backend. The embedding lies in the first chunk and the output layer in the last, and both chunks may be without layers."""
@@ -131,6 +133,9 @@ class MoeConfig(Strict):
     """Precision of the router's matrix product and softmax."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
+    weigh: Literal["output", "activation"] = "output"
+    """Where a row meets its probability: after the second product of its expert, or before it. Before it, the outputs of the experts need not be
+    kept for the backward pass. Not with the dispatcher dedup, which weighs on the way."""
     fused_permutation: bool = False
     """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
 
@@ -155,6 +160,8 @@ class OptimizerConfig(Strict):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
+    fused: bool = False
+    """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
 
 FP8_MODULES = ("linear", "experts")
@@ -226,6 +233,8 @@ class TrainConfig(Strict):
     """Tokens whose logits exist at once."""
     fused_loss: bool = False
     """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
+    fused_activation: bool = False
+    """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)

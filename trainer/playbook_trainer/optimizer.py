@@ -69,8 +69,9 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
     how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
-    if config.moments_dtype == "bf16":
-        return AdamW(groups, moments=torch.bfloat16, **how)
+    if config.moments_dtype == "bf16" or config.fused:
+        moments = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.moments_dtype]
+        return AdamW(groups, moments=moments, fused=config.fused, **how)
     return torch.optim.AdamW(groups, fused=True, **how)
 
 
@@ -108,7 +109,11 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
         tally("offloaded_gradient_bytes", sum(g.numel() * g.element_size() for g in grads))
     with host_threads(offloaded):
         if grads:
-            torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0]))
+            clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            if isinstance(optimizer, AdamW) and optimizer.is_fused:
+                optimizer.scale = clip.float()
+            else:
+                torch._foreach_mul_(grads, clip.to(grads[0]))
         optimizer.step()
     drop_gradients(parts)
 

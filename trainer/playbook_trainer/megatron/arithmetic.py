@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from playbook import activations, memory, pipeline
+from playbook import activations, memory, parameters, pipeline
 from playbook.layout_rules import Options
 from playbook.plan import Plan
 from playbook_trainer.config import TrainerConfig
@@ -47,7 +47,8 @@ def options(config: TrainerConfig) -> Options:
 def widths(config: TrainerConfig) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
 
-    A precision-aware optimizer keeps of a float32 master weight only what its bfloat16 weight lacks, and moments in `moments_dtype`.
+    A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
+    Megatron-FSDP keeps it whole.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
     own = config.megatron
@@ -56,7 +57,8 @@ def widths(config: TrainerConfig) -> tuple[float, float, float]:
     gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
     weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
-    return weight, gradient, (2 if own.precision_aware_optimizer else 4) + 2 * moments
+    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp"
+    return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
 def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> tuple[float, float]:
@@ -86,7 +88,7 @@ def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
-    held, last = memory.weights(plan, stage, chunks), stage == plan.pp - 1
+    held, last = weights(plan, stage, chunks), stage == plan.pp - 1
     state, host = states(config, plan, held)
     alive = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap
@@ -109,6 +111,20 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         workspace_bytes=memory.WORKSPACE_BYTES,
         host_bytes=host + width * (away - resident),
     )
+
+
+def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> memory.Weights:
+    """What a rank of a stage holds before data parallelism shards it.
+
+    Multi-token prediction, on the last stage, has a copy of the embedding there, and leaves the final norm with the last decoder layer.
+    Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
+    """
+    held, last = memory.weights(plan, stage, chunks), stage == plan.pp - 1
+    if not plan.shape.mtp or plan.pp == 1:
+        return held
+    norm = plan.shape.hidden * (int(any(plan.shape.layers - 1 in chunk for chunk in chunks)) - int(last))
+    copy = -(-parameters.embedding(plan.shape) // plan.tp) if last else 0
+    return replace(held, dense=held.dense + copy + norm)
 
 
 def _layer(config: TrainerConfig, plan: Plan, index: int, place: int) -> tuple[float, float, float]:

@@ -19,6 +19,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -90,6 +91,9 @@ class Down(nn.Module):
         return out, None
 
 
+UP_AND_NORMS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
 class Mla(MLASelfAttention):
     """Multi-head latent attention with down projections of our own.
 
@@ -104,9 +108,16 @@ class Mla(MLASelfAttention):
         rotated = config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = Down(config, config.kv_lora_rank + rotated, rotated)
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The parts as they are given; megatron-core since 0.17 would look for those of `transformer_impl`."""
+        return {name: getattr(submodules, name) for name in UP_AND_NORMS}
+
 
 class LocalLayers(LocalSpecProvider):
-    """The modules of which a layer is built."""
+    """The modules of which a layer is built; `loop` multiplies experts one by one on every device."""
+
+    def __init__(self, loop: bool = False) -> None:
+        self.experts = SequentialMLP if loop else Experts
 
     def fuse_layernorm_and_linear(self) -> bool:
         """Dense layers have their norm in the linear layer."""
@@ -128,13 +139,12 @@ class LocalLayers(LocalSpecProvider):
         """The experts of a rank: a pair of class and parts up to 0.16, a callable since."""
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func())
         if "moe_use_legacy_grouped_gemm" in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters:
-            return Experts, parts
-        return partial(Experts, submodules=parts)
+            return self.experts, parts
+        return partial(self.experts, submodules=parts)
 
 
-def layer(config: Any, *, moe: bool) -> ModuleSpec:
+def layer(config: Any, parts: LocalLayers, *, moe: bool) -> ModuleSpec:
     """A decoder layer, with experts or with a dense MLP."""
-    parts = LocalLayers()
     mla = config.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,

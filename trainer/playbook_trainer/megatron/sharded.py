@@ -29,9 +29,9 @@ def local_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A tensor-parallel rank's whole parameter; all ranks that share it out call this."""
+    """A tensor-parallel rank's whole parameter, no longer in 8 bits; all ranks that share it out call this."""
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor
     whole = _uneven(tensor) if hasattr(tensor, "__fsdp_param__") else tensor.full_tensor()
     for dim, ranks, rank in _cuts(tensor):
         whole = whole.chunk(ranks, dim=dim)[rank]

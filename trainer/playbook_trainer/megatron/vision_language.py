@@ -26,20 +26,21 @@ from playbook_trainer.data.batch import VisionBatch
 from playbook_trainer.megatron.model import build_text
 from playbook_trainer.models.decoder import blank_image, rotary_angles
 from playbook_trainer.models.vision import VisionBlock, VisionTower
-from playbook_trainer.parallel.setup import freeze
+from playbook_trainer.parallel.setup import compile_regions, freeze
 
 
 def build(config: TrainerConfig, transformer_config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
     """One chunk of the model on this rank, as `model.build_text` does it for text; what `train.freeze` names needs no gradient.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and not installed.
+        ConfigError: as `model.build_text`.
     """
     whole = partial(VisionLanguageModel, config)
     model = build_text(
         config, transformer_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, model=whole, position_embedding_type="none"
     )  # fmt: skip
     freeze(model, config.train.freeze)
+    compile_regions(model, config.train.compile)
     return model
 
 

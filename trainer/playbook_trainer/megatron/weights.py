@@ -45,6 +45,7 @@ def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int) -> None:
     def read(ours: str, box: Box, device: torch.device) -> Tensor:
         nonlocal drawn
         if drawn[0] != ours:  # a rank's experts are parts of one tensor, and follow each other
+            drawn = ("", torch.empty(0))  # not two at once
             drawn = (ours, value(ours, list(shapes[ours]), device))
         return drawn[1][slices(box)]
 
@@ -137,7 +138,7 @@ def _fill(entry: Held, read: Callable[[str, Box, torch.device], Tensor]) -> None
     """Set a tensor from its pieces; put together first, since 8-bit parameters take whole values only."""
     tensor = entry.tensor
     values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    for piece in entry.pieces:
+    for piece in sorted(entry.pieces, key=lambda piece: piece.ours):
         values[slices(piece.here)] = read(piece.ours, piece.there, tensor.device).to(torch.float32).reshape(sizes(piece.here))
     tensor.copy_(values)
 

@@ -54,6 +54,8 @@ class Options:
     router_wide: bool = True
     """Route in float32, whatever the precision around it."""
     fused_permutation: bool = False
+    weigh_early: bool = False
+    """Rows meet their probabilities in the experts' activation instead of in the combine."""
     loss_chunk: int = tensor.CHUNK
     loss_rows: tensor.LossRows = tensor.plain_rows
     ops: Ops = field(default_factory=Ops)
@@ -154,7 +156,7 @@ class Attention(nn.Module):
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
         """The attention itself, (N, H, d)."""
         if self.axes.cp.size > 1:
-            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp)
+            return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp, self.backend)
         cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
         return attend(q_NHd, k_NGd, v_NGd, cu, cu, top, top, causal=True, backend=self.backend)
 
@@ -217,25 +219,37 @@ class Experts(nn.Module):
         self.w13 = nn.Parameter(torch.empty(held, 2 * width, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(held, config.hidden_size, width))
         self.product = options.expert_product or (grouped_product if options.grouped else None)
-        self.swiglu, self.again = options.ops.swiglu, "moe_act" in options.recompute
+        self.ops, self.again = options.ops, "moe_act" in options.recompute
 
-    def forward(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
-        """Each expert's SwiGLU on its own rows; `counts` gives the rows per expert, in order."""
+    def forward(self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None = None) -> Tensor:
+        """Each expert's SwiGLU on its own rows, times the rows' probabilities where they are given; `counts` gives the rows per expert, in order."""
         with range_("experts") as r:
             rows_RD = r.enter(rows_RD)
-            return r.exit(self._loop(rows_RD, counts) if self.product is None else self._grouped(rows_RD, counts, self.product))
+            if self.product is None:
+                return r.exit(self._loop(rows_RD, counts, prob_R))
+            return r.exit(self._grouped(rows_RD, counts, prob_R, self.product))
 
-    def _grouped(self, rows_RD: Tensor, counts: Tensor, product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def activated(self, h_RF: Tensor, prob_R: Tensor | None) -> AbstractContextManager[Tensor]:
+        """The input of the second product."""
+        if prob_R is None:
+            return recomputed(self.again, self.ops.swiglu, h_RF)
+        return recomputed(self.again, self.ops.weighted_swiglu, h_RF, prob_R)
+
+    def _grouped(
+        self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None, product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         h_RF = product(rows_RD, self.w13.to(rows_RD.dtype), ends)
-        with recomputed(self.again, self.swiglu, h_RF) as act_RF:
+        with self.activated(h_RF, prob_R) as act_RF:
             return product(act_RF, self.w2.to(rows_RD.dtype), ends)
 
-    def _loop(self, rows_RD: Tensor, counts: Tensor) -> Tensor:
+    def _loop(self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None) -> Tensor:
         outs = []
         w13, w2 = self.w13.to(rows_RD.dtype), self.w2.to(rows_RD.dtype)
-        for e, rows in enumerate(rows_RD.split(counts.tolist())):
-            with recomputed(self.again, self.swiglu, linear(rows, w13[e])) as act_RF:
+        sizes = counts.tolist()
+        probs = [None] * len(sizes) if prob_R is None else prob_R.split(sizes)
+        for e, (rows, prob) in enumerate(zip(rows_RD.split(sizes), probs, strict=True)):
+            with self.activated(linear(rows, w13[e]), prob) as act_RF:
                 outs.append(linear(act_RF, w2[e]))
         return torch.cat(outs)
 
@@ -250,7 +264,12 @@ class Moe(nn.Module):
         self.fold = Fold(options.axes)
         wrap = Part if "moe_preprocess" in options.graphs else None
         self.dispatcher = dispatch.make(
-            options.dispatcher, config.num_experts, options.axes.ep, fused=options.fused_permutation, wrap_sort=wrap
+            options.dispatcher,
+            config.num_experts,
+            options.axes.ep,
+            fused=options.fused_permutation,
+            early=options.weigh_early,
+            wrap_sort=wrap,
         )
 
     def forward(self, x_ND: Tensor) -> Tensor:
@@ -260,7 +279,7 @@ class Moe(nn.Module):
         with range_("dispatch") as r:
             rows_RD, counts, route = self.dispatcher.dispatch(*self.fold.gather(r.enter(x_ND), expert_NK, prob_NK))
             rows_RD = r.exit(rows_RD)
-        out_RD = self.experts(rows_RD, counts)
+        out_RD = self.experts(rows_RD, counts, route.prob_R if self.dispatcher.early else None)
         with range_("combine") as r:
             return r.exit(self.fold.reduce(self.dispatcher.combine(r.enter(out_RD), route)))
 

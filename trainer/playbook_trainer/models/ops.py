@@ -36,6 +36,11 @@ def swiglu(h_RF: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def weighted_swiglu(h_RF: Tensor, weight_R: Tensor) -> Tensor:
+    """`swiglu` times each row's weight, in the precision of the rows."""
+    return swiglu(h_RF) * weight_R.unsqueeze(1).to(h_RF.dtype)
+
+
 def route(scores_NE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Experts (N, K) and their probabilities (N, K) from the router's scores."""
     prob_NK, expert_NK = softmax(scores_NE, dim=1).topk(top_k, dim=1)
@@ -43,7 +48,11 @@ def route(scores_NE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tenso
 
 
 def wide_linear(x_ND: Tensor, weight_ED: Tensor) -> Tensor:
-    """A product in float32 that keeps its input in the input's own precision for the backward pass."""
+    """A product in float32 that keeps its input in the input's own precision for the backward pass.
+
+    On a GPU, products of 16-bit operands into float32 run on tensor cores: exact products, float32 sums. Their gradients come from the
+    scores' gradient rounded to 16 bits, as in every other linear layer.
+    """
     return _WideLinear.apply(x_ND, weight_ED)
 
 
@@ -51,11 +60,16 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_ND, weight_ED)
+        if x_ND.is_cuda and x_ND.dtype == weight_ED.dtype == torch.bfloat16:
+            return torch.mm(x_ND, weight_ED.t(), out_dtype=torch.float32)
         return linear(x_ND.float(), weight_ED.float())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         x_ND, weight_ED = ctx.saved_tensors
+        if x_ND.is_cuda and x_ND.dtype == weight_ED.dtype == torch.bfloat16:
+            grad_NE = grads[0].to(x_ND.dtype)
+            return grad_NE @ weight_ED, grad_NE.t() @ x_ND
         return (grads[0] @ weight_ED.float()).to(x_ND.dtype), (grads[0].t() @ x_ND.float()).to(weight_ED.dtype)
 
 
@@ -66,9 +80,10 @@ class Ops:
     norm: Callable[..., Tensor] = norm
     norm_rotate: Callable[..., Tensor] = norm_rotate
     swiglu: Callable[..., Tensor] = swiglu
+    weighted_swiglu: Callable[..., Tensor] = weighted_swiglu
     route: Callable[..., tuple[Tensor, Tensor]] = route
 
 
 def compiled(compile_: Callable[..., Callable[..., object]]) -> Ops:
     """Every function, each compiled by itself."""
-    return Ops(compile_(norm), compile_(norm_rotate), compile_(swiglu), compile_(route))  # type: ignore[arg-type]
+    return Ops(compile_(norm), compile_(norm_rotate), compile_(swiglu), compile_(weighted_swiglu), compile_(route))  # type: ignore[arg-type]

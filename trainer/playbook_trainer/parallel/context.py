@@ -95,7 +95,7 @@ def _filled(batch: Batch, multiple: int) -> Batch:
     )
 
 
-def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis: Axis) -> Tensor:
+def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis: Axis, backend: str = "auto") -> Tensor:
     """Causal attention of this rank's queries over the whole stream's keys, in the way that the split has prepared.
 
     Shapes: q (n, H, d), k and v (n, G, d) with n = N / cp; returns (n, H, d).
@@ -104,7 +104,7 @@ def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis
         return ring.attend_ring(q_NHd, k_NGd, v_NGd, plan.ring, axis)
     if plan.slices is not None:
         return attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis)
-    return attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis)
+    return attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)
 
 
 def attend_gathered(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[Slice], axis: Axis) -> Tensor:
@@ -123,7 +123,9 @@ def _natural_order(x: Tensor, cp: int) -> Tensor:
     return torch.cat([parts[2 * i] if i < cp else parts[2 * (2 * cp - 1 - i) + 1] for i in range(2 * cp)])
 
 
-def attend_exchanged(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, cu_seqlens: Tensor, max_seqlen: int, axis: Axis) -> Tensor:
+def attend_exchanged(
+    q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, cu_seqlens: Tensor, max_seqlen: int, axis: Axis, backend: str = "auto"
+) -> Tensor:
     """Attention of H / cp heads over the whole stream, between two all-to-alls.
 
     Where there are fewer key/value heads than ranks, each is sent to the ranks whose query heads use it.
@@ -137,6 +139,6 @@ def attend_exchanged(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, cu_seqlens: Te
     sent = torch.cat(shares, dim=2).transpose(0, 1)
     whole = all_to_all(sent, ones, ones, axis).flatten(0, 1)
     q, k, v = whole.split([x.shape[2] for x in shares], dim=1)
-    out = attend(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
+    out = attend(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, backend=backend)
     back = all_to_all(out.unflatten(0, (axis.size, -1)), ones, ones, axis)
     return back.transpose(0, 1).flatten(1, 2)

@@ -26,6 +26,8 @@ class Dispatcher(Protocol):
     """What a dispatcher offers."""
 
     fused: bool = False
+    early: bool = False
+    """Rows meet their probabilities (`route.prob_R`) at their experts, and `combine` only adds them up."""
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Rows (R, D) sorted by local expert, rows per local expert (E / ep), and what `combine` needs."""
@@ -38,12 +40,14 @@ Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """Experts (N, K) to the order of their rows, its inverse, and the number of rows of each expert."""
 
 
-def make(name: str, num_experts: int, ep: Axis, *, fused: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None) -> Dispatcher:
-    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels;
-    `wrap_sort` takes the place of the sort of local and alltoall.
+def make(
+    name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None
+) -> Dispatcher:
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with `early`
+    experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
     """
     dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
-    dispatcher.fused = fused
+    dispatcher.fused, dispatcher.early = fused, early
     if wrap_sort is not None:
         dispatcher.sort = wrap_sort(dispatcher.sort)
     made: Dispatcher = dispatcher
@@ -63,12 +67,14 @@ class Route:
     fused: bool = False
     order_R: Tensor | None = None
     inverse_R: Tensor | None = None
+    prob_R: Tensor | None = None
+    """Probabilities of the rows at their experts, where experts weigh them."""
 
 
 class Local:
     """All experts are here: sort the rows by expert, and unsort them."""
 
-    fused = False
+    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.sort: Sort = partial(sort_rows, num_experts=num_experts)
@@ -77,6 +83,8 @@ class Local:
         """Rows sorted by expert."""
         route, counts = _route(x_ND, prob_NK, self.sort(expert_NK), self.fused)
         rows = _expand(x_ND, route)
+        if self.early:
+            route.prob_R = _sorted_probs(route)
         return rows, counts, route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
@@ -87,7 +95,7 @@ class Local:
 class AllToAll:
     """Each (token, expert) row travels to the expert's rank and its output travels back; probabilities stay at home."""
 
-    fused = False
+    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.ep = ep
@@ -106,6 +114,9 @@ class AllToAll:
         route.order_R = torch.argsort(expert_R, stable=True)
         route.inverse_R = _invert(route.order_R)
         rows = _Permute.apply(rows, route.order_R, route.inverse_R)
+        if self.early:
+            prob_R = all_to_all(_sorted_probs(route), route.send, route.receive, self.ep)
+            route.prob_R = _Permute.apply(prob_R, route.order_R, route.inverse_R)
         return rows, received.sum(0), route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
@@ -114,13 +125,24 @@ class AllToAll:
         return _weigh(all_to_all(rows, route.receive, route.send, self.ep), route)
 
 
+@dataclass
+class Gathered:
+    """How the rows of gathered tokens find their way back."""
+
+    tokens: int
+    token_R: Tensor
+    prob_R: Tensor
+
+
 class AllGather:
     """Every rank gets every token, computes its own experts' rows, and the weighted sums are reduce-scattered."""
+
+    fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.num_experts, self.ep = num_experts, ep
 
-    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Gathered]:
         """Gather tokens, choices and probabilities; keep the rows whose expert is here."""
         x_all = all_gather(x_ND, self.ep)
         prob_all = all_gather(prob_NK, self.ep)
@@ -133,12 +155,12 @@ class AllGather:
         pick = order[: int(counts.sum())]
         token_R = pick // expert_NK.shape[1]
         rows = x_all.index_select(0, token_R)
-        return rows, counts, {"tokens": x_all.shape[0], "token_R": token_R, "prob_R": prob_all.flatten()[pick]}
+        return rows, counts, Gathered(x_all.shape[0], token_R, prob_all.flatten()[pick])
 
-    def combine(self, out_RD: Tensor, route: dict[str, Any]) -> Tensor:
+    def combine(self, out_RD: Tensor, route: Gathered) -> Tensor:
         """Add up the weighted rows per token, then over the ranks."""
-        weighted = (out_RD * route["prob_R"].unsqueeze(1)).to(out_RD.dtype)
-        total = weighted.new_zeros((route["tokens"], weighted.shape[1])).index_add_(0, route["token_R"], weighted)
+        weighted = out_RD if self.early else (out_RD * route.prob_R.unsqueeze(1)).to(out_RD.dtype)
+        total = weighted.new_zeros((route.tokens, weighted.shape[1])).index_add_(0, route.token_R, weighted)
         return reduce_scatter(total, self.ep)
 
 
@@ -172,13 +194,20 @@ def _expand(x_ND: Tensor, route: Route) -> Tensor:
     return _Expand.apply(x_ND, route.order, route.inverse, route.shape[1])
 
 
+def _sorted_probs(route: Route) -> Tensor:
+    return _Permute.apply(route.prob_NK.flatten(), route.order, route.inverse)
+
+
 def _weigh(rows: Tensor, route: Route) -> Tensor:
+    """Each token's rows added up, weighted unless their experts have done so."""
     if route.fused:
         from playbook_trainer.models.kernels import permute
 
+        if route.prob_R is not None:
+            return permute.join(rows, route.inverse, route.shape[1])
         return permute.weigh(rows, route.inverse, route.prob_NK)
     rows_NKD = _Permute.apply(rows, route.inverse, route.order).view(route.shape)
-    return _WeightedSum.apply(rows_NKD, route.prob_NK)
+    return rows_NKD.sum(1) if route.prob_R is not None else _WeightedSum.apply(rows_NKD, route.prob_NK)
 
 
 class _Expand(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,10 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
+        weigh_early=config.moe.weigh == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
-        ops=compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops(),
+        ops=operators(train),
         vision_always=config.data.kind == "vqa",
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
@@ -90,7 +92,12 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         ConfigError: one message for all of them.
     """
     train, problems = config.train, []
-    fused = {"train.fused_loss": train.fused_loss, "moe.fused_permutation": config.moe.fused_permutation}
+    fused = {
+        "train.fused_loss": train.fused_loss,
+        "train.fused_activation": train.fused_activation,
+        "moe.fused_permutation": config.moe.fused_permutation,
+        "optimizer.fused": config.optimizer.fused,
+    }
     if device.type != "cuda":
         if train.cuda_graphs:
             problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
@@ -109,6 +116,16 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
             problems.append("precision.fp8 needs a Hopper GPU or a later one: set it to none")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def operators(train: TrainConfig) -> Ops:
+    """The element-wise parts of a layer: plain, compiled, or where asked for a kernel."""
+    ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
+    if not train.fused_activation:
+        return ops
+    from playbook_trainer.models.kernels.swiglu import swiglu, weighted_swiglu
+
+    return replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
 
 
 def loss_rows(train: TrainConfig) -> LossRows:
@@ -145,7 +162,9 @@ def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
     """FSDP2: each layer, the head and the vision blocks are units; experts shard over edp, the rest over dp x cp (in each copy, with HSDP)."""
     dtype = DTYPES[config.train.dtype]
-    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    policy: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[config.parallel.reduce_dtype], cast_forward_inputs=False)
+    }
     if config.offload.optimizer:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     dense, sparse = mesh(axes.dp_cp, axes.replicate, axes.shard, device), mesh(axes.edp, axes.edp_replicate, axes.edp_shard, device)

@@ -15,17 +15,14 @@ from torch import Tensor
 
 
 @triton.jit
-def _spread(x, place, rows, weight, width, K: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(x, place, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + token * width + at, mask=at < width)
         for k in tl.static_range(K):
             row = tl.load(place + token * K + k).to(tl.int64)
-            out = value
-            if WEIGHED:
-                out = (value.to(tl.float32) * tl.load(weight + token * K + k).to(tl.float32)).to(value.dtype)
-            tl.store(rows + row * width + at, out, mask=at < width)
+            tl.store(rows + row * width + at, value, mask=at < width)
 
 
 @triton.jit
@@ -44,30 +41,33 @@ def _collect(rows, place, weight, out, width, K: tl.constexpr, WEIGHED: tl.const
 
 
 @triton.jit
-def _weight_gradient(rows, place, grad, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unweigh(rows, place, grad, weight, out, grad_weight, width, K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
-    for k in tl.static_range(K):
-        row = tl.load(place + token * K + k).to(tl.int64)
-        total = 0.0
-        for start in range(0, width, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            a = tl.load(rows + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-            b = tl.load(grad + token * width + at, mask=at < width, other=0.0).to(tl.float32)
-            total += tl.sum(a * b, 0)
-        tl.store(out + token * K + k, total)
+    choice = tl.arange(0, CHOICES)
+    known = choice < K
+    row = tl.load(place + token * K + choice, mask=known, other=0).to(tl.int64)[:, None]
+    scale = tl.load(weight + token * K + choice, mask=known, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros((CHOICES,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        at = (start + tl.arange(0, BLOCK))[None, :]
+        mask = known[:, None] & (at < width)
+        value = tl.load(rows + row * width + at, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + token * width + at, mask=at < width, other=0.0).to(tl.float32)
+        total += tl.sum(value * g, 1)
+        tl.store(out + row * width + at, (g * scale).to(out.dtype.element_ty), mask=mask)
+    tl.store(grad_weight + token * K + choice, total, mask=known)
 
 
 def _block(width: int) -> int:
     return min(2048, triton.next_power_of_2(width))
 
 
-def spread(x_ND: Tensor, place_R: Tensor, weight_NK: Tensor | None, k: int) -> Tensor:
-    """Each token's row at its K places, times its weight where one is given: (R, D)."""
+def spread(x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
+    """Each token's row at its K places: (R, D)."""
     n, width = x_ND.shape
     rows = x_ND.new_empty((n * k, width))
     if n:
-        weight = x_ND if weight_NK is None else weight_NK.contiguous()
-        _spread[(n,)](x_ND.contiguous(), place_R, rows, weight, width, K=k, WEIGHED=weight_NK is not None, BLOCK=_block(width))
+        _spread[(n,)](x_ND.contiguous(), place_R, rows, width, K=k, BLOCK=_block(width))
     return rows
 
 
@@ -81,13 +81,17 @@ def collect(rows_RD: Tensor, place_R: Tensor, weight_NK: Tensor | None, k: int) 
     return out
 
 
-def weight_gradient(rows_RD: Tensor, place_R: Tensor, grad_ND: Tensor, k: int) -> Tensor:
-    """The product of each row with its token's gradient, float32 (N, K)."""
-    n, width = grad_ND.shape
-    out = torch.empty((n, k), device=rows_RD.device, dtype=torch.float32)
+def unweigh(rows_RD: Tensor, place_R: Tensor, grad_ND: Tensor, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a weighted sum: of the rows (R, D), and of the weights, float32 (N, K); one reading of the rows serves both."""
+    (n, width), k = grad_ND.shape, weight_NK.shape[1]
+    out = torch.empty_like(rows_RD)
+    grad_weight = torch.empty((n, k), device=rows_RD.device, dtype=torch.float32)
     if n:
-        _weight_gradient[(n,)](rows_RD.contiguous(), place_R, grad_ND.contiguous(), out, width, K=k, BLOCK=_block(width))
-    return out
+        _unweigh[(n,)](
+            rows_RD.contiguous(), place_R, grad_ND.contiguous(), weight_NK.contiguous(), out, grad_weight, width,
+            K=k, CHOICES=triton.next_power_of_2(k), BLOCK=min(512, triton.next_power_of_2(width)),
+        )  # fmt: skip
+    return out, grad_weight
 
 
 def expand(x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
@@ -100,12 +104,30 @@ def weigh(rows_RD: Tensor, place_R: Tensor, prob_NK: Tensor) -> Tensor:
     return _Weigh.apply(rows_RD, place_R, prob_NK)
 
 
+def join(rows_RD: Tensor, place_R: Tensor, k: int) -> Tensor:
+    """Each token's K rows, wherever they stand, added up: (N, D)."""
+    return _Join.apply(rows_RD, place_R, k)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, place_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.k = k
+        return collect(rows_RD, place_R, None, k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return spread(grads[0], place_R, ctx.k), None, None
+
+
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place_R)
         ctx.k = k
-        return spread(x_ND, place_R, None, k)
+        return spread(x_ND, place_R, k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
@@ -122,6 +144,5 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor]:
         rows_RD, place_R, prob_NK = ctx.saved_tensors
-        k = prob_NK.shape[1]
-        grad_prob = weight_gradient(rows_RD, place_R, grads[0], k).to(prob_NK.dtype)
-        return spread(grads[0], place_R, prob_NK, k), None, grad_prob
+        grad_rows, grad_prob = unweigh(rows_RD, place_R, grads[0], prob_NK)
+        return grad_rows, None, grad_prob.to(prob_NK.dtype)

@@ -1,0 +1,189 @@
+"""Fused kernels of the optimizer, the activation and the combine, and the router's product, against float64 and the plain path; times are printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from playbook_trainer import adamw
+from playbook_trainer.models import ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+DEVICE = "cuda"
+GROUP: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3, "weight_decay": 0.1}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def milliseconds(f: Callable[[], Any], repeats: int = 10) -> float:
+    for _ in range(3):
+        f()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        f()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began) / repeats
+
+
+def exactly(p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: tuple[int, ...]) -> Tensor:
+    """AdamW in float64, from its definition (arXiv 1711.05101, algorithm 2)."""
+    p, g, m, v = (t.double() for t in (p, g, m, v))
+    beta1, beta2 = GROUP["betas"]
+    for t in steps:
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        root = (v / (1 - beta2**t)).sqrt() + GROUP["eps"]
+        p = p - GROUP["lr"] * GROUP["weight_decay"] * p - GROUP["lr"] * m / (1 - beta1**t) / root
+    return p
+
+
+def state(size: int, moments: torch.dtype, grads: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    p, g, m, v = (torch.randn(size, device=DEVICE) for _ in range(4))
+    return [p, g.to(grads), (0.1 * m).to(moments), (0.01 * v.square()).to(moments)]
+
+
+@pytest.mark.parametrize("size", [1, 2047, 2049, 100_003])
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
+def test_fused_update_equals_the_plain_one(size: int, moments: torch.dtype, grads: torch.dtype) -> None:
+    from playbook_trainer.models.kernels import adamw as kernel
+
+    fused, plain, before = (state(size, moments, grads) for _ in range(3))
+    scale = torch.tensor(0.37, device=DEVICE)
+    for step in (5, 6):
+        kernel.update(*fused, scale, GROUP, step)
+        adamw.update(plain[0], plain[1].float() * scale, plain[2], plain[3], GROUP, step)
+    exact = exactly(before[0], before[1].double() * 0.37, *before[2:], (5, 6))
+    moves = [(t.double() - before[0].double()) for t in (fused[0], plain[0], exact)]
+    print(
+        f"{size} {moments}: the move against the plain update's {relative(moves[0], moves[1]):.1e}, in float64 {relative(moves[0], moves[2]):.1e}"
+    )
+    assert relative(moves[0], moves[1]) < (1e-2 if moments == torch.bfloat16 else 1e-4)
+    assert relative(moves[0], moves[2]) < (1e-2 if moments == torch.bfloat16 else 1e-3)
+    # Rounding to 16 bits may fall the other way where the float32 sums differ in their last place.
+    for a, b in zip(fused[2:], plain[2:], strict=True):
+        assert relative(a, b) < (4e-3 if moments == torch.bfloat16 else 1e-6)
+    assert torch.equal(fused[1], plain[1])
+
+
+def test_fused_update_is_timed() -> None:
+    from playbook_trainer.models.kernels import adamw as kernel
+
+    tensors, scale = state(1 << 28, torch.bfloat16, torch.float32), torch.ones((), device=DEVICE)
+    fused = milliseconds(lambda: kernel.update(*tensors, scale, GROUP, 5))
+    plain = milliseconds(lambda: adamw.update(*tensors, GROUP, 5), 3)
+    print(f"AdamW, 2^28 values, 16-bit moments: plain {plain:.2f} ms, fused {fused:.2f} ms, {20 * 2**28 / fused / 1e9:.2f} TB/s")
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
+def test_fused_activation_against_float64(rows: int, width: int) -> None:
+    from playbook_trainer.models.kernels.swiglu import swiglu
+
+    torch.manual_seed(0)
+    h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
+    grad = torch.randn(rows, width, device=DEVICE).to(torch.bfloat16)
+    exact = h.double().requires_grad_()
+    ops.swiglu(exact).backward(grad.double())
+    for f in (swiglu, ops.swiglu):
+        ours = h.clone().requires_grad_()
+        out = f(ours)
+        out.backward(grad)
+        errors = relative(out, ops.swiglu(h.double())), relative(ours.grad, exact.grad)
+        print(f.__module__, rows, width, *(f"{e:.1e}" for e in errors))
+        assert max(errors) < 1e-2
+        assert ours.grad is not None
+        assert ours.grad.shape == h.shape
+
+
+def test_fused_activation_is_timed() -> None:
+    from playbook_trainer.models.kernels.swiglu import swiglu
+
+    h = torch.randn(262_144, 1536, device=DEVICE).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(262_144, 768, device=DEVICE).to(torch.bfloat16)
+    for f in (ops.swiglu, swiglu):
+        forward = milliseconds(lambda f=f: f(h))
+        both = milliseconds(lambda f=f: f(h).backward(grad))
+        print(f"SwiGLU {f.__module__}, 262,144 x 768: forward {forward:.2f} ms, with backward {both:.2f} ms")
+
+
+@pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (129, 2, 2048), (64, 1, 33), (300, 6, 640)])
+def test_gradients_of_a_weighted_sum_against_float64(shape: tuple[int, int, int]) -> None:
+    from playbook_trainer.models.kernels import permute
+
+    torch.manual_seed(0)
+    n, k, width = shape
+    rows = torch.randn(n * k, width, device=DEVICE).to(torch.bfloat16)
+    place = torch.randperm(n * k, device=DEVICE)
+    prob = torch.rand(n, k, device=DEVICE)
+    grad = torch.randn(n, width, device=DEVICE).to(torch.bfloat16)
+    exact = [rows.double().requires_grad_(), prob.double().requires_grad_()]
+    total = (exact[0][place].view(n, k, width) * exact[1].unsqueeze(2)).sum(1)
+    total.backward(grad.double())
+    ours = [rows.clone().requires_grad_(), prob.clone().requires_grad_()]
+    out = permute.weigh(ours[0], place, ours[1])
+    out.backward(grad)
+    errors = [relative(out, total), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    print(shape, *(f"{e:.1e}" for e in errors))
+    assert max(errors) < 1e-2
+
+
+def test_router_product_on_tensor_cores_against_float64() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4096, 2048, device=DEVICE).to(torch.bfloat16).requires_grad_()
+    w = (0.02 * torch.randn(128, 2048, device=DEVICE)).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(4096, 128, device=DEVICE)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    (exact[0] @ exact[1].t()).backward(grad.double())
+    scores = ops.wide_linear(x, w)
+    scores.backward(grad)
+    errors = [relative(scores, exact[0] @ exact[1].t()), *(relative(a.grad, b.grad) for a, b in zip((x, w), exact, strict=True))]
+    wide = milliseconds(lambda: torch.nn.functional.linear(x.float(), w.float())) if DEVICE == "cuda" else 0.0
+    quick = milliseconds(lambda: ops.wide_linear(x, w)) if DEVICE == "cuda" else 0.0
+    print("scores, gradients of x and w:", *(f"{e:.1e}" for e in errors), f"forward {wide:.3f} ms plain, {quick:.3f} ms")
+    assert scores.dtype == torch.float32
+    assert errors[0] < 1e-5
+    assert max(errors[1:]) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
+def test_weighted_activation_against_float64(rows: int, width: int) -> None:
+    from playbook_trainer.models.kernels.swiglu import weighted_swiglu
+
+    torch.manual_seed(0)
+    h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
+    weight = torch.rand(rows, device=DEVICE)
+    grad = torch.randn(rows, width, device=DEVICE).to(torch.bfloat16)
+    exact = [h.double().requires_grad_(), weight.double().requires_grad_()]
+    expected = ops.swiglu(exact[0]) * exact[1].unsqueeze(1)
+    expected.backward(grad.double())
+    ours = [h.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = weighted_swiglu(*ours)
+    out.backward(grad)
+    errors = [relative(out, expected), *(relative(a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]
+    print(rows, width, *(f"{e:.1e}" for e in errors))
+    assert max(errors) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (64, 1, 33)])
+def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
+    from playbook_trainer.models.kernels import permute
+
+    torch.manual_seed(0)
+    n, k, width = shape
+    rows = torch.randn(n * k, width, device=DEVICE).to(torch.bfloat16)
+    place, grad = torch.randperm(n * k, device=DEVICE), torch.randn(n, width, device=DEVICE).to(torch.bfloat16)
+    ours = rows.clone().requires_grad_()
+    out = permute.join(ours, place, k)
+    out.backward(grad)
+    assert relative(out, rows.double()[place].view(n, k, width).sum(1)) < 1e-2
+    assert ours.grad is not None
+    assert torch.equal(ours.grad[place].view(n, k, width), grad.unsqueeze(1).expand(n, k, width))

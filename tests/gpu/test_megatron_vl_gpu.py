@@ -1,0 +1,225 @@
+"""Qwen3-VL on megatron-core with Transformer Engine: against the torch backend, over its layouts, and 100 steps of several ways side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+from layout_runs import Job, difference, train_all
+from ranks import ROOT, steps
+
+from playbook.site_loss_curves import ALLOWED, distances
+from playbook.site_parity import CURVES
+from playbook_trainer.config import load, parse_overrides
+
+pytest.importorskip("megatron.core")
+
+# As small as kernels for 16-bit numbers take it.
+SIZE = ["model.hidden_size=256", "model.head_dim=64", "model.mrope_section=[12,10,10]", "model.expert_ffn_size=128"]
+MOE = ["trainer/configs/qwen3_vl_moe_tiny.yaml", *SIZE, "data.num_workers=0", "train.dtype=bf16", "train.global_batch_size=4"]
+DENSE = ["trainer/configs/qwen3_vl_tiny.yaml", *SIZE[:3], "model.ffn_size=512", *MOE[-3:]]
+TEN = ["train.steps=10", "train.warmup_steps=1", "train.receipt=false"]
+MEGATRON = ["backend=megatron"]
+SEQUENCE = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+# On {n} GPUs, of which {half} is a half.
+LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
+    "full-recompute": (MOE, ["train.recompute=full"]),
+    "selective-recompute": (MOE, ["train.recompute=selective", "train.recompute_modules=[layernorm,moe_act,vision]"]),
+    "ep": (MOE, ["parallel.ep={n}"]),
+    "tp2-sp-ep-etp1": (MOE, [*SEQUENCE, "parallel.ep={n}", "parallel.etp=1"]),
+    "pp2-ep": (MOE, ["parallel.pp=2", "parallel.ep={half}"]),
+    "pp2-uneven": (MOE, ["parallel.pp=2", "parallel.pipeline_layout=[3,1]"]),
+    "cp2": (MOE, ["parallel.cp=2"]),
+    "ddp": (MOE, ["megatron.data_parallel=ddp"]),
+    "fsdp2": (MOE, ["megatron.data_parallel=fsdp2"]),
+    "megatron-fsdp": (MOE, ["megatron.data_parallel=megatron_fsdp"]),
+    "megatron-fsdp-ep": (MOE, ["megatron.data_parallel=megatron_fsdp", "parallel.ep={n}"]),
+    "megatron-fsdp-full": (MOE, ["megatron.data_parallel=megatron_fsdp", "train.recompute=full"]),
+    "megatron-fsdp-vision": (
+        MOE,
+        ["megatron.data_parallel=megatron_fsdp", "train.recompute=selective", "train.recompute_modules=[vision]"],
+    ),
+    "dense-tp2-pp": (DENSE, ["parallel.tp=2", "parallel.pp={half}"]),
+    "dense-tp2-sp": (DENSE, SEQUENCE),
+    "frozen": (MOE, ["train.freeze=[vision]"]),
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[torch.device]:
+    """A process group of one."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [MOE, DENSE], ids=["moe", "dense"])
+def test_logits_and_gradients_are_as_near_to_float32_as_the_torch_backends(words: list[str], alone: torch.device) -> None:
+    from playbook_trainer.data.loader import build_loader
+    from playbook_trainer.megatron import engine, groups, inputs, vision_language, weights
+    from playbook_trainer.models.decoder import Decoder, Options
+    from playbook_trainer.parallel.axes import Axes
+    from playbook_trainer.parallel.sharding import fill, initial_value
+
+    config = load(ROOT / words[0], parse_overrides([*words[1:], *MEGATRON]))
+    groups.initialise(config)
+    engine.seed(config)
+    batch = next(iter(build_loader(config, dp_rank=0, dp_size=1)))[0]
+    assert batch.vision is not None
+
+    def ours(dtype: torch.dtype) -> torch.nn.Module:
+        with torch.device("meta"):
+            model = Decoder(config.model, Options(grouped=dtype == torch.bfloat16))
+        model.to_empty(device=alone)
+        fill(model, Axes(), initial_value(config.model, config.seed), alone)
+        model.activation_dtype = dtype
+        return model.to(dtype)
+
+    def theirs() -> torch.nn.Module:
+        model = vision_language.build(config, engine.transformer_config(config), pre_process=True, post_process=True)
+        model = model.to(device=alone, dtype=torch.bfloat16)
+        weights.draw([model], config.model, config.seed)
+        return model
+
+    def run(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if isinstance(model, Decoder):
+            logits = model(batch.to(alone), logits=True)
+        else:
+            own = inputs.make(batch, config, groups.axes(config)).to(alone)
+            packed = engine.packed(own.borders, own.longest)
+            logits = model(own.tokens, own.positions, None, positions_3N=own.positions, vision=own.vision, packed_seq_params=packed)[0]
+        loss = torch.nn.functional.cross_entropy(logits.float(), batch.labels_N.to(alone), ignore_index=-100)
+        loss.backward()
+        names = {"embedding.word_embeddings.weight": "embed.weight"}
+        grads = {names.get(n, n): p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+        return logits.detach().float(), grads
+
+    (exact, exact_grads), (plain, plain_grads), (found, found_grads) = (
+        run(m) for m in (ours(torch.float32), ours(torch.bfloat16), theirs())
+    )
+
+    def far(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a - b).norm() / b.norm())
+
+    print(f"logits: megatron {far(found, exact):.1e}, torch {far(plain, exact):.1e}")
+    assert far(found, exact) < 2 * far(plain, exact) + 1e-3
+    shared = [n for n in exact_grads if n.startswith("vision.") or n == "embed.weight"]
+    assert len(shared) > 20
+    assert set(shared) <= found_grads.keys()
+    rows = {n: (far(found_grads[n], exact_grads[n]), far(plain_grads[n], exact_grads[n])) for n in shared if exact_grads[n].norm() > 0}
+    worst = max(rows, key=lambda n: rows[n][0] - 2 * rows[n][1])
+    print(f"gradients: megatron {rows[worst][0]:.1e}, torch {rows[worst][1]:.1e} ({worst})")
+    assert all(a < 2 * b + 2e-2 for a, b in rows.values()), worst
+
+
+@pytest.fixture(scope="module")
+def far(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, float]]:
+    """How far a layout is from one GPU of the same backend; all selected ones are trained at the first question, by the same processes."""
+    root = tmp_path_factory.mktemp("layouts")
+    n = 4 if torch.cuda.device_count() >= 4 else 2
+    chosen = [
+        i.callspec.params["name"] for i in request.session.items if hasattr(i, "callspec") and i.callspec.params.get("name") in LAYOUTS
+    ]
+    jobs: dict[str, Job] = {}
+    for name in chosen:
+        model, words = LAYOUTS[name]
+        alike = ["train.freeze=[vision]"] if name == "frozen" else []
+        one = f"one-{'dense' if model is DENSE else 'moe'}{'-frozen' if alike else ''}"
+        jobs[one] = Job(one, 1, (*model, *TEN, *MEGATRON, *alike))
+        jobs[name] = Job(name, n, (*model, *TEN, *MEGATRON, *(w.format(n=n, half=n // 2) for w in words)))
+    errors = train_all(list(jobs.values()), root, timeout=560, stall=60)
+
+    def answer(name: str) -> dict[str, float]:
+        one = f"one-{'dense' if LAYOUTS[name][0] is DENSE else 'moe'}{'-frozen' if name == 'frozen' else ''}"
+        for job in (one, name):
+            assert errors[job] is None, f"{job}: {errors[job]}"
+        found = difference(root / name, root / one)
+        print(f"{name} on {n} GPUs: loss {found['loss']:.1e}, gradient norm {found['grad_norm']:.1e}", flush=True)
+        return found
+
+    return answer
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_agrees_with_one_gpu(name: str, far: Callable[[str], dict[str, float]]) -> None:
+    found = far(name)
+    assert found["loss"] < 5e-3
+    assert found["grad_norm"] < 5e-2
+
+
+# In 32 bits, without Transformer Engine, nothing but the order of sums differs.
+PRECISIONS = {"bf16": ([], 5e-3, 5e-2), "fp32": (["train.dtype=fp32"], 1e-5, 1e-4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("words", [MOE, DENSE], ids=["moe", "dense"])
+def test_ten_steps_agree_with_the_torch_backend(words: list[str], precision: str, tmp_path: Path) -> None:
+    more, loss, norm = PRECISIONS[precision]
+    kernels = ["megatron.kernels=local"] if precision == "fp32" else []
+    jobs = [Job("torch", 1, (*words, *TEN, *more)), Job("megatron", 1, (*words, *TEN, *more, *MEGATRON, *kernels))]
+    errors = train_all(jobs, tmp_path, timeout=150, stall=80)
+    assert errors == {"torch": None, "megatron": None}, errors
+    found = difference(tmp_path / "megatron", tmp_path / "torch")
+    print(f"megatron against torch: loss {found['loss']:.1e}, gradient norm {found['grad_norm']:.1e}")
+    assert found["loss"] < loss
+    assert found["grad_norm"] < norm
+
+
+# The same stream and the same first weights; what differs is who computes where.
+WAYS: dict[str, list[str]] = {
+    "torch FSDP2": [],
+    "Megatron-FSDP": [*MEGATRON, "megatron.data_parallel=megatron_fsdp"],
+    "TP 2 x PP 2 x EP 2": [*MEGATRON, *SEQUENCE, "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"],
+    "PP 2 x EP 2": [*MEGATRON, "parallel.pp=2", "parallel.ep=2"],
+}
+REPEATS = 3
+"""Two are needed; what time leaves of the third counts too."""
+HUNDRED = ["train.steps=100", "train.warmup_steps=2", "train.receipt=false", "data.seq_len=1024", "data.cache=memory", "optimizer.lr=1e-3"]
+WIDER = ["model.num_experts=16", "model.top_k=4", "model.vision.hidden_size=128", "model.vision.ffn_size=256"]
+
+
+@pytest.mark.slow
+@pytest.mark.multigpu
+@pytest.mark.timeout(600)
+def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> None:
+    """Writes the curves for the page on parity, where PLAYBOOK_PARITY names its folder."""
+    ranks = 4
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    names = {(way, i): f"{number}-{i}" for i in range(REPEATS) for number, way in enumerate(WAYS)}
+    jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, *WAYS[way])) for (way, _), name in names.items()]
+    errors = train_all(jobs, tmp_path, timeout=540, stall=150)
+    versions = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core")}
+    rows: list[dict[str, Any]] = []
+    for (way, i), name in names.items():
+        if errors[name] is None:
+            rows.append({"run": way, "repeat": i, "ranks": ranks, "loss": [s["loss"] for s in steps(tmp_path / name)], **versions})
+    if folder := os.environ.get("PLAYBOOK_PARITY"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / CURVES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wrong = {key: errors[name] for key, name in names.items() if errors[name] and not (key[1] > 1 and errors[name] == "was not reached")}
+    assert not wrong, wrong
+    assert all(row["loss"][-1] < row["loss"][0] - 1 for row in rows), "nothing was learnt"
+    within, across = distances(rows)
+    print(f"repeats {within:.2e}; " + ", ".join(f"{pair} {far:.2e} ({far / within:.2f})" for pair, far in across.items()))
+    assert max(across.values()) <= ALLOWED * within

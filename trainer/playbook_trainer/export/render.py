@@ -1,0 +1,133 @@
+"""A configuration printed for another trainer: flags, overrides or a job file, with what cannot be said as comments."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from playbook_trainer.config import TrainerConfig
+from playbook_trainer.environment import Platform, variables
+from playbook_trainer.export import megatron, torchtitan
+from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
+
+TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
+
+_FLAGS = {
+    "layernorm_epsilon": "norm-epsilon",
+    "num_moe_experts": "num-experts",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "fp8": "fp8-format",
+    "fp4": "fp4-format",
+    "fp8_param": "fp8-param-gather",
+    "use_nsys_profiler": "profile",
+}
+"""Fields of megatron-core whose flag is not their own name."""
+
+_ON = {
+    "gated_linear_unit": "swiglu",
+    "grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32",
+    "use_pytorch_profiler": "profile --use-pytorch-profiler",
+}
+_OFF = {
+    "add_bias_linear": "disable-bias-linear",
+    "share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
+    "grad_reduce_in_fp32": "grad-reduce-in-bf16",
+    "overlap_p2p_comm": "no-overlap-p2p-communication",
+    "check_for_nan_in_loss": "no-check-for-nan-in-loss-and-grad",
+    "apply_rope_fusion": "no-rope-fusion",
+    "bias_dropout_fusion": "no-bias-dropout-fusion",
+    "bias_activation_fusion": "no-bias-swiglu-fusion",
+    "masked_softmax_fusion": "no-masked-softmax-fusion",
+}
+_SILENT_ON = frozenset(("share_embeddings_and_output_weights", "overlap_p2p_comm", "check_for_nan_in_loss", "cpu_offloading", *_OFF)) - {
+    "grad_reduce_in_fp32",
+    "add_bias_linear",
+}
+"""Switches that Megatron-LM has on unless a flag says otherwise."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a configuration is for another trainer."""
+
+    target: Target
+    lines: list[str]
+    missing: list[Remark]
+    irrelevant: list[Remark]
+    settings: list[Setting]
+    environment: Mapping[str, str]
+
+    def text(self) -> str:
+        """The document: settings, then what cannot be said, as comments."""
+        head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
+        tail = [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
+        return "\n".join([*head, *self.lines, *tail]) + "\n"
+
+    def document(self) -> dict[str, Any]:
+        """The same as plain data, with the keys behind each setting."""
+        return {
+            "target": self.target,
+            "lines": self.lines,
+            "environment": dict(self.environment),
+            "settings": [
+                {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
+            ],
+            "not_expressible": [{"key": r.key, "why": r.why} for r in self.missing],
+            "irrelevant": [{"key": r.key, "why": r.why} for r in self.irrelevant],
+        }
+
+
+def export(config: TrainerConfig, target: Target, platform: Platform = "hopper") -> Exported:
+    """The configuration for another trainer; a key that no rule knows is listed as one that cannot be said."""
+    sheet = torchtitan.sheet_of(config) if target == "torchtitan" else megatron.sheet_of(config, target)
+    render: Mapping[Target, Callable[[Sheet], list[str]]] = {
+        "megatron-lm": flags,
+        "megatron-bridge": overrides,
+        "torchtitan": torchtitan.toml,
+    }
+    missing = [*sheet.missing, *(Remark(key, "this version of the export does not know it") for key in sheet.left())]
+    return Exported(target, render[target](sheet), missing, sheet.irrelevant, sheet.settings, variables(config, platform))
+
+
+def flags(sheet: Sheet) -> list[str]:
+    """Megatron-LM's command line, one flag a line, each word as a shell takes it."""
+    found = [flag(setting.field, setting.value) for setting in sheet.settings]
+    if sheet.config.model.attention == "gqa":
+        found.append(["--group-query-attention"])
+    return list(dict.fromkeys(" ".join(map(shlex.quote, words)) for words in found if words))
+
+
+def flag(field: str, value: Any) -> list[str]:
+    """A field as words of Megatron-LM's command line; none where the flag's absence says it."""
+    name = _FLAGS.get(field, field.replace("_", "-"))
+    if value is None:
+        return []
+    if value is True:
+        words = _ON.get(field, "" if field in _SILENT_ON else name)
+        return [f"--{word.removeprefix('--')}" for word in words.split()]
+    if value is False:
+        return [f"--{_OFF[field]}"] if field in _OFF else []
+    if field == "moe_layer_freq" and isinstance(value, list):
+        return [f"--{name}", f"([0]*{value.count(0)}+[1]*{value.count(1)})"]
+    return [f"--{name}", *(map(_number, value) if isinstance(value, list) else [_number(value)])]
+
+
+def overrides(sheet: Sheet) -> list[str]:
+    """Megatron-Bridge's overrides, one a line, as its recipes take them after `--recipe`."""
+    return [f"{'.'.join(filter(None, (s.section, s.field)))}={_override(s.value)}" for s in sheet.settings]
+
+
+def _override(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(_override, value))}]"
+    return f"'{value}'" if isinstance(value, str) and "|" in value else _number(value)
+
+
+def _number(value: Any) -> str:
+    """A number as both parsers read it back; other values as they are."""
+    return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,84 @@
+"""What a configuration says in another trainer's words: every key of the tree is a setting there, has no bearing there, or cannot be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from playbook_trainer.config import TrainerConfig, dump
+
+Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of the other trainer with its value. `keys` of the tree that it says; none where this trainer has no choice."""
+
+    keys: tuple[str, ...]
+    section: str
+    field: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Why a key of the tree has no setting."""
+
+    key: str
+    why: str
+
+
+class Sheet:
+    """Collects what becomes of each key of a configuration."""
+
+    def __init__(self, config: TrainerConfig, target: Target) -> None:
+        self.config, self.target = config, target
+        self.values = dict(leaves(dump(config)))
+        self.settings: list[Setting] = []
+        self.missing: list[Remark] = []
+        self.irrelevant: list[Remark] = []
+
+    def put(self, keys: str, section: str, field: str, value: Any) -> None:
+        """A setting that says these keys, given as words."""
+        self.settings.append(Setting(tuple(keys.split()), section, field, value))
+
+    def lack(self, keys: str, why: str) -> None:
+        """Keys that cannot be said there."""
+        self.missing += [Remark(key, why) for key in keys.split()]
+
+    def skip(self, keys: str, why: str) -> None:
+        """Keys that have no bearing there; `section.*` stands for all below it."""
+        self.irrelevant += [Remark(key, why) for key in keys.split()]
+
+    def plain(self, key: str, plain: Any, why: str) -> None:
+        """A key that asks for nothing at its plain value, and that cannot be said at any other."""
+        if self.values.get(key, plain) == plain:
+            self.skip(key, f"at {shown(plain)} it asks for nothing")
+        else:
+            self.lack(key, why)
+
+    def left(self) -> list[str]:
+        """Keys of which nothing was said."""
+        said = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
+        return [key for key in self.values if not any(_covers(word, key) for word in said)]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a configuration by its dotted key."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def shown(value: Any) -> str:
+    """A value as the configuration's files have it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _covers(word: str, key: str) -> bool:
+    return word == key or (word.endswith(".*") and (key.startswith(word[:-1]) or key == word[:-2]))
