@@ -239,3 +239,53 @@ def test_receipt_ranges_and_trace(tmp_path: Path) -> None:
     assert code == 0, out + err
     trace = (tmp_path / "traced" / "trace.json").read_text()
     assert all(f'"name": "{name}"' in trace for name in ("step", "attention", "experts", "attention.bwd", "optimizer"))
+
+
+def resumes(folder: Path, ranks: int, words: tuple[str, ...]) -> None:
+    """A run cut in two goes on as the whole one."""
+    common = (*MEGATRON, BF16, "optimizer.schedule=constant", *words)
+    saved = (f"checkpoint.dir={folder / 'saved'}", "checkpoint.every=2", "checkpoint.keep=1")
+    jobs = [
+        Job("whole", ranks, (*common, "train.steps=4")),
+        Job("first", ranks, (*common, "train.steps=2", *saved)),
+        Job("rest", ranks, (*common, "train.steps=4", *saved)),
+    ]
+    errors = train_all(jobs, folder, timeout=200, stall=100)
+    assert {name: error for name, error in errors.items() if error} == {}
+    whole, first, rest = ([r["loss"] for r in steps(folder / name)] for name in ("whole", "first", "rest"))
+    print(f"whole {whole}, cut {first + rest}; {[p.name for p in (folder / 'saved').iterdir()]}")
+    assert first + rest == pytest.approx(whole, rel=1e-3)
+    assert [p.name for p in (folder / "saved").iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("megatron.precision_aware_optimizer=true", "megatron.grad_reduce_dtype=bf16", "optimizer.moments_dtype=bf16"),
+        ("megatron.data_parallel=ddp",),
+        ("megatron.data_parallel=megatron_fsdp",),
+        ("megatron.optimizer_offload_fraction=0.5",),
+    ],
+)
+def test_a_resumed_run_goes_on_on_one_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+    resumes(tmp_path, 1, words)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.ep=4",),
+        ("parallel.pp=2", "parallel.vpp=2", "parallel.ep=2"),
+        ("megatron.data_parallel=megatron_fsdp",),
+        ("megatron.data_parallel=megatron_fsdp", "parallel.ep=2"),
+    ],
+)
+def test_a_resumed_run_goes_on_on_four_gpus(words: tuple[str, ...], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    resumes(tmp_path, 4, words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from layout_runs import Job, difference, train_all
-from ranks import ROOT, summary
+from ranks import ROOT, steps, summary
 
 MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
 COMMON = ("train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=4", "train.receipt=false")
@@ -88,3 +88,41 @@ def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
     held = found["metrics"]
     assert held["optimizer_bytes_per_rank"] > held["param_bytes_per_rank"] > 0
     assert held["dispatch_bytes_per_token_layer"] > 0
+
+
+RESUMED = {
+    "ep 2": (2, ("parallel.ep=2",)),
+    "pp 2, vpp 2": (2, ("parallel.pp=2", "parallel.vpp=2")),
+    "copies": (1, ("megatron.data_parallel=ddp",)),
+}
+
+
+@pytest.mark.timeout(400)
+def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
+    jobs = []
+    for name, (ranks, layout) in RESUMED.items():
+        words = (MOE, *COMMON[1:], "backend=megatron", "optimizer.schedule=constant", *layout)
+        saved = (f"checkpoint.dir={tmp_path / 'saved' / name}", "checkpoint.every=2", "checkpoint.keep=1")
+        jobs += [
+            Job(f"{name}: whole", ranks, (*words, "train.steps=4")),
+            Job(f"{name}: first", ranks, (*words, "train.steps=2", *saved)),
+            Job(f"{name}: rest", ranks, (*words, "train.steps=4", *saved)),
+        ]
+    ep = (
+        MOE,
+        *COMMON[1:],
+        "backend=megatron",
+        "optimizer.schedule=constant",
+        "train.steps=6",
+        f"checkpoint.dir={tmp_path / 'saved' / 'ep 2'}",
+    )
+    jobs += [Job("more ranks", 4, (*ep, "parallel.ep=2")), Job("other layout", 4, (*ep, "parallel.ep=4"))]
+    errors = train_all(jobs, tmp_path, timeout=380, script=ROOT / "tests/multiproc/megatron_many.py")
+    assert "was saved with ep 2 where this run has 4" in str(errors.pop("other layout"))
+    assert {name: error for name, error in errors.items() if error} == {}
+    for name in RESUMED:
+        whole, first, rest = (steps(tmp_path / f"{name}: {part}") for part in ("whole", "first", "rest"))
+        assert [r["loss"] for r in first + rest] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
+        assert [r["grad_norm"] for r in first + rest] == pytest.approx([r["grad_norm"] for r in whole], rel=1e-5)
+        assert [p.name for p in (tmp_path / "saved" / name).iterdir()] == ["step_00000004"]
+    assert [r["step"] for r in steps(tmp_path / "more ranks")] == [5, 6]

@@ -191,7 +191,7 @@ class Writer(FileSystemWriter):
         folder = Path(self.path)
         # Where things lie is taken from the results: not every version of the library writes it into this `metadata`.
         places = {result.index: result.storage_data for rank in results for result in rank}
-        _write_durably(folder / INDEX, _index_json(self._header, metadata, places))
+        write_durably(folder / INDEX, _index_json(self._header, metadata, places))
         folder.rename(self._root / f"step_{self._header.step:08d}")
         _sync_folder(self._root)
         for old in complete(self._root)[: -self._keep]:
@@ -234,7 +234,8 @@ def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataInde
     return json.dumps(index, separators=(",", ":")).encode()
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file so that it survives a crash of the machine."""
     with path.open("wb") as f:
         f.write(content)
         f.flush()

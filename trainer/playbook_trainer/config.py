@@ -285,7 +285,7 @@ class CheckpointConfig(Strict):
     keep: int = Field(default=2, gt=0)
     """Complete checkpoints that stay; older ones are removed."""
     async_save: bool = True
-    """Write in the background, from a copy in host memory; training waits for the copy only."""
+    """Write in the background, from a copy in host memory; training waits for the copy only. The megatron backend always waits."""
     resume: bool = True
     """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
     export: str | None = None

@@ -141,6 +141,8 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron-core needs a GPU: set train.device: cuda, or backend: torch")
     if par.dp_replicate > 1 and mg.data_parallel not in ("distributed_optimizer", "megatron_fsdp"):
         problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
+    if config.checkpoint.dir and mg.data_parallel == "fsdp2":
+        problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
     if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
         problems.append(
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "

@@ -24,6 +24,7 @@ from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
 from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, vision_language, weights, wrap
+from playbook_trainer.megatron.checkpoints import MegatronSaver, gather_parameters
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.ranges import announced
 from playbook_trainer.models import hf
@@ -47,7 +48,7 @@ class MegatronEngine:
         self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
         self.model = nn.ModuleList(chunks)
-        self.saver: Saver = Unsaved(config)
+        self.saver: Saver = MegatronSaver(config, self.axes, self.chunks, self.optim, device)
         self._norm = 0.0
         self._graphs = graphs.Graphs(config, self.transformer_config, self.chunks, self.optim)
         self._schedule = self._graphs.schedule(get_forward_backward_func())
@@ -120,6 +121,7 @@ class MegatronEngine:
 
     def export(self, folder: Path) -> None:
         """Gathered tensor by tensor."""
+        gather_parameters(self.config, self.chunks)
         weights.save(self.chunks, self.config.model, folder)
 
     def count_parameters(self) -> tuple[int, int]:
@@ -138,25 +140,6 @@ class MegatronEngine:
     def ranges(self) -> AbstractContextManager[None]:
         """By hooks, which a timed step does not have."""
         return announced(self.model)
-
-
-class Unsaved:
-    """A run without checkpoints."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        if config.checkpoint.dir:
-            raise ConfigError("checkpoint.dir is not served by the megatron backend yet; leave it out")
-        self.latest: int | None = None
-
-    def restore(self) -> None:
-        """There is nothing."""
-
-    def save(self, step: int, data: dict[str, Any]) -> bool:
-        """Nothing is written."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing is being written."""
 
 
 def forward_step(

@@ -84,6 +84,28 @@ def set_rate(optim: Any, rate: float, decay: float) -> None:
         group["weight_decay"] = decay * group.get("wd_mult", 1.0)
 
 
+def make_state(optim: Any) -> None:
+    """Give torch's own optimizer the state that its first step would, so that a checkpoint has somewhere to go; others make it themselves."""
+    for part in parts(optim):
+        if (
+            isinstance(part.optimizer, torch.optim.Adam)
+            and not part.optimizer.state
+            and hasattr(part, "_init_optimizer_states_with_dummy_values")
+        ):
+            part._init_optimizer_states_with_dummy_values()
+
+
+def own_steps(optim: Any) -> None:
+    """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups, or into one tensor for all."""
+    for part in parts(optim):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                if state := part.optimizer.state.get(param):
+                    state["step"] = torch.as_tensor(group.get("step", state["step"]), dtype=torch.float32).clone()
+
+
 def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     params = [p for chunk in chunks for p in chunk.parameters()]

@@ -1,0 +1,246 @@
+"""Checkpoints of the megatron backend: tensors as megatron-core writes them, in folders that are named once they are complete.
+
+    <dir>/step_00000020/checkpoint.json     step, data position, model and layout; plain JSON
+                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint; `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
+    <dir>/.writing-00000040/                being written
+
+Training waits until everything is written. A run resumes on another number of data-parallel ranks, but with the same tensor, pipeline and
+expert parallelism: that is what the optimizer's own format allows. Tensors are read by megatron-core and torch, which open pickles among their
+files, so a folder from someone else is as good as a program from them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, ValidationError
+from torch.distributed import checkpoint as dcp
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.checkpoint_files import INDEX, Header, clear_leftovers, complete, write_durably, writing_folder
+from playbook_trainer.config import TrainerConfig, dump
+from playbook_trainer.megatron import wrap
+from playbook_trainer.megatron.weights import unwrapped
+from playbook_trainer.parallel.axes import Axes
+
+_FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
+"""Degrees that a checkpoint can only be resumed with."""
+
+
+class MegatronHeader(Header):
+    """checkpoint.json."""
+
+    schema_: Literal["megatron-checkpoint/1"] = Field(default="megatron-checkpoint/1", alias="schema")
+    format: Literal["torch_dist", "fsdp_dtensor"]
+
+
+class MegatronSaver:
+    """Saves and restores one run's model and optimizer."""
+
+    def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any, device: torch.device) -> None:
+        self._config, self._axes, self._chunks, self._optim, self._device = config, axes, chunks, optim, device
+        self._root = Path(str(config.checkpoint.dir))
+        self._format: Literal["torch_dist", "fsdp_dtensor"]
+        self._format = "fsdp_dtensor" if config.megatron.data_parallel == "megatron_fsdp" else "torch_dist"
+        self.latest: int | None = None
+
+    def restore(self) -> MegatronHeader | None:
+        """Load the newest complete checkpoint into this rank's parts; None where there is none.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, layout or backend, or there is one that must not be continued.
+        """
+        folder = self._newest()
+        if folder is None:
+            return None
+        if not self._config.checkpoint.resume:
+            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
+        header = read_header(folder)
+        if problem := difference(header, self._config, self._format):
+            raise ConfigError(f"{folder} {problem}. Choose another checkpoint.dir")
+        try:
+            wrap.make_state(self._optim)
+            self._load(folder)
+        except (OSError, dcp.CheckpointException, RuntimeError, KeyError) as e:
+            said = (str(e).splitlines() or [type(e).__name__])[0]
+            raise ConfigError(f"{folder} cannot be read: {said}; remove it to go on from an older checkpoint") from e
+        self.latest = header.step
+        return header
+
+    def save(self, step: int, data: dict[str, Any]) -> bool:
+        """Write a checkpoint of this moment; False, and nothing is written, where a weight or a moment of any rank is not finite.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        gather_parameters(self._config, self._chunks)
+        good = wrap.finite(self._chunks, self._optim, self._device)
+        dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        if not bool(good):
+            return False
+        folder = writing_folder(self._root, step)
+        if self._axes.world.rank == 0:
+            clear_leftovers(self._root)
+            folder.mkdir(parents=True)
+        dist.barrier()
+        try:
+            self._write(folder)
+        except (OSError, dcp.CheckpointException) as e:
+            raise DataError(f"the checkpoint of step {step} could not be written to {folder}: {e}") from e
+        dist.barrier()
+        if self._axes.world.rank == 0:
+            self._finish(folder, step, data)
+        self.latest = step
+        return True
+
+    def wait(self) -> None:
+        """Nothing is written behind the training's back."""
+
+    def _newest(self) -> Path | None:
+        found: list[Path | None] = [None]
+        if self._axes.world.rank == 0 and self._config.checkpoint.dir:
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise ConfigError(f"checkpoint.dir {self._root} cannot be written: {e.strerror or e}; choose another folder") from e
+            found = [None, *complete(self._root)][-1:]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    def _state(self, *, loading: bool) -> dict[str, Any]:
+        """What megatron-core saves: the model's chunks and the optimizer, as it names them."""
+        kind = "fsdp_dtensor" if self._format == "fsdp_dtensor" else "dp_reshardable"
+        about = {
+            "distrib_optim_sharding_type": kind,
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": self._axes.dp_cp.group,
+        }
+        names = ["model"] if len(self._chunks) == 1 else [f"model{i}" for i in range(len(self._chunks))]
+        if self._format == "fsdp_dtensor":
+            state = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, self._chunks, strict=True)}
+        else:
+            state = {name: unwrapped(chunk).sharded_state_dict(metadata=about) for name, chunk in zip(names, self._chunks, strict=True)}
+        state["optimizer"] = self._optim.sharded_state_dict(state, is_loading=loading, metadata=about)
+        return state
+
+    def _write(self, folder: Path) -> None:
+        state = self._state(loading=False)
+        if self._format == "torch_dist":
+            from megatron.core import dist_checkpointing
+
+            dist_checkpointing.save(state, str(folder))
+            end_helper()
+        else:
+            dcp.save(prepared(state, self._chunks[0]), storage_writer=dcp.FileSystemWriter(folder))
+
+    @torch.no_grad()
+    def _load(self, folder: Path) -> None:
+        state = self._state(loading=True)
+        if self._format == "torch_dist":
+            from megatron.core import dist_checkpointing
+
+            state = dist_checkpointing.load(state, str(folder))
+        else:
+            # Read into the memory of these tensors, under the names that they have on disk.
+            dcp.load(
+                prepared(state, self._chunks[0]),
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+            )
+        for i, chunk in enumerate(self._chunks):
+            own = state["model" if len(self._chunks) == 1 else f"model{i}"]
+            (chunk if self._format == "fsdp_dtensor" else unwrapped(chunk)).load_state_dict(own)
+        self._optim.load_state_dict(state["optimizer"])
+        wrap.own_steps(self._optim)
+
+    def _finish(self, folder: Path, step: int, data: dict[str, Any]) -> None:
+        told = dump(self._config)
+        header = MegatronHeader(
+            step=step, world_size=self._axes.world.size, parallel=told["parallel"], model=told["model"], data=data, format=self._format
+        )
+        write_durably(folder / INDEX, header.model_dump_json(by_alias=True).encode())
+        folder.rename(self._root / f"step_{step:08d}")
+        for old in complete(self._root)[: -self._config.checkpoint.keep]:
+            # Renamed first: half a folder must never pass for a checkpoint.
+            gone = self._root / f".removing-{old.name}"
+            with suppress(OSError):
+                old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def gather_parameters(config: TrainerConfig, chunks: list[Any]) -> None:
+    """Wait for what the update has sent to other ranks only when the next forward pass would need it."""
+    if config.megatron.data_parallel == "distributed_optimizer" and config.megatron.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def end_helper() -> None:
+    """End the process that megatron-core's writer starts and keeps: it would outlive a rank that leaves at once."""
+    writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    queue = getattr(writer, "_results_queue", None)
+    if queue is not None:
+        queue._manager.shutdown()
+        writer._results_queue = None
+
+
+def prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
+    """Megatron-FSDP's shards under names that are the same on every layout, and with their uneven borders written down.
+
+    Source: Megatron-LM, `megatron/training/checkpointing.py` (preprocess_fsdp_dtensor_state_dict).
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+        handle_experts_in_state_dict,
+        handle_fp8_extra_state_case,
+        handle_swiglu_in_state_dict,
+    )
+
+    out = dict(state)
+    handle_fp8_extra_state_case(out["model"])
+    out["model"], out["optimizer"] = handle_swiglu_in_state_dict(chunk, out["model"], out["optimizer"])
+    experts = getattr(chunk.config, "num_moe_experts", None)
+    if experts:
+        out["model"] = handle_experts_in_state_dict(out["model"], experts)
+    preprocess_state_dict_for_uneven_dtensor(out)
+    return out
+
+
+def read_header(folder: Path) -> MegatronHeader:
+    """What a checkpoint says about itself.
+
+    Raises:
+        ConfigError: it is missing, or not what this backend writes.
+    """
+    path = folder / INDEX
+    try:
+        return MegatronHeader.model_validate_json(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
+    except ValidationError as e:
+        raise ConfigError(
+            f"{path} is no checkpoint of the megatron backend ({e.error_count()} problems); choose another checkpoint.dir"
+        ) from e
+
+
+def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str | None:
+    """Why a checkpoint cannot be continued by this configuration, if it cannot."""
+    told = dump(config)
+    other = [k for k in told["model"] if k != "name" and k in header.model and header.model[k] != told["model"][k]]
+    if other:
+        found = ", ".join(f"{k} {header.model[k]} where this run has {told['model'][k]}" for k in other[:3])
+        return f"is a checkpoint of another model: {found}"
+    if header.format != form:
+        return f"has the format {header.format}, and megatron.data_parallel {config.megatron.data_parallel} reads {form}"
+    moved = [k for k in _FIXED if header.parallel.get(k) != told["parallel"][k]]
+    if moved:
+        found = ", ".join(f"{k} {header.parallel.get(k)} where this run has {told['parallel'][k]}" for k in moved)
+        return f"was saved with {found}, and this backend resumes with the same ones"
+    return None
