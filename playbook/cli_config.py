@@ -7,14 +7,28 @@ from typing import Annotated
 
 import typer
 
-from playbook.cli_text import print_json, say
+from playbook.cli_text import print_json, print_table, say
 from playbook.document import did_you_mean
 from playbook.errors import PlaybookError
 
-config_app = typer.Typer(no_args_is_help=True, help="Trainer configurations: carried to other trainers.")
+config_app = typer.Typer(no_args_is_help=True, help="Trainer configurations: published ones, and each in other trainers' words.")
 
 TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
+
+
+@config_app.command("list")
+def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout.")] = False) -> None:
+    """List the recipes: published configurations as files, with the GPUs that each is meant for."""
+    from playbook_trainer import recipes
+
+    folder = recipes.folder()
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    rows = [{**r.model_dump(mode="json"), "file": str(shown / r.file)} for r in recipes.index().recipes]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table([{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows], ("file", "gpus", "hardware", "title"))
 
 
 @config_app.command("export")

@@ -54,7 +54,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
         *("version", "train", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
         *("cards check", "cards import", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
-        *("layout check", "layout memory", "layout traffic", "config export"),
+        *("layout check", "layout memory", "layout traffic", "config export", "config list"),
         *("skills check", "skills export", "skills index", "skills list", "mcp"),
     }
     for command in found:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from playbook import cli_recipes, document
+from playbook import cli, cli_recipes, document
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.site_recipes import recipes_page
@@ -129,3 +130,16 @@ def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says(
         assert parse_overrides(words[words.index(row["path"]) + 1 :]) == recipe.small
         assert f"--nodes {-(-recipe.gpus[0] // INDEX.hardware[recipe.hardware].gpus_per_node)} " in row["slurm"]
         assert row["run"] is None or recipe.gpus[0] <= 8
+
+
+def test_the_list_names_files_that_load(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["config", "list", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert not stop.value.code
+    assert [row["title"] for row in rows] == [r.title for r in INDEX.recipes]
+    for row, recipe in zip(rows, INDEX.recipes, strict=True):
+        assert load(Path(row["file"])) == load(recipes.folder() / recipe.file)
+    with pytest.raises(SystemExit):
+        cli.main(["config", "list"])
+    assert "8 or 16" in capsys.readouterr().out
