@@ -94,9 +94,6 @@ def _one() -> Iterator[Row]:
     ):
         yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
     yield row(
-        "attn moe_router", "CUDA graphs (local)", GRAPHS, train__cuda_graphs=["attn", "moe_router"], megatron__cuda_graph_impl="local"
-    )
-    yield row(
         "full iteration, capacity factor 1.25",
         "CUDA graphs (full iteration)",
         Rule(counter="graph_launches", count=1, op=">="),

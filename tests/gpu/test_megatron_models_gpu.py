@@ -7,7 +7,7 @@ whichever is more. Logits and gradients: norm of the difference over the norm, f
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ FLOORS = {"logits": 1e-2, "loss": 2e-3, "gradients": 5e-2}
 KERNELS = ("transformer_engine", "local")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:
-    """One rank, and megatron-core's groups over it."""
+    """One rank, and megatron-core's groups over it, which each test gives back: they are dozens of threads and open files every time."""
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformers")
     import torch.distributed as dist
@@ -87,10 +87,7 @@ def configuration(name: str, kernels: str, **more: Any) -> Any:
 
 def built(config: Any) -> list[Any]:
     import megatron_ranks
-    from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     megatron_ranks.initialise(config)
     return megatron_ranks.build(config)[1]
 
@@ -157,17 +154,35 @@ def far(found: tuple[Any, float, dict[str, Any]], expected: tuple[Any, float, di
     }
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any], Any, dict[str, Any]]]:
+    """Of a model: the folder of its weights, documents, what transformers makes of them in FP32, and how far from that it is in BF16."""
+    known: dict[str, tuple[Path, list[Any], Any, dict[str, Any]]] = {}
+
+    def measure(name: str) -> tuple[Path, list[Any], Any, dict[str, Any]]:
+        import parity
+
+        if name not in known:
+            folder, config = tmp_path_factory.mktemp("theirs") / "m", configuration(name, "local")
+            rounded(config, folder, bias=100.0 if name == "deepseek-settled" else 1.0)
+            documents = [parity.Document(config.model, n, [], seed=n) for n in LENGTHS]
+            exact = theirs(config, folder, documents, torch.float32)
+            known[name] = folder, documents, exact, far(theirs(config, folder, documents, torch.bfloat16), exact)
+        return known[name]
+
+    return measure
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(name: str, kernels: str, tmp_path: Path) -> None:
+def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
+    name: str, kernels: str, measured: Callable[[str], tuple[Path, list[Any], Any, dict[str, Any]]]
+) -> None:
     import parity
 
     config = configuration(name, kernels)
-    rounded(config, tmp_path / "m", bias=100.0 if name == "deepseek-settled" else 1.0)
-    documents = [parity.Document(config.model, n, [], seed=n) for n in LENGTHS]
-    exact = theirs(config, tmp_path / "m", documents, torch.float32)
-    yardstick = far(theirs(config, tmp_path / "m", documents, torch.bfloat16), exact)
-    found = far(ours(config, tmp_path / "m", documents), exact)
+    folder, documents, exact, yardstick = measured(name)
+    found = far(ours(config, folder, documents), exact)
     print(f"\n{name} {kernels}: {found}\n  transformers in bf16: {yardstick}")
     how = {"kernels": kernels, "device": torch.cuda.get_device_name(), "dtype": "bf16", "megatron_core": version("megatron-core")}
     limits = {key: max(FACTOR * yardstick[key], floor) for key, floor in FLOORS.items()}
@@ -176,8 +191,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(name: str, kernels: str
     assert all(found[key] <= limit for key, limit in limits.items()), (found, limits)
 
 
+# `prediction` has all that DeepSeek-V3 has.
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", ["dense", "moe", "loop", "deepseek", "prediction"])
+@pytest.mark.parametrize("name", ["dense", "moe", "loop", "prediction"])
 def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from playbook_trainer.megatron import weights
     from playbook_trainer.models import hf

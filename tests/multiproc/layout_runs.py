@@ -27,13 +27,20 @@ class Job:
     words: tuple[str, ...]
 
 
-def train_all(jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240, script: Path = MANY) -> dict[str, str | None]:
-    """Train every job into `folder`/name, in `timeout` seconds, and at most `stall` for one; for each what went wrong, or None."""
+def train_all(
+    jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 240, script: Path = MANY, workers: int = 1
+) -> dict[str, str | None]:
+    """Train every job into `folder`/name, in `timeout` seconds, and at most `stall` for one; for each what went wrong, or None.
+
+    With several `workers`, on GPUs, jobs of one rank are trained side by side.
+    """
     listed = folder / "jobs.json"
     listed.write_text(json.dumps([{"ranks": job.ranks, "words": [*job.words, f"output={folder / job.name}"]} for job in jobs]))
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with subprocess.Popen([sys.executable, str(script), str(listed), str(stall)], cwd=ROOT, env=env, start_new_session=True) as process:
+    # What kernels were found the fastest serves the processes that come after, too.
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_CACHE_AUTOTUNING": "1"}
+    command = [sys.executable, str(script), str(listed), str(stall), str(workers)]
+    with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True) as process:
         try:
             process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -41,10 +48,11 @@ def train_all(jobs: Sequence[Job], folder: Path, timeout: float, stall: float = 
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    said = listed.with_suffix(".errors")
-    errors = json.loads(said.read_text()) if said.is_file() else [None] * len(jobs)
-    reached = [(folder / job.name / "summary.json").is_file() for job in jobs]
-    return {job.name: error or (None if there else "was not reached") for job, error, there in zip(jobs, errors, reached, strict=True)}
+    errors: dict[str, str] = {}
+    for said in folder.glob("jobs.*.errors"):
+        errors |= json.loads(said.read_text())
+    missing = [None if (folder / job.name / "summary.json").is_file() else "was not reached" for job in jobs]
+    return {job.name: errors.get(str(i), missing[i]) for i, job in enumerate(jobs)}
 
 
 def difference(folder: Path, reference: Path) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""Train many configurations in few processes: `python many.py JOBS SECONDS`.
+"""Train many configurations in few processes: `python many.py JOBS SECONDS [WORKERS]`.
 
 JOBS is a JSON file with a list of {"ranks": n, "words": [...]}, SECONDS is the time that one may take.
 
 Starting a rank costs seconds and training ten steps of a tiny model costs one. So this process imports everything once, and forks the ranks
-of all jobs of one size; they train their jobs in turn. When a job breaks, its ranks end, and the jobs after it get new ones. The file
-JOBS with the ending .errors receives a list: for each job null or what its ranks said.
+of all jobs of one size; they train their jobs in turn. When a job breaks, its ranks end, and the jobs after it get new ones. With WORKERS
+above 1 all sizes go on at once, and jobs of one rank are dealt out to so many workers, each on a GPU of its own as far as there are some.
+Files beside JOBS with the ending .errors receive an object each: of jobs that broke, by their number, what their ranks said.
 """
 
 from __future__ import annotations
@@ -26,30 +27,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from playbook_bench.launch import free_port
 from playbook_trainer import checks, environment
 from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.environment import Platform
 from playbook_trainer.loop import train
 
 
-def main(path: Path, stall: float) -> int:
+def main(path: Path, stall: float, workers: int = 1) -> int:
     jobs = json.loads(path.read_text())
-    errors: list[str | None] = [None] * len(jobs)
+    platform = environment.this_platform(os.environ)
+    dealt: list[tuple[int, list[int]]] = []
     for ranks in sorted({job["ranks"] for job in jobs}):
-        left = [i for i, job in enumerate(jobs) if job["ranks"] == ranks]
-        while left:
-            done, error = together([jobs[i]["words"] for i in left], ranks, stall)
-            if error is not None:
-                errors[left[done]] = error
-                print(f"{jobs[left[done]]['words'][-1]}: broke", flush=True)
-            left = left[done + (error is not None) :]
-            path.with_suffix(".errors").write_text(json.dumps(errors))
-    return 0
+        numbers = [i for i, job in enumerate(jobs) if job["ranks"] == ranks]
+        shares = min(workers, len(numbers)) if ranks == 1 else 1
+        dealt += [(worker, numbers[worker::shares]) for worker in range(shares)]
+    if workers == 1:
+        for index, (_, numbers) in enumerate(dealt):
+            work(jobs, numbers, 0, stall, platform, path.with_suffix(f".{index}.errors"))
+        return 0
+    children = []
+    for index, (worker, numbers) in enumerate(dealt):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work(jobs, numbers, worker, stall, platform, path.with_suffix(f".{index}.errors"))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
 
 
-def together(jobs: list[list[str]], ranks: int, stall: float) -> tuple[int, str | None]:
-    """Train the jobs on ranks of their own; how many went well, and what the ranks of the next one said."""
-    port = free_port()
+def work(jobs: list[dict[str, Any]], left: list[int], worker: int, stall: float, platform: Platform, errors: Path) -> None:
+    """Train jobs of one size, those after a broken one in new ranks."""
+    ranks, broken = jobs[left[0]]["ranks"], {}
+    first = worker % max(1, torch.cuda.device_count()) if ranks == 1 else 0
+    while left:
+        done, error = together([jobs[i]["words"] for i in left], ranks, first, stall, platform)
+        if error is not None:
+            broken[left[done]] = error
+            print(f"{jobs[left[done]]['words'][-1]}: broke: {error.splitlines()[-1][:300]}", flush=True)
+        left = left[done + (error is not None) :]
+        errors.write_text(json.dumps(broken))
+
+
+def together(jobs: list[list[str]], ranks: int, first: int, stall: float, platform: Platform) -> tuple[int, str | None]:
+    """Train the jobs on ranks of their own, from GPU `first` on; how many went well, and what the ranks of the next one said."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(ranks)]
         read, write = os.pipe()
@@ -58,8 +82,8 @@ def together(jobs: list[list[str]], ranks: int, stall: float) -> tuple[int, str 
             pid = os.fork()
             if pid == 0:
                 os.close(read)
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-                rank_main(jobs, rank, ranks, port, stall, write, logs[rank])
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+                rank_main(jobs, rank, ranks, Path(folder), stall, platform, write)
             children[pid] = rank
         os.close(write)
         done, broken = watch(children, read, ranks, stall)
@@ -99,19 +123,21 @@ def watch(children: dict[int, int], read: int, ranks: int, stall: float) -> tupl
     return min(finished[rank] for rank in range(ranks)), broken
 
 
-def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, stall: float, progress: int, log: Path) -> None:
+def rank_main(jobs: list[list[str]], rank: int, ranks: int, folder: Path, stall: float, platform: Platform, progress: int) -> None:
     """One rank: train the jobs in turn, and end."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    out = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
     code = 1
     try:
         cuda = torch.cuda.is_available()
-        device = torch.device("cuda", rank) if cuda else None
-        if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else None
+        if device is not None:
             torch.cuda.set_device(device)
-        store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=stall))
+        store = meet(rank, ranks, folder, stall)
         for number, words in enumerate(jobs):
-            train_one(words, rank, ranks, dist.PrefixStore(str(number), store), device, stall * 2 / 3)
+            before = dict(os.environ)
+            train_one(words, rank, ranks, dist.PrefixStore(str(number), store), device, stall * 2 / 3, platform)
+            clean(before)
             os.ftruncate(out, 0)  # what a rank said of a job that went well is of no use
             os.lseek(out, 0, os.SEEK_SET)
             os.write(progress, bytes([rank]))
@@ -123,19 +149,37 @@ def rank_main(jobs: list[list[str]], rank: int, ranks: int, port: int, stall: fl
     os._exit(code)
 
 
-def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch.device | None, patience: float) -> None:
+def meet(rank: int, ranks: int, folder: Path, patience: float) -> dist.TCPStore:
+    """The ranks' store. Rank 0 listens wherever the system lets it and writes down where: nobody can come in between, as between the choice
+    of a free port and its use.
+    """
+    said, timeout = folder / "port", timedelta(seconds=patience)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, True, timeout=timeout, wait_for_workers=False)
+        said.with_suffix(".new").write_text(str(store.port))
+        said.with_suffix(".new").rename(said)
+        return store
+    deadline = time.monotonic() + patience
+    while not said.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 does not say where it listens")
+        time.sleep(0.02)
+    return dist.TCPStore("127.0.0.1", int(said.read_text()), ranks, False, timeout=timeout, wait_for_workers=False)
+
+
+def train_one(
+    words: list[str], rank: int, ranks: int, store: Any, device: torch.device | None, patience: float, platform: Platform
+) -> None:
     """One job, in process groups of its own."""
     began = time.monotonic()
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, ranks)
-    applied = environment.apply(config)
+    environment.apply(config, platform=platform)
     if ranks > 1:
         backend = "nccl" if device is not None else "gloo"
         timeout = timedelta(seconds=patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device, timeout=timeout)
     outcome = train(config, rank, ranks)
-    for name in applied:  # the next job has its own
-        os.environ.pop(name)
     if dist.is_initialized():
         if ranks > 1:
             dist.barrier()  # none closes its connections while another still reads
@@ -147,5 +191,15 @@ def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch
         print(f"{words[-1]}: {outcome}, {time.monotonic() - began:.1f} s", flush=True)
 
 
+def clean(before: dict[str, str]) -> None:
+    """The environment of before a job: megatron-core tells Transformer Engine by variables which attention to take, which keeps its choice."""
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ |= {name: value for name, value in before.items() if os.environ.get(name) != value}
+    chosen = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    if chosen is not None:
+        chosen._attention_backends["backend_selection_requires_update"] = True
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), *map(int, sys.argv[3:])))

@@ -1,4 +1,4 @@
-"""`many.py` for the megatron backend on a CPU: `python megatron_many.py JOBS SECONDS`. The shim stands in for CUDA."""
+"""`many.py` for the megatron backend on a CPU: `python megatron_many.py JOBS SECONDS [WORKERS]`. The shim stands in for CUDA."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ from playbook_trainer.megatron import engine
 if __name__ == "__main__":
     megatron_shim.install()
     engine.require = lambda config, device: None  # there is no GPU, which is what the shim is for
-    sys.exit(many.main(Path(sys.argv[1]), float(sys.argv[2])))
+    sys.exit(many.main(Path(sys.argv[1]), float(sys.argv[2]), *map(int, sys.argv[3:])))

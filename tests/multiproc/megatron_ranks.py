@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import traceback
 import warnings
@@ -36,6 +35,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from playbook_bench.launch import free_port
 from playbook_trainer.config import ModelConfig, TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.megatron import mapping, weights
@@ -227,10 +227,7 @@ def main(path: Path) -> int:
     specs = json.loads(path.read_text())
     codes = []
     for ranks in sorted({spec["ranks"] for spec in specs}):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        children = []
+        children, port = [], free_port()
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:

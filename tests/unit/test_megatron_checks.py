@@ -35,7 +35,13 @@ LEGAL = [
     (1, config(train=BF16, precision={"fp8": "nvfp4"})),
     (1, config(train=BF16, megatron={"precision_aware_optimizer": True}, optimizer={"moments_dtype": "bf16"})),
     (2, config(train={**BF16, "global_batch_size": 8}, megatron={"data_parallel": "megatron_fsdp", "sharding_strategy": "optim"})),
-    (1, config(train={"cuda_graphs": ["attn"], "warmup_steps": 4}, data={"pack": False})),
+    (1, config(train={**BF16, "cuda_graphs": ["attn"], "warmup_steps": 4}, data={"pack": False})),
+    (
+        1,
+        config(
+            train={"warmup_steps": 4}, data={"pack": False}, moe={"capacity_factor": 4.0}, megatron={"cuda_graph_impl": "full_iteration"}
+        ),
+    ),
 ]
 
 
@@ -77,6 +83,9 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
         (config(train={"cuda_graphs": ["attn"]}), 1, "set data.pack: false"),
         (config(megatron={"cuda_graph_impl": "full_iteration"}, data={"pack": False}), 1, "set moe.capacity_factor"),
+        (config(megatron={"cuda_graph_impl": "local"}, train={"cuda_graphs": ["attn"]}), 1, "set it to transformer_engine"),
+        (config(train={"cuda_graphs": ["attn"]}), 1, "set train.dtype: bf16"),
+        (config(train={**BF16, "cuda_graphs": ["attn"]}, megatron={"data_parallel": "megatron_fsdp"}), 1, "gathers them anew"),
         (
             config(megatron={"cuda_graph_impl": "full_iteration"}, data={"pack": False}, moe={"capacity_factor": 9.0}),
             1,

@@ -281,7 +281,19 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"megatron.cuda_graph_impl {mg.cuda_graph_impl} captures the parts that train.cuda_graphs names, and it names none")
     if _captures_late(config) and config.train.warmup_steps <= GRAPH_WARMUP:
         problems.append(f"train.cuda_graphs are captured after {GRAPH_WARMUP} steps: set train.warmup_steps to at least {GRAPH_WARMUP + 1}")
+    if mg.cuda_graph_impl == "local" and config.model.num_experts:
+        problems.append(
+            "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
+            "it: set it to transformer_engine"
+        )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
+    if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
+        problems.append("train.cuda_graphs: megatron-core captures parts with 16-bit inputs: set train.dtype: bf16")
+    if captured and mg.data_parallel in ("megatron_fsdp", "fsdp2"):
+        problems.append(
+            f"train.cuda_graphs: parameters must stay where a graph saw them, and {mg.data_parallel} gathers them anew: "
+            "set megatron.data_parallel: distributed_optimizer"
+        )
     if captured and not config.data.pad:
         problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
     if captured and config.data.pack:
@@ -289,8 +301,8 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
     most = config.model.num_experts / max(1, config.model.top_k)
     if pads_experts(config) and (config.moe.capacity_factor or 0) > most:
         problems.append(
-            f"moe.capacity_factor {config.moe.capacity_factor:g} makes room for more tokens than there are, and graphs fill the room: "
-            f"set it to at most num_experts / top_k = {most:g}"
+            f"moe.capacity_factor {config.moe.capacity_factor:g} makes room for more tokens than there are, and what no token fills is not "
+            f"cleared, so gradients become NaN: set it to at most num_experts / top_k = {most:g}"
         )
     if mg.cuda_graph_impl == "full_iteration" and config.model.num_experts and config.moe.capacity_factor is None:
         problems.append(

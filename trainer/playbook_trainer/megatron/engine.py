@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,14 @@ class MegatronEngine:
         self.config, self.device = config, device
         prepare(config, device)
         groups.initialise(config)
+        graphs.forget(config)
         self.axes: Axes = groups.axes(config)
         seed(config)
         self.transformer_config = transformer_config(config)
         chunks = build_chunks(config, self.transformer_config, device)
         self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(has_experts(x) for c in chunks for x in c.decoder.layers)
-        self.chunks = wrap.wrap(config, self.transformer_config, chunks)
+        with graphs.wrapping(config):
+            self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
         self.model = nn.ModuleList(chunks)
         self.saver: Saver = MegatronSaver(config, self.axes, self.chunks, self.optim, device)
@@ -140,8 +142,8 @@ class MegatronEngine:
         return self._moe_layers
 
     def ranges(self) -> AbstractContextManager[None]:
-        """By hooks, which a timed step does not have."""
-        return announced(self.model)
+        """By hooks, which a timed step does not have, and which megatron-core refuses on layers that it has captured itself."""
+        return nullcontext() if self._graphs.impl == "local" else announced(self.model)
 
 
 def forward_step(
@@ -231,9 +233,13 @@ def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
 
 
 def seed(config: TrainerConfig) -> None:
-    """Random states of this rank, apart for what tensor-parallel ranks hold in common and what they do not."""
+    """Random states of this rank, apart for what tensor-parallel ranks hold in common and what they do not.
+
+    Graphs need states that a graph can read, and an earlier run in this process may have left others.
+    """
     torch.manual_seed(config.seed)
-    model_parallel_cuda_manual_seed(config.seed, te_rng_tracker=mapping.graph_impl(config) != "none")
+    captured = mapping.graph_impl(config) != "none"
+    model_parallel_cuda_manual_seed(config.seed, te_rng_tracker=captured, use_cudagraphable_rng=captured, force_reset_rng=True)
 
 
 def transformer_config(config: TrainerConfig) -> Any:

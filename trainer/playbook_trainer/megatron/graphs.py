@@ -6,14 +6,52 @@ Megatron-LM, `megatron/training/training.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.megatron import mapping
 from playbook_trainer.megatron.checks import GRAPH_WARMUP
+
+
+def forget(config: TrainerConfig) -> None:
+    """Drop what an earlier run in this process left in megatron-core's classes, before a model is built: graphs, their inputs, their counters."""
+    impl = mapping.graph_impl(config)
+    if impl == "local":
+        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+        delete_cuda_graphs()
+    elif impl == "full_iteration":
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+        for stage in StaticBufferLoader.static_buffers:
+            FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
+            FullCudaGraphWrapper.curr_iteration[stage] = 0
+            StaticBufferLoader.static_buffers[stage] = []
+
+
+@contextmanager
+def wrapping(config: TrainerConfig) -> Iterator[None]:
+    """The stream on which data parallelism is put around the model.
+
+    It holds the nodes that accumulate gradients, and these stay on the stream on which they were made. A graph of the whole iteration runs
+    them, so it has to be the one that captures; the default stream takes no part in a capture.
+    Source: Megatron-LM, `megatron/training/models/dist_utils.py`.
+    """
+    if mapping.graph_impl(config) != "full_iteration":
+        yield
+        return
+    from megatron.core import full_cuda_graph
+
+    stream = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)()  # older versions capture on one of their own
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class Graphs:
