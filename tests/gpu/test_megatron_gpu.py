@@ -85,7 +85,7 @@ ONE_GPU: dict[str, tuple[str, tuple[str, ...], float]] = {
     ),
     "graph of the iteration": (
         "one rows",
-        (BF16, ROWS, "megatron.cuda_graph_impl=full_iteration", "moe.capacity_factor=8.0", "train.warmup_steps=4"),
+        (BF16, ROWS, "megatron.cuda_graph_impl=full_iteration", "moe.capacity_factor=4.0", "train.warmup_steps=4"),
         0.01,
     ),
     "fp8 tensorwise": ("one", (BF16, "precision.fp8=tensorwise"), 0.03),
@@ -171,6 +171,8 @@ def compare(name: str, expected: tuple[str, tuple[str, ...], float], trained: tu
     """The losses of every step, and the gradient norm, beside those of the reference."""
     root, errors = trained
     reference, _, limit = expected
+    if name == "attention flash" and "needs the package flash-attn" in str(errors[name]):
+        pytest.skip("flash-attn is not installed")
     assert errors[f"alone {reference}"] is None, errors[f"alone {reference}"]
     assert errors[name] is None, errors[name]
     far = difference(root / name, root / f"alone {reference}")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from playbook_bench.launch import free_port
-from playbook_trainer import checks
+from playbook_trainer import checks, environment
 from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.loop import train
 
@@ -128,11 +128,14 @@ def train_one(words: list[str], rank: int, ranks: int, store: Any, device: torch
     began = time.monotonic()
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, ranks)
+    applied = environment.apply(config)
     if ranks > 1:
         backend = "nccl" if device is not None else "gloo"
         timeout = timedelta(seconds=patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device, timeout=timeout)
     outcome = train(config, rank, ranks)
+    for name in applied:  # the next job has its own
+        os.environ.pop(name)
     if dist.is_initialized():
         if ranks > 1:
             dist.barrier()  # none closes its connections while another still reads

@@ -77,6 +77,13 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
         (config(train={"cuda_graphs": ["attn"]}), 1, "set data.pack: false"),
         (config(megatron={"cuda_graph_impl": "full_iteration"}, data={"pack": False}), 1, "set moe.capacity_factor"),
+        (
+            config(megatron={"cuda_graph_impl": "full_iteration"}, data={"pack": False}, moe={"capacity_factor": 9.0}),
+            1,
+            "at most num_experts",
+        ),
+        (config(train={"cuda_graphs": ["attn"], "warmup_steps": 3}, data={"pack": False}), 1, "set train.warmup_steps to at least 4"),
+        (config(optimizer={"fused": True}), 1, "optimizer.fused true belongs to the torch backend"),
     ],
 )
 def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expected: str) -> None:

@@ -42,6 +42,11 @@ _VALUES = {name: key for key, name in SHARDING.items()}
 _TORCH_ONLY: dict[str, Any] = {
     "parallel.cp_comm": "allgather",
     "parallel.reshard_after_forward": True,
+    "parallel.reduce_dtype": "fp32",
+    "moe.weigh": "output",
+    "optimizer.fused": False,
+    "train.fused_activation": False,
+    "train.fused_norms": False,
     "moe.fused_permutation": False,
     "train.fused_loss": False,
     "train.loss_chunk": 4096,
@@ -281,6 +286,12 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
     if captured and config.data.pack:
         problems.append("train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false")
+    most = config.model.num_experts / max(1, config.model.top_k)
+    if pads_experts(config) and (config.moe.capacity_factor or 0) > most:
+        problems.append(
+            f"moe.capacity_factor {config.moe.capacity_factor:g} makes room for more tokens than there are, and graphs fill the room: "
+            f"set it to at most num_experts / top_k = {most:g}"
+        )
     if mg.cuda_graph_impl == "full_iteration" and config.model.num_experts and config.moe.capacity_factor is None:
         problems.append(
             "megatron.cuda_graph_impl full_iteration with experts needs shapes that do not depend on routing: set moe.capacity_factor"
@@ -308,6 +319,9 @@ def package_problems(config: TrainerConfig) -> list[str]:
     dispatcher = config.moe.dispatcher
     if dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep"):
         problems.append(f"moe.dispatcher '{dispatcher}' needs the package deep_ep, which is not installed; set moe.dispatcher: alltoall")
+    flash = installed("flash_attn") or installed("flash_attn_interface")
+    if config.train.attention == "flash" and mg.kernels != "local" and installed("transformer_engine") and not flash:
+        problems.append("train.attention 'flash' needs the package flash-attn, which is not installed; set train.attention: cudnn or auto")
     if mg.data_parallel == "megatron_fsdp" and not installed("einops"):
         problems.append("megatron.data_parallel megatron_fsdp needs the package einops, which is not installed")
     return problems

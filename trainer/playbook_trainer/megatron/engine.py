@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -39,6 +40,7 @@ class MegatronEngine:
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
         require(config, device)
         self.config, self.device = config, device
+        prepare(config, device)
         groups.initialise(config)
         self.axes: Axes = groups.axes(config)
         seed(config)
@@ -201,6 +203,17 @@ def require(config: TrainerConfig, device: torch.device) -> None:
             )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def prepare(config: TrainerConfig, device: torch.device) -> None:
+    """What has to be so before the first tensor: the configuration alone chooses attention, and graphs are not captured on the default stream.
+
+    Source: Megatron-LM, `megatron/training/initialize.py` (stream), and megatron-core, `LanguageModule._set_attention_backend` (variables).
+    """
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+    if mapping.graph_impl(config) == "transformer_engine":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:

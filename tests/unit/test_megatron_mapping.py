@@ -1,0 +1,139 @@
+"""From the configuration to megatron-core's fields: what is set, under which name, and what a version without it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.megatron import mapping
+
+BF16 = {"train.dtype": "bf16"}
+
+
+def config(name: str = "qwen3_moe_tiny", **overrides: Any) -> TrainerConfig:
+    return load(data_root("configs") / f"{name}.yaml", {"backend": "megatron", **{k.replace("__", "."): v for k, v in overrides.items()}})
+
+
+def made(c: TrainerConfig, cls: type = TransformerConfig) -> dict[str, Any]:
+    return mapping.transformer(c, cls)
+
+
+def test_a_configuration_that_asks_for_nothing_special_is_accepted_by_megatron_core() -> None:
+    fields = made(config())
+    built = TransformerConfig(**fields)
+    assert (built.num_layers, built.num_moe_experts, built.moe_router_topk) == (fields["num_layers"], 8, 2)
+    assert not any(fields[k] for k in ("apply_rope_fusion", "moe_permute_fusion", "cross_entropy_loss_fusion")), (
+        "there are no such kernels here"
+    )
+
+
+def test_fusions_come_with_transformer_engine_and_go_with_the_switch() -> None:
+    on = made(config(megatron__kernels="transformer_engine", **BF16))
+    off = made(config(megatron__kernels="transformer_engine", megatron__fused=False, **BF16))
+    names = (
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "cross_entropy_loss_fusion",
+    )
+    assert [on[n] for n in names] == [True] * len(names)
+    assert [off[n] for n in names] == [False] * len(names)
+    assert on["moe_grouped_gemm"]
+    assert off["moe_grouped_gemm"]
+    assert on["cross_entropy_fusion_impl"] == "te"
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+def test_fused_dispatchers_go_through_flex(dispatcher: str) -> None:
+    fields = made(config(moe__dispatcher=dispatcher, parallel__ep=2))
+    assert (fields["moe_token_dispatcher_type"], fields["moe_flex_dispatcher_backend"]) == ("flex", dispatcher)
+
+
+def test_recompute_leaves_the_vision_tower_to_the_tower() -> None:
+    fields = made(config(train__recompute="selective", train__recompute_modules=["layernorm", "vision"]))
+    assert (fields["recompute_granularity"], fields["recompute_modules"]) == ("selective", ["layernorm"])
+    whole = made(config(train__recompute="full"))
+    assert (whole["recompute_granularity"], whole["recompute_method"], whole["recompute_num_layers"]) == ("full", "uniform", 1)
+
+
+def test_pipeline_layout_has_the_ends_in_the_first_and_last_chunk() -> None:
+    fields = made(config(parallel__pp=2, parallel__pipeline_layout=[0, 4], model__num_layers=4))
+    assert fields["pipeline_model_parallel_layout"] == [["embedding"], ["decoder"] * 4 + ["loss"]]
+    assert TransformerConfig(**fields).pipeline_model_parallel_layout.pipeline_model_parallel_size == 2
+
+
+def test_fp8_recipes() -> None:
+    blockwise = made(config(precision__fp8="blockwise", **BF16))
+    assert (blockwise["fp8"], blockwise["fp8_recipe"]) == ("e4m3", "blockwise")
+    delayed = made(config(precision__fp8="delayed", **BF16))
+    assert (delayed["fp8"], delayed["fp8_recipe"]) == ("hybrid", "delayed")
+    four = made(config(precision__fp8="nvfp4", **BF16))
+    assert (four["fp4"], four["fp4_recipe"]) == ("e2m1", "nvfp4")
+    assert "fp8" not in four
+
+
+def test_compressed_attention_and_the_router_of_deepseek() -> None:
+    c = config("qwen3_moe_tiny", model="deepseek_v3_tiny")
+    fields = mapping.transformer(c, MLATransformerConfig)
+    assert fields["kv_lora_rank"] == c.model.kv_lora_rank > 0
+    assert fields["moe_router_score_function"] == "sigmoid"
+    assert fields["moe_layer_freq"] == [int(i >= c.model.first_dense_layers) for i in range(c.model.num_layers)]
+    assert fields["mtp_num_layers"] == c.model.mtp_layers
+    assert MLATransformerConfig(**fields).multi_latent_attention
+
+
+def without(cls: type, *names: str) -> type:
+    """The dataclass as a version without these fields has it."""
+    kept = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(cls) if f.name not in names]
+    return dataclasses.make_dataclass(cls.__name__, kept)
+
+
+def test_graph_parts_have_the_name_of_the_installed_version() -> None:
+    c = config(train__cuda_graphs=["attn"], train__warmup_steps=4)
+    base = without(TransformerConfig, "cuda_graph_modules", "cuda_graph_scope")
+    fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(base)]
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        version = dataclasses.make_dataclass("TransformerConfig", [*fields, (name, list, dataclasses.field(default=None))])
+        found = mapping.transformer(c, version)
+        assert (found["cuda_graph_impl"], found[name]) == ("transformer_engine", ["attn"])
+
+
+def test_a_field_that_the_version_lacks_is_an_error_where_it_is_asked_for() -> None:
+    old = without(TransformerConfig, "fine_grained_activation_offloading", "offload_modules", "moe_router_fusion")
+    assert "moe_router_fusion" not in mapping.transformer(config(), old), "a default that the version lacks is left out"
+    with pytest.raises(
+        ConfigError, match=r"megatron-core .* megatron.offload_modules needs TransformerConfig.offload_modules, which it does not have"
+    ):
+        mapping.transformer(config(megatron__offload_modules=["moe_act"]), old)
+
+
+def test_optimizer_and_data_parallel_fields() -> None:
+    c = config(
+        megatron__precision_aware_optimizer=True,
+        megatron__grad_reduce_dtype="bf16",
+        optimizer__moments_dtype="bf16",
+        parallel__dp_replicate=2,
+        **BF16,
+    )
+    optimizer = mapping.optimizer(c, OptimizerConfig)
+    assert {optimizer[k] for k in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")} == {torch.bfloat16}
+    wrapper = mapping.data_parallel(c, DistributedDataParallelConfig)
+    assert wrapper["use_distributed_optimizer"]
+    assert not wrapper["grad_reduce_in_fp32"]
+    assert wrapper["num_distributed_optimizer_instances"] == 2
+    sharded = mapping.data_parallel(
+        config(megatron__data_parallel="megatron_fsdp", megatron__sharding_strategy="optim", **BF16), DistributedDataParallelConfig
+    )
+    assert (sharded["use_megatron_fsdp"], sharded["data_parallel_sharding_strategy"]) == (True, "optim")
+    assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
