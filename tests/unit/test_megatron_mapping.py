@@ -140,8 +140,9 @@ def test_optimizer_and_data_parallel_fields() -> None:
 
 
 def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:
-    old = without(TransformerConfig, "cuda_graph_modules")
-    with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel.etp out"):
-        mapping.refuse_lone_experts(config(parallel__tp=2, parallel__etp=1, parallel__sequence_parallel=True), old)
-    mapping.refuse_lone_experts(config(parallel__tp=2, parallel__ep=2, parallel__etp=1, parallel__sequence_parallel=True), old)
-    mapping.refuse_lone_experts(config(parallel__tp=2), old)
+    old, layers = without(TransformerConfig, "cuda_graph_modules"), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
+    with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel\.etp out"):
+        mapping.refuse_lone_experts(config(**layers, parallel__etp=1), old)
+    mapping.refuse_lone_experts(config(**layers, parallel__ep=2, parallel__etp=1), old)
+    mapping.refuse_lone_experts(config(**layers), old)
+    mapping.refuse_lone_experts(config(parallel__tp=2, parallel__etp=1), old)
