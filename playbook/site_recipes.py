@@ -12,7 +12,8 @@ TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 
 INTRO = (
     "Configurations that somebody published, as files that this trainer loads. Each passes a dry run at the world size stated, and its estimated "
-    "peak is below the memory of the GPUs named; that is an estimate, and no run of that size stands behind it. Each has a small version that "
+    "peak is below the memory of the GPUs named; that is an estimate, and no run of that size stands behind it. For the megatron "
+    "backend tests also build the real model of the first and the last stage at that size, without memory behind its parameters, and count them. Each has a small version that "
     "fits four H200s by the same estimate. [Configuration families](families.md) say which cards they belong to."
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ranks import ROOT
 
+from playbook_trainer import recipes
 from playbook_trainer.config import load, parse_overrides
 
 pytest.importorskip("megatron.core")
@@ -34,6 +35,16 @@ JOBS = {
 }  # fmt: skip
 
 
+def answers(script: str, asked: list[Any]) -> Any:
+    """What a script that has no GPU says to this."""
+    paths = [str(ROOT / p) for p in (".", "bench", "trainer", "tests/multiproc")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests/multiproc" / script)]
+    done = subprocess.run(command, input=json.dumps(asked), text=True, capture_output=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def built() -> dict[str, list[dict[str, Any]]]:
     """Each stage of every job, built."""
@@ -43,13 +54,8 @@ def built() -> dict[str, list[dict[str, Any]]]:
         for stage in range(load(Path(config), parse_overrides(own)).parallel.pp):
             asked.append({"config": config, "words": own, "world": world, "stage": stage})
             places.append(name)
-    paths = [str(ROOT / p) for p in (".", "bench", "trainer", "tests/multiproc")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/multiproc/megatron_counts.py")]
-    done = subprocess.run(command, input=json.dumps(asked), text=True, capture_output=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in JOBS}
-    for name, answer in zip(places, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for name, answer in zip(places, answers("megatron_counts.py", asked), strict=True):
         found[name].append(answer)
     return found
 
@@ -66,3 +72,13 @@ def test_the_dry_run_says_what_the_real_model_holds(name: str, built: dict[str, 
 def test_a_fused_dispatcher_is_built_as_another_and_that_is_said(built: dict[str, list[dict[str, Any]]]) -> None:
     assert "built with alltoall: hybridep" in built["gradients in 16 bits"][0]["notes"][0]
     assert built["experts"][0]["notes"] == []
+
+
+@pytest.mark.timeout(400)
+def test_recipes_hold_at_full_size_what_the_dry_run_says() -> None:
+    files = [r.file for r in recipes.index().recipes if load(recipes.folder() / r.file).backend == "megatron"]
+    found = answers("megatron_full_size.py", files)
+    assert list(found) == files
+    for file, stages in found.items():
+        for counted, said in stages:
+            assert counted == said, file

@@ -137,3 +137,12 @@ def test_optimizer_and_data_parallel_fields() -> None:
     )
     assert (sharded["use_megatron_fsdp"], sharded["data_parallel_sharding_strategy"]) == (True, "optim")
     assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
+
+
+def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:
+    old, layers = without(TransformerConfig, "cuda_graph_modules"), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
+    with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel\.etp out"):
+        mapping.refuse_lone_experts(config(**layers, parallel__etp=1), old)
+    mapping.refuse_lone_experts(config(**layers, parallel__ep=2, parallel__etp=1), old)
+    mapping.refuse_lone_experts(config(**layers), old)
+    mapping.refuse_lone_experts(config(parallel__tp=2, parallel__etp=1), old)

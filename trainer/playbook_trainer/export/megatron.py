@@ -401,7 +401,7 @@ def _switches(sheet: Sheet) -> None:
     for region in ("vision", "decoder", "loss"):
         sheet.plain(f"train.compile.{region}", False, "megatron-core has fused kernels of its own instead of torch.compile")
     sheet.skip("train.compile.backend train.compile.dynamic", "of torch.compile, which the target leaves out")
-    sheet.skip("train.fused_activation optimizer.fused", f"{TORCH}; megatron-core's are fused")
+    sheet.skip("train.fused_activation train.fused_norms optimizer.fused", f"{TORCH}; megatron-core's are fused")
     sheet.skip("train.loss_chunk", f"{TORCH}; logits of a micro-batch exist at once there")
 
 

@@ -179,7 +179,8 @@ def _switches(sheet: Sheet) -> None:
     sheet.plain("train.attention", "auto", "a flavour has its kind of attention")
     sheet.plain("train.cuda_graphs", [], "it captures no parts of a layer")
     sheet.plain("train.fused_loss", False, "compile the loss instead")
-    sheet.plain("train.fused_activation", False, "compile the model instead")
+    for name in ("fused_activation", "fused_norms"):
+        sheet.plain(f"train.{name}", False, "compile the model instead")
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
     sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
     sheet.skip("train.loss_chunk", "logits of a micro-batch exist at once there")

@@ -135,7 +135,7 @@ def _pipeline_problems(config: TrainerConfig, world: int) -> list[str]:
 
 def feature_problems(config: TrainerConfig) -> list[str]:
     """What this backend does not do, and settings of its section that contradict each other."""
-    par, mg, data, problems = config.parallel, config.megatron, config.data, []
+    par, mg, problems = config.parallel, config.megatron, []
     for key, default in _TORCH_ONLY.items():
         value = _get(config, key)
         if value != default:
@@ -153,15 +153,29 @@ def feature_problems(config: TrainerConfig) -> list[str]:
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
             "set model.tie_word_embeddings: false, or take megatron_fsdp"
         )
+    return problems + row_problems(config) + vision_problems(config)
+
+
+def row_problems(config: TrainerConfig) -> list[str]:
+    """What the layout and its overlaps ask of the rows."""
+    par, mg, data, problems = config.parallel, config.megatron, config.data, []
     if par.pp > 1 and not data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
     if par.cp > 1 and not data.pad:
         problems.append("cp cuts rows of one length: set data.pad: true")
     if par.tp > 1 and par.sequence_parallel and not data.pad:
         problems.append("sequence parallelism needs rows of one length: set data.pad: true")
+    if mg.tp_comm_overlap and not (par.tp > 1 and par.sequence_parallel):
+        problems.append(
+            "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
+        )
+    if mg.tp_comm_overlap and par.cp > 1 and data.pack:
+        problems.append(
+            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents up to others: set data.pack: false"
+        )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
-    return problems + vision_problems(config)
+    return problems
 
 
 def vision_problems(config: TrainerConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ class MegatronEngine:
         graphs.forget(config)
         self.axes: Axes = groups.axes(config)
         seed(config)
+        if config.megatron.tp_comm_overlap:
+            open_buffers(config)
         self.transformer_config = transformer_config(config)
         chunks = build_chunks(config, self.transformer_config, device)
         self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(has_experts(x) for c in chunks for x in c.decoder.layers)
@@ -218,6 +221,29 @@ def prepare(config: TrainerConfig, device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
+def open_buffers(config: TrainerConfig) -> None:
+    """Transformer Engine's buffers for tensor-parallel collectives in pieces.
+
+    Source: Megatron-LM, `megatron/training/initialize.py` (_initialize_tp_communicators).
+    """
+    from transformer_engine.pytorch.module import base
+
+    par, eight = config.parallel, config.precision.fp8 != "none"
+    how: dict[str, Any] = {
+        "shape": [config.data.seq_len * config.train.micro_batch_size // par.cp, config.model.hidden_size],
+        "tp_size": par.tp,
+        "bootstrap_backend": "nccl",
+    }
+    if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:
+        modes = base.UserBufferQuantizationMode
+        how["quantization_modes"] = [modes.FP8 if eight else modes.NONE]
+        if config.megatron.first_last_layers_bf16:
+            how["quantization_modes"].append(modes.NONE)
+    else:
+        how["use_fp8"] = eight
+    base.initialize_ub(**how)
+
+
 def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
     """What the device is too old for."""
     if device.type != "cuda":
@@ -250,6 +276,7 @@ def transformer_config(config: TrainerConfig) -> Any:
     """
     cls = MLATransformerConfig if config.model.attention == "mla" else TransformerConfig
     fields = mapping.transformer(config, cls)
+    mapping.refuse_lone_experts(config, cls)
     try:
         return cls(**fields)
     except (ValueError, AssertionError, NotImplementedError) as e:

@@ -71,6 +71,22 @@ def transformer(config: TrainerConfig, cls: type) -> dict[str, Any]:
     return fields_of(cls, plain, asked)
 
 
+def refuse_lone_experts(config: TrainerConfig, cls: type) -> None:
+    """Up to 0.16.1 the gradients of experts that no rank shares are not added up over the tensor-parallel ranks that have each a copy
+    (layers of Transformer Engine; this trainer's own are marked right).
+
+    Raises:
+        ConfigError: the installed version does so, and the configuration has such experts.
+    """
+    par = config.parallel
+    alone = config.model.num_experts > 0 and par.ep == 1 and (par.etp or par.tp) != par.tp
+    if alone and has_transformer_engine(config) and "cuda_graph_modules" not in {f.name for f in dataclasses.fields(cls)}:
+        raise ConfigError(
+            f"megatron-core {core_version()} adds up gradients of experts wrongly with ep 1 and etp {par.etp} beside tp {par.tp}; "
+            "raise parallel.ep, or leave parallel.etp out"
+        )
+
+
 def _sizes(config: TrainerConfig) -> dict[str, Any]:
     model = config.model
     return {
