@@ -90,11 +90,7 @@ def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
     assert held["dispatch_bytes_per_token_layer"] > 0
 
 
-RESUMED = {
-    "ep 2": (2, ("parallel.ep=2",)),
-    "pp 2, vpp 2": (2, ("parallel.pp=2", "parallel.vpp=2")),
-    "copies": (1, ("megatron.data_parallel=ddp",)),
-}
+RESUMED = {"ep 2": (2, ("parallel.ep=2",)), "pp 2, vpp 2": (2, ("parallel.pp=2", "parallel.vpp=2"))}
 
 
 @pytest.mark.timeout(400)

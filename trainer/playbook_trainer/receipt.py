@@ -206,7 +206,8 @@ class _Saved:
 
     def _parameters(self) -> set[int]:
         # FSDP swaps gathered parameters in and out, so the set is of this moment.
-        return {p.untyped_storage().data_ptr() for p in self.model.parameters() if not isinstance(p, DTensor)}
+        # What is no plain tensor (shards of FSDP, 8-bit weights) holds no memory of its own.
+        return {p.untyped_storage().data_ptr() for p in self.model.parameters() if type(p) is nn.Parameter}
 
     @staticmethod
     def unpack(held: _Held) -> Tensor:

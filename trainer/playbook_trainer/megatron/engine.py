@@ -290,6 +290,8 @@ def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) 
     dtype = mapping.DTYPES[config.train.dtype]
     chunks = [chunk.to(dtype=dtype, device=device) for chunk in chunks]
     weights.initialise(chunks, config)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # whole tensors were drawn for the sake of their parts
     return chunks
 
 

@@ -129,13 +129,21 @@ def _list(value: Any) -> list[Any]:
 
 
 def _size(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.numel() * local.element_size())
+    return sum(int(t.numel() * t.element_size()) for t in _held(tensor))
 
 
 def _memory(tensor: Any) -> int:
+    held = _held(tensor)
+    return int(held[0].untyped_storage().data_ptr()) if held else 0
+
+
+def _held(tensor: Any) -> list[Any]:
+    """The plain tensors that hold a parameter here: its local shard, or the 8-bit copies of a quantized one, which has no memory of its own."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.untyped_storage().data_ptr())
+    if not hasattr(local, "get_data_tensors"):
+        return [local]
+    parts = local.get_data_tensors()
+    return [t for t in (parts if isinstance(parts, tuple | list) else (parts,)) if t is not None]
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
