@@ -148,6 +148,21 @@ FOUR_GPUS: dict[str, tuple[str, tuple[str, ...], float]] = {
 }
 
 
+RESUMED_ON_ONE: dict[str, tuple[str, ...]] = {
+    "distributed optimizer": (),
+    "bf16 moments": ("megatron.precision_aware_optimizer=true", "megatron.grad_reduce_dtype=bf16", "optimizer.moments_dtype=bf16"),
+    "copies": ("megatron.data_parallel=ddp",),
+    "megatron fsdp": ("megatron.data_parallel=megatron_fsdp",),
+    "half the optimizer offloaded": ("megatron.optimizer_offload_fraction=0.5",),
+}
+RESUMED_ON_FOUR: dict[str, tuple[str, ...]] = {
+    "ep 4": ("parallel.ep=4",),
+    "pp 2, vpp 2, ep 2": ("parallel.pp=2", "parallel.vpp=2", "parallel.ep=2"),
+    "megatron fsdp": ("megatron.data_parallel=megatron_fsdp",),
+    "megatron fsdp, ep 2": ("megatron.data_parallel=megatron_fsdp", "parallel.ep=2"),
+}
+PARTS = {"whole": 4, "first": 2, "rest": 4}
+"""Runs of each, with the step of their end; the rest resumes what the first has saved."""
 WATCHED: dict[str, tuple[str, ...]] = {
     "observed": ("train.receipt=true",),
     "traced": ("train.receipt=true", "profile.kineto=true", "profile.steps=1"),
@@ -158,15 +173,21 @@ MISSING: set[str] = set() if any(importlib.util.find_spec(m) for m in ("flash_at
 def _trained(
     request: pytest.FixtureRequest, folder: Path, table: dict[str, tuple[str, tuple[str, ...], float]], size: tuple[str, ...], ranks: int
 ) -> tuple[Path, dict[str, str | None]]:
-    wanted = {
-        item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec") and item.module is request.module
-    }
-    chosen = {name: run_ for name, run_ in table.items() if name in wanted - MISSING}
+    """All that the selected tests of so many GPUs look at."""
+    items = [item for item in request.session.items if item.module is request.module]
+    asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    chosen = {name: run_ for name, run_ in table.items() if name in {params.get("name") for params in asked} - MISSING}
     alone = sorted({reference for reference, _, _ in chosen.values()})
     jobs = [Job(f"alone {name}", 1, (*ALONE[name], *size)) for name in alone]
     jobs += [Job(name, ranks, (*MEGATRON, *size, *words)) for name, (_, words, _) in chosen.items()]
-    if ranks == 1 and any(getattr(i, "originalname", "") == test_receipt_ranges_and_trace.__name__ for i in request.session.items):
+    if ranks == 1 and test_receipt_ranges_and_trace.__name__ in {item.name for item in items}:
         jobs += [Job(name, 1, (*MEGATRON, *size, BF16, *words)) for name, words in WATCHED.items()]
+    resumed = RESUMED_ON_ONE if ranks == 1 else RESUMED_ON_FOUR
+    for name in [name for name in resumed if name in {params.get("resumed") for params in asked}]:
+        for part, last in PARTS.items():
+            saved = (f"checkpoint.dir={folder / 'saved' / name}", "checkpoint.every=2", "checkpoint.keep=1") if part != "whole" else ()
+            words = (*MEGATRON, *size, BF16, "optimizer.schedule=constant", *resumed[name], *saved, f"train.steps={last}")
+            jobs.append(Job(f"{part} {name}", ranks, words, chain=f"resumed {name}"))
     return folder, train_all(jobs, folder, timeout=60 + 40 * len(jobs), stall=100, workers=4)
 
 
@@ -246,3 +267,28 @@ def test_receipt_ranges_and_trace(one_gpu: tuple[Path, dict[str, str | None]]) -
     assert {"router", "dispatch", "experts", "combine", "loss", "backward", "optimizer"} <= set(receipt["ranges"])
     trace = (root / "traced" / "trace.json").read_text()
     assert all(f'"name": "{name}"' in trace for name in ("step", "attention", "experts", "attention.bwd", "optimizer"))
+
+
+def resumes(name: str, trained: tuple[Path, dict[str, str | None]]) -> None:
+    """A run cut in two goes on as the whole one."""
+    root, errors = trained
+    assert {part: errors[f"{part} {name}"] for part in PARTS} == dict.fromkeys(PARTS)
+    whole, first, rest = ([r["loss"] for r in steps(root / f"{part} {name}")] for part in PARTS)
+    left = [p.name for p in (root / "saved" / name).iterdir()]
+    print(f"{name}: whole {whole}, cut {first + rest}; {left}")
+    assert first + rest == pytest.approx(whole, rel=1e-3)
+    assert left == ["step_00000004"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("resumed", RESUMED_ON_ONE)
+def test_a_resumed_run_goes_on_on_one_gpu(resumed: str, one_gpu: tuple[Path, dict[str, str | None]]) -> None:
+    resumes(resumed, one_gpu)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("resumed", RESUMED_ON_FOUR)
+def test_a_resumed_run_goes_on_on_four_gpus(resumed: str, four_gpus: tuple[Path, dict[str, str | None]]) -> None:
+    resumes(resumed, four_gpus)

@@ -25,6 +25,8 @@ class Job:
     name: str
     ranks: int
     words: tuple[str, ...]
+    chain: str = ""
+    """Jobs of one name are trained one after the other."""
 
 
 def train_all(
@@ -35,7 +37,7 @@ def train_all(
     With several `workers`, on GPUs, jobs of one rank are trained side by side.
     """
     listed = folder / "jobs.json"
-    listed.write_text(json.dumps([{"ranks": job.ranks, "words": [*job.words, f"output={folder / job.name}"]} for job in jobs]))
+    listed.write_text(json.dumps([{"ranks": j.ranks, "words": [*j.words, f"output={folder / j.name}"], "chain": j.chain} for j in jobs]))
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), os.environ.get("PYTHONPATH", "")])
     # What kernels were found the fastest serves the processes that come after, too.
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_CACHE_AUTOTUNING": "1"}

@@ -1,6 +1,7 @@
 """Train many configurations in few processes: `python many.py JOBS SECONDS [WORKERS]`.
 
-JOBS is a JSON file with a list of {"ranks": n, "words": [...]}, SECONDS is the time that one may take.
+JOBS is a JSON file with a list of {"ranks": n, "words": [...], "chain": name}, SECONDS is the time that one may take. Jobs of a chain are
+trained one after the other; an empty name is no chain.
 
 Starting a rank costs seconds and training ten steps of a tiny model costs one. So this process imports everything once, and forks the ranks
 of all jobs of one size; they train their jobs in turn. When a job breaks, its ranks end, and the jobs after it get new ones. With WORKERS
@@ -38,9 +39,12 @@ def main(path: Path, stall: float, workers: int = 1) -> int:
     platform = environment.this_platform(os.environ)
     dealt: list[tuple[int, list[int]]] = []
     for ranks in sorted({job["ranks"] for job in jobs}):
-        numbers = [i for i, job in enumerate(jobs) if job["ranks"] == ranks]
-        shares = min(workers, len(numbers)) if ranks == 1 else 1
-        dealt += [(worker, numbers[worker::shares]) for worker in range(shares)]
+        chains: dict[str, list[int]] = {}
+        for i, job in enumerate(jobs):
+            if job["ranks"] == ranks:
+                chains.setdefault(job["chain"] or str(i), []).append(i)
+        shares = min(workers, len(chains)) if ranks == 1 else 1
+        dealt += [(worker, [i for chain in list(chains.values())[worker::shares] for i in chain]) for worker in range(shares)]
     if workers == 1:
         for index, (_, numbers) in enumerate(dealt):
             work(jobs, numbers, 0, stall, platform, path.with_suffix(f".{index}.errors"))
