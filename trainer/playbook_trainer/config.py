@@ -236,7 +236,8 @@ class TrainConfig(Strict):
     fused_activation: bool = False
     """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
     fused_norms: bool = False
-    """Norms, and per-head norms with the rotary embedding, in one Triton kernel each, their gradients likewise; needs a GPU."""
+    """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel each, their
+    gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
     log_every: int = Field(default=1, gt=0)

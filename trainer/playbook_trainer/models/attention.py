@@ -26,21 +26,24 @@ def attend(
     *,
     causal: bool,
     backend: str = "auto",
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of each query segment over its key segment; causal masks are aligned to the segments' ends.
 
     On a GPU in 16-bit precision this is one call of `backend` (see `choose`); elsewhere, the plain reference: one SDPA call per segment.
 
+    `scale` multiplies the scores; None takes 1 / sqrt(d).
+
     Shapes: q (N, H, d), k and v (M, G, d) with H a multiple of G; cu_q, cu_k int32 (segments + 1); returns (N, H, d).
     """
     chosen = choose(backend, q_NHd, cu_q, max_q, same=cu_q is cu_k)
     if chosen == "cudnn":
-        return _cudnn_dense(q_NHd, k_MGd, v_MGd, max_q, causal)
+        return _cudnn_dense(q_NHd, k_MGd, v_MGd, max_q, causal, scale)
     if chosen == "cudnn_packed":
-        return _cudnn_packed(q_NHd, k_MGd, v_MGd, cu_q, cu_k, max_q, max_k, causal)
+        return _cudnn_packed(q_NHd, k_MGd, v_MGd, cu_q, cu_k, max_q, max_k, causal, scale)
     if chosen == "flash":
-        return _flash(q_NHd, k_MGd, v_MGd, cu_q, cu_k, max_q, max_k, causal)
-    return _plain(q_NHd, k_MGd, v_MGd, cu_q, cu_k, causal)
+        return _flash(q_NHd, k_MGd, v_MGd, cu_q, cu_k, max_q, max_k, causal, scale)
+    return _plain(q_NHd, k_MGd, v_MGd, cu_q, cu_k, causal, scale)
 
 
 def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool) -> str:
@@ -71,21 +74,25 @@ def has_packed_cudnn() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float | None
+) -> Tensor:
     # torch.nn.attention.varlen wraps the same operator, but renames its arguments between releases.
-    out = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False)
+    out = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
     return out[0]
 
 
-def _cudnn_dense(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor:
+def _cudnn_dense(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, scale: float | None) -> Tensor:
     q_BHSd, k_BGSd, v_BGSd = (x.unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        out = scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _cudnn_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool) -> Tensor:
-    call = _transformer_engine(q.shape[1], k.shape[1], q.shape[2], causal)
+def _cudnn_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float | None
+) -> Tensor:
+    call = _transformer_engine(q.shape[1], k.shape[1], q.shape[2], causal, scale)
     # Plans are built per longest length: rounded up to a power of two, few are ever needed.
     longest_q, longest_k = (1 << (x - 1).bit_length() for x in (max_q, max_k))
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -94,14 +101,15 @@ def _cudnn_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, m
 
 
 @cache
-def _transformer_engine(heads: int, kv_heads: int, head_dim: int, causal: bool) -> Any:
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, causal: bool, scale: float | None) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     mask = "padding_causal" if causal else "padding"
-    return DotProductAttention(heads, head_dim, num_gqa_groups=kv_heads, qkv_format="thd", attn_mask_type=mask, attention_dropout=0.0)
+    how = {"qkv_format": "thd", "attn_mask_type": mask, "attention_dropout": 0.0, "softmax_scale": scale}
+    return DotProductAttention(heads, head_dim, num_gqa_groups=kv_heads, **how)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, scale: float | None) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -114,8 +122,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: 
         lq, lk = q1 - q0, k1 - k0
         if causal and lq != lk:
             mask = torch.ones(lq, lk, dtype=torch.bool, device=q.device).tril(lk - lq)
-            out = scaled_dot_product_attention(qs, ks, vs, attn_mask=mask)
+            out = scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, scale=scale)
         else:
-            out = scaled_dot_product_attention(qs, ks, vs, is_causal=causal)
+            out = scaled_dot_product_attention(qs, ks, vs, is_causal=causal, scale=scale)
         outs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outs) if outs else q.new_zeros(q.shape)

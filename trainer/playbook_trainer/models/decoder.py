@@ -54,6 +54,8 @@ class Options:
     router_wide: bool = True
     """Route in float32, whatever the precision around it."""
     fused_permutation: bool = False
+    fused_vision: bool = False
+    """The vision tower's rotary embedding is a Triton kernel."""
     weigh_early: bool = False
     """Rows meet their probabilities in the experts' activation instead of in the combine."""
     loss_chunk: int = tensor.CHUNK
@@ -336,7 +338,11 @@ class Decoder(nn.Module):
             self.embed = VocabWeight(config, self.options)
         if axes.is_first_stage and config.vision is not None:
             self.vision = VisionTower(
-                config.vision, config.hidden_size, recompute="vision" in self.options.recompute, attention=self.options.attention
+                config.vision,
+                config.hidden_size,
+                recompute="vision" in self.options.recompute,
+                attention=self.options.attention,
+                fused=self.options.fused_vision,
             )
         self.layers = nn.ModuleDict({str(i): Layer(config, self.options) for stretch in self.chunks for i in stretch})
         if axes.is_last_stage:

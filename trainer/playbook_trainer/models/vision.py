@@ -7,6 +7,7 @@ C values of a patch, r = d / 2 rotary pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from playbook_trainer.models.attention import attend
 from playbook_trainer.nvtx import range_
 
 NORM_EPS = 1e-6
+CUDNN_WIDTHS = (64, 128)
+"""Head sizes for which cuDNN's backward pass has kernels of its own. At 72 (the tower of Qwen3-VL-30B-A3B) its general kernel for the products
+of output and gradient took 5 ms per block of 65,000 patches, longer than the attention itself: H200, cuDNN 9."""
 ROTARY_THETA = 10_000.0
 
 
@@ -30,7 +34,9 @@ class VisionTower(nn.Module):
         ConfigError: sizes that do not fit together.
     """
 
-    def __init__(self, config: VisionConfig, out_size: int, *, recompute: bool = False, attention: str = "auto") -> None:
+    def __init__(
+        self, config: VisionConfig, out_size: int, *, recompute: bool = False, attention: str = "auto", fused: bool = False
+    ) -> None:
         super().__init__()
         _check(config)
         self.recompute = recompute
@@ -40,7 +46,7 @@ class VisionTower(nn.Module):
         # A Conv3d whose stride equals its kernel is a linear map of the flattened patch; as a Linear it is one matrix product.
         self.patch_embed = nn.Linear(patch, config.hidden_size)
         self.pos_embed = Positions(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config, attention) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, attention, fused=fused) for _ in range(config.depth))
         self.merger = Merger(config, out_size, norm_after=False)
         self.deepstack = nn.ModuleList(Merger(config, out_size, norm_after=True) for _ in self.taps)
 
@@ -82,13 +88,16 @@ class Positions(nn.Embedding):
 class VisionBlock(nn.Module):
     """Pre-norm attention inside each image, then an MLP.
 
-    `before` and `after` are everything but the attention: plain tensor code without data-dependent control flow, for torch.compile.
+    `before`, `projected` and `after` are plain tensor code without data-dependent control flow, for torch.compile. With `fused`, one Triton kernel
+    takes the place of what `before` does after the projection.
     """
 
-    def __init__(self, config: VisionConfig, attention: str = "auto") -> None:
+    def __init__(self, config: VisionConfig, attention: str = "auto", *, fused: bool = False) -> None:
         super().__init__()
         size, self.attention = config.hidden_size, attention
-        self.num_heads = config.num_heads
+        self.num_heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
+        self.width = attention_width(self.head_dim) if fused and attention == "cudnn" else self.head_dim
+        self.turn = fused_turn() if fused else None
         self.norm1 = nn.LayerNorm(size, eps=NORM_EPS)
         self.norm2 = nn.LayerNorm(size, eps=NORM_EPS)
         self.qkv = nn.Linear(size, 3 * size)
@@ -98,19 +107,28 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """The block's output, (P, D)."""
-        q_PHd, k_PHd, v_PHd = self.before(x_PD, cos_Pr, sin_Pr)
-        a_PHd = attend(q_PHd, k_PHd, v_PHd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=False, backend=self.attention)
+        if self.turn is None:
+            q_PHd, k_PHd, v_PHd = self.before(x_PD, cos_Pr, sin_Pr)
+        else:
+            q_PHd, k_PHd, v_PHd = self.turn(self.projected(x_PD), cos_Pr, sin_Pr, self.width)
+        scale = None if self.width == self.head_dim else self.head_dim**-0.5
+        a_PHd = attend(
+            q_PHd, k_PHd, v_PHd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=False, backend=self.attention, scale=scale
+        )
         return self.after(x_PD, a_PHd)
 
     def before(self, x_PD: Tensor, cos_Pr: Tensor, sin_Pr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (both rotated) and values, each (P, H, d)."""
-        qkv = self.qkv(self.norm1(x_PD)).unflatten(-1, (3, self.num_heads, -1))
-        q_PHd, k_PHd, v_PHd = qkv.unbind(1)
+        q_PHd, k_PHd, v_PHd = self.projected(x_PD).unbind(1)
         return rotate(q_PHd, cos_Pr, sin_Pr), rotate(k_PHd, cos_Pr, sin_Pr), v_PHd
+
+    def projected(self, x_PD: Tensor) -> Tensor:
+        """Queries, keys and values, (P, 3, H, d), not yet rotated."""
+        return self.qkv(self.norm1(x_PD)).unflatten(-1, (3, self.num_heads, -1))
 
     def after(self, x_PD: Tensor, a_PHd: Tensor) -> Tensor:
         """Both residual sums, from the block's input and the attention's output."""
-        x_PD = x_PD + self.proj(a_PHd.flatten(1))
+        x_PD = x_PD + self.proj(a_PHd[..., : self.head_dim].flatten(1))
         return x_PD + self.fc2(gelu(self.fc1(self.norm2(x_PD)), approximate="tanh"))
 
 
@@ -132,6 +150,18 @@ class Merger(nn.Module):
         else:
             x = self.norm(x_PD).reshape(-1, self.joined)
         return self.fc2(gelu(self.fc1(x)))
+
+
+def attention_width(head_dim: int) -> int:
+    """The head size to fill up to, with zeros, which change no product: one that cuDNN has kernels for."""
+    return next((w for w in CUDNN_WIDTHS if w >= head_dim), head_dim)
+
+
+def fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """The Triton kernel; imported where it is asked for, since hosts without a GPU have no Triton."""
+    from playbook_trainer.models.kernels.turn import split_turned
+
+    return split_turned
 
 
 def rotation(rotary_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

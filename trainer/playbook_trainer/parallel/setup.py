@@ -48,6 +48,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
+        fused_vision=train.fused_norms,
         weigh_early=config.moe.weigh == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
@@ -217,7 +218,7 @@ def compile_regions(model: Decoder, config: CompileConfig) -> None:
     """torch.compile, block by block; attention and collectives stay outside the compiled parts."""
     if config.vision and hasattr(model, "vision"):
         for block in model.vision.blocks:
-            _compile(block, ("before", "after"), config)
+            _compile(block, ("projected", "before", "after"), config)
 
 
 def _compile(module: nn.Module, methods: tuple[str, ...], config: CompileConfig) -> None:
