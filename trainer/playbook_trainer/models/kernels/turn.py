@@ -14,24 +14,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _turn(
-    x,
-    out,
-    cos,
-    sin,
-    x_patch,
-    x_head,
-    out_patch,
-    out_head,
-    heads,
-    half,
-    fill,
-    sign,
-    TURNS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    FILL: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+def _turn(  # type: ignore[no-untyped-def]
+    x, out, cos, sin, x_patch, x_head, out_patch, out_head, heads, half, fill, sign,
+    TURNS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
     patch = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
