@@ -14,11 +14,10 @@ from playbook.paths import data_root
 from playbook_trainer import adamw, checks
 from playbook_trainer.config import CompileConfig, OptimizerConfig, load
 from playbook_trainer.metrics import compile_counters
-from playbook_trainer.models.attention import attend
+from playbook_trainer.models.attention import attend, cudnn_width
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.memory import recomputed
 from playbook_trainer.models.ops import compiled
-from playbook_trainer.models.vision import attention_width
 from playbook_trainer.optimizer import make, shards
 from playbook_trainer.parallel.axes import Axes, Axis
 from playbook_trainer.parallel.setup import _compiled, check_device, compile_regions
@@ -289,7 +288,7 @@ def test_marked_shapes_compile_once_and_static_ones_for_ever(model):
 
 
 def test_heads_filled_with_zeros_attend_alike():
-    """What the vision tower does for cuDNN, whose backward pass has kernels for heads of 64 and 128 only."""
+    """What the vision tower does for cuDNN, which is wrong or slow at other head sizes than 64 and 128."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(30, 4, 18) for _ in range(3))
     cu = torch.tensor([0, 7, 30], dtype=torch.int32)
@@ -297,4 +296,4 @@ def test_heads_filled_with_zeros_attend_alike():
     wide = attend(*(torch.nn.functional.pad(t, (0, 46)) for t in (q, k, v)), cu, cu, 23, 23, causal=False, scale=18**-0.5)
     assert torch.allclose(wide[..., :18], narrow, atol=1e-6)
     assert not wide[..., 18:].any()
-    assert [attention_width(d) for d in (18, 64, 72, 128, 160)] == [64, 64, 128, 128, 160]
+    assert [cudnn_width(d) for d in (18, 64, 72, 128, 160)] == [64, 64, 128, 128, 160]

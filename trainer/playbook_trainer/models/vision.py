@@ -17,13 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from playbook.errors import ConfigError
 from playbook_trainer.config import VisionConfig
 from playbook_trainer.data.batch import VisionBatch
-from playbook_trainer.models.attention import attend
+from playbook_trainer.models.attention import attend, cudnn_width
 from playbook_trainer.nvtx import range_
 
 NORM_EPS = 1e-6
-CUDNN_WIDTHS = (64, 128)
-"""Head sizes for which cuDNN's backward pass has kernels of its own. At 72 (the tower of Qwen3-VL-30B-A3B) its general kernel for the products
-of output and gradient took 5 ms per block of 65,000 patches, longer than the attention itself: H200, cuDNN 9."""
 ROTARY_THETA = 10_000.0
 
 
@@ -96,7 +93,7 @@ class VisionBlock(nn.Module):
         super().__init__()
         size, self.attention = config.hidden_size, attention
         self.num_heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
-        self.width = attention_width(self.head_dim) if fused and attention == "cudnn" else self.head_dim
+        self.width = cudnn_width(self.head_dim) if fused and attention == "cudnn" else self.head_dim
         self.turn = fused_turn() if fused else None
         self.norm1 = nn.LayerNorm(size, eps=NORM_EPS)
         self.norm2 = nn.LayerNorm(size, eps=NORM_EPS)
@@ -150,11 +147,6 @@ class Merger(nn.Module):
         else:
             x = self.norm(x_PD).reshape(-1, self.joined)
         return self.fc2(gelu(self.fc1(x)))
-
-
-def attention_width(head_dim: int) -> int:
-    """The head size to fill up to, with zeros, which change no product: one that cuDNN has kernels for."""
-    return next((w for w in CUDNN_WIDTHS if w >= head_dim), head_dim)
 
 
 def fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]:
