@@ -229,6 +229,9 @@ def test_tables_differ_by_version():
     assert list(label_problems({"recompute": "MLP side first, then norm", "cuda_graph": "narrow scope first"}, new)) == []
     assert "write mla_up_proj" in next(label_problems({"recompute": "up_proj"}, new))[1]
     assert "write layernorm" in next(label_problems({"train.recompute_modules": "moe_act norm"}, new))[1]
+    tower = {"train.recompute_modules": ["layernorm", "vision"]}
+    assert "'vision'" in next(label_problems({**tower, "backend": "megatron"}, new))[1]
+    assert list(label_problems({**tower, "backend": "torch"}, new)) == []
 
 
 @pytest.mark.parametrize(
