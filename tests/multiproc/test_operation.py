@@ -131,10 +131,10 @@ SLOW_EXPERTS = """
 import os, time
 from playbook_trainer.models import decoder
 real = decoder.Experts._loop
-def planted(self, rows, counts):
+def planted(self, *args):
     if os.environ["RANK"] == "1":
         time.sleep(0.2)
-    return real(self, rows, counts)
+    return real(self, *args)
 decoder.Experts._loop = planted
 """
 
