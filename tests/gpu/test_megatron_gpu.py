@@ -153,7 +153,6 @@ RESUMED_ON_ONE: dict[str, tuple[str, ...]] = {
     "bf16 moments": ("megatron.precision_aware_optimizer=true", "megatron.grad_reduce_dtype=bf16", "optimizer.moments_dtype=bf16"),
     "copies": ("megatron.data_parallel=ddp",),
     "megatron fsdp": ("megatron.data_parallel=megatron_fsdp",),
-    "half the optimizer offloaded": ("megatron.optimizer_offload_fraction=0.5",),
 }
 RESUMED_ON_FOUR: dict[str, tuple[str, ...]] = {
     "ep 4": ("parallel.ep=4",),

@@ -165,7 +165,7 @@ def test_layout_agrees_with_one_gpu(name: str, far: Callable[[str], dict[str, fl
     assert found["grad_norm"] < 5e-2
 
 
-# In 32 bits, without Transformer Engine, nothing but the order of sums differs.
+# In 32 bits, without products of Transformer Engine (whose float32 is TF32), nothing but the order of sums differs.
 PRECISIONS = {"bf16": ([], 5e-3, 5e-2), "fp32": (["train.dtype=fp32"], 1e-5, 1e-4)}
 
 

@@ -16,6 +16,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,22 @@ def gradients(config: TrainerConfig, wrapped: list[Any], scale: float = 1.0) -> 
     return out
 
 
+def keep_first_values(chunks: list[Any]) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Each parameter with a copy of what it was built with, as Transformer Engine's 8-bit parameters have one for the optimizer."""
+    kept = {parameter: parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()}
+    for parameter, value in kept.items():
+        parameter.get_high_precision_init_val = partial(lambda value: value, value)
+    return kept
+
+
 def job(spec: dict[str, Any], folder: Path) -> None:
     """One layout on this rank."""
     config = configuration(spec["words"])
     initialise(config)
     settings, chunks = build(config)
+    kept = keep_first_values(chunks)
     weights.initialise(chunks, config)
+    assert all(torch.equal(value, parameter) for parameter, value in kept.items()), "an optimizer would start from other weights"
     counts: list[Any] = [None] * dist.get_world_size()
     if spec["weights"]:
         weights.save(chunks, config.model, folder / "drawn")

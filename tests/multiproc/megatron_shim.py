@@ -2,8 +2,8 @@
 
 megatron-core wants a GPU in many places even where it was told to initialise on the CPU. `install()` answers for the rest of the process:
 the current device is the CPU, streams and events do nothing, CUDA's random state is the CPU's, a literal "cuda" means "cpu", and tensors say
-they are CUDA's where the optimizer asks for their type by name. Three defects of 0.16.1 are put right: routers without Transformer Engine
-need `te_general_gemm`, MLA takes Transformer Engine for installed, and the all-to-all dispatcher leaves split sizes as tensors on the CPU. Nothing of this belongs into the product, and
+they are CUDA's where the optimizer asks for their type by name. Two defects of 0.16.1 are put right: MLA takes
+Transformer Engine for installed, and the all-to-all dispatcher leaves split sizes as tensors on the CPU. Nothing of this belongs into the product, and
 `torch.cuda.is_available()` stays false.
 """
 
@@ -70,6 +70,11 @@ class OnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def transformer_engine_product(*_: Any, **__: Any) -> Any:
+    """What megatron-core's router calls wherever Transformer Engine is installed; layers without it must not."""
+    raise AssertionError("layers without Transformer Engine have called its product, which rounds float32 to TF32")
+
+
 def install() -> None:
     """Answer for CUDA from here to the end of the process."""
     assert not torch.cuda.is_available(), "the shim would hide a GPU that is there"
@@ -109,8 +114,7 @@ def correct() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = transformer_engine_product
     multi_latent_attention.HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
     def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

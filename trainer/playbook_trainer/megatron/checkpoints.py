@@ -156,7 +156,10 @@ class MegatronSaver:
             )
         for i, chunk in enumerate(self._chunks):
             own = state["model" if len(self._chunks) == 1 else f"model{i}"]
-            (chunk if self._format == "fsdp_dtensor" else unwrapped(chunk)).load_state_dict(own)
+            if self._format == "fsdp_dtensor":
+                install(chunk, own)
+            else:
+                unwrapped(chunk).load_state_dict(own)
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)
 
@@ -205,12 +208,28 @@ def prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
 
     out = dict(state)
     handle_fp8_extra_state_case(out["model"])
-    out["model"], out["optimizer"] = handle_swiglu_in_state_dict(chunk, out["model"], out["optimizer"])
+    # The model's names are looked up one wrapper further out than the optimizer's: megatron-core counts on a module for 16 bits between
+    # Megatron-FSDP and the model, and there is none here.
+    out["model"], _ = handle_swiglu_in_state_dict(chunk, out["model"], None)
+    _, out["optimizer"] = handle_swiglu_in_state_dict(chunk.module, {}, out["optimizer"])
     experts = getattr(chunk.config, "num_moe_experts", None)
     if experts:
         out["model"] = handle_experts_in_state_dict(out["model"], experts)
     preprocess_state_dict_for_uneven_dtensor(out)
     return out
+
+
+def install(chunk: Any, own: dict[str, Any]) -> None:
+    """Take over what has been read into Megatron-FSDP's shards, and renew the weights of the model that are made from them.
+
+    Loading by its inner wrapper, whose names these are: the outer one would put a name before them that is not there, and drop them all.
+
+    Raises:
+        KeyError: tensors are missing, or are not the model's.
+    """
+    missing, unexpected = chunk.module.load_state_dict(own, strict=False)
+    if wrong := [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]:
+        raise KeyError(f"the model's {', '.join(wrong[:3])} is not among its tensors, or not the model's")
 
 
 def read_header(folder: Path) -> MegatronHeader:

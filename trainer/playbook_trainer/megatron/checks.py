@@ -148,6 +148,11 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
     if config.checkpoint.dir and mg.data_parallel == "fsdp2":
         problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
+    if config.checkpoint.dir and (config.offload.optimizer or mg.optimizer_offload_fraction > 0):
+        problems.append(
+            "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
+            "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
+        )
     if mg.data_parallel == "fsdp2" and config.model.tie_word_embeddings:
         problems.append(
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "

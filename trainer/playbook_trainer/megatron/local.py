@@ -19,6 +19,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -91,6 +92,21 @@ class Down(nn.Module):
         return out, None
 
 
+class TopKRouter(router.TopKRouter):
+    """megatron-core's router, with scores by torch; Megatron-FSDP knows a router by the name of its class.
+
+    megatron-core multiplies by Transformer Engine wherever that is installed, and that rounds products of float32 to TF32.
+    Source: Transformer Engine, `transformer_engine/common/gemm/cublaslt_gemm.cu` (CUBLAS_COMPUTE_32F_FAST_TF32).
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Scores (S, B, E) of rows (S, B, D)."""
+        rows_ND = input.flatten(0, -2)
+        wide = self.config.moe_router_dtype == "fp32"
+        scores_NE = ops.wide_linear(rows_ND, self.weight) if wide else linear(rows_ND, self.weight)
+        return scores_NE.unflatten(0, input.shape[:-1])
+
+
 UP_AND_NORMS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 
@@ -153,10 +169,18 @@ def layer(config: Any, parts: LocalLayers, *, moe: bool) -> ModuleSpec:
             self_attention=_mla(config) if mla else _gqa(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if moe else IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(parts, num_experts=config.num_moe_experts if moe else None),
+            mlp=_mlp(config, parts, moe=moe),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp(config: Any, parts: LocalLayers, *, moe: bool) -> Any:
+    """A dense MLP, or experts with our router: a ModuleSpec up to 0.16, a callable with the parts as an argument since."""
+    spec = get_mlp_module_spec_for_backend(parts, num_experts=config.num_moe_experts if moe else None)
+    if moe:
+        (spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules).router = TopKRouter
+    return spec
 
 
 def _gqa(config: Any) -> ModuleSpec:

@@ -141,6 +141,10 @@ def _fill(entry: Held, read: Callable[[str, Box, torch.device], Tensor]) -> None
     for piece in sorted(entry.pieces, key=lambda piece: piece.ours):
         values[slices(piece.here)] = read(piece.ours, piece.there, tensor.device).to(torch.float32).reshape(sizes(piece.here))
     tensor.copy_(values)
+    # Transformer Engine keeps the first values of an 8-bit parameter, those of its own construction, for the optimizer to start from.
+    kept = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
+    if kept is not None:
+        kept.copy_(values)
 
 
 def _parts(ours: str, entries: Sequence[Held]) -> dict[Box, Tensor]:
