@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from measures import milliseconds, relative
 from torch import Tensor
 
 from playbook_trainer import adamw
@@ -16,22 +15,6 @@ from playbook_trainer.models import ops
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 DEVICE = "cuda"
 GROUP: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-3, "weight_decay": 0.1}
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
-
-
-def milliseconds(f: Callable[[], Any], repeats: int = 10) -> float:
-    for _ in range(3):
-        f()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        f()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - began) / repeats
 
 
 def exactly(p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: tuple[int, ...]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from measures import relative
 
 from playbook_trainer.config import ModelConfig
 from playbook_trainer.models import attention_blocks as blocks
@@ -11,10 +12,6 @@ from playbook_trainer.models.attention import _plain, attend
 from playbook_trainer.models.decoder import Experts, Options
 
 pytestmark = pytest.mark.gpu
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("lengths", [[64], [1, 700, 3, 320], [128] * 8])

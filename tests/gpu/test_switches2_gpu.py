@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measures import milliseconds, relative
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
@@ -21,22 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarni
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm())
-
-
-def milliseconds(f: Any, repeats: int = 20) -> float:
-    for _ in range(3):
-        f()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        f()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - began) / repeats
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from measures import milliseconds, relative
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
@@ -21,22 +21,6 @@ from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm())
-
-
-def milliseconds(f, repeats: int = 10) -> float:
-    for _ in range(3):
-        f()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        f()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - began) / repeats
 
 
 @pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
