@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 CUDNN_WIDTHS = (64, 128)
-"""Head sizes that cuDNN gets. At 72, the size of Qwen3-VL-30B-A3B's tower, packed documents got wrong gradients of the queries (75 % off, flash and
-float64 agreeing), and its general backward kernel took six times as long as flash: H200, cuDNN 9.19, Transformer Engine 2.16."""
+"""Head sizes that cuDNN gets. At 72, the size of Qwen3-VL-30B-A3B's tower, packed documents got wrong gradients of the queries (75 % from
+flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash: H200, cuDNN 9.19, Transformer Engine 2.16."""
 
 
 def attend(
