@@ -28,7 +28,7 @@ from playbook_trainer.checkpoint_files import (
     SavePlanner,
     Writer,
     clear_leftovers,
-    complete,
+    newest,
     read_index,
     writing_folder,
 )
@@ -65,7 +65,7 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is of another model, or damaged, or there is one that must not be continued.
         """
-        folder = self._newest()
+        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
         if folder is None:
             return None
         if not self._config.checkpoint.resume:
@@ -133,19 +133,6 @@ class Checkpointer:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
-
-    def _newest(self) -> Path | None:
-        found: list[Path | None] = [None]
-        if self._axes.world.rank == 0 and self._config.checkpoint.dir:
-            try:
-                self._root.mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise ConfigError(f"checkpoint.dir {self._root} cannot be written: {e.strerror or e}; choose another folder") from e
-            found = [None, *complete(self._root)][-1:]
-        if self._axes.world.size > 1:
-            # A shared file system may show the ranks different states of the folder.
-            dist.broadcast_object_list(found)
-        return found[0]
 
     def _state(self) -> State:
         """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""

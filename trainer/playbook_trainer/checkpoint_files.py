@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, ValidationError, field_validator
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -99,6 +100,26 @@ class Index(Header):
 def complete(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p for p in root.glob("step_*") if _NAME.match(p.name)) if root.is_dir() else []
+
+
+def newest(directory: str | None, rank: int, world: int) -> Path | None:
+    """The newest complete checkpoint, which rank 0 looks for; None where there is none.
+
+    Raises:
+        ConfigError: the directory cannot be made.
+    """
+    found: list[Path | None] = [None]
+    if rank == 0 and directory:
+        root = Path(directory)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"checkpoint.dir {root} cannot be written: {e.strerror or e}; choose another folder") from e
+        found = [None, *complete(root)][-1:]
+    if world > 1:
+        # A shared file system may show the ranks different states of the folder.
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def read_index(folder: Path) -> Index:

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from torch.distributed import checkpoint as dcp
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.checkpoint_files import INDEX, Header, clear_leftovers, complete, write_durably, writing_folder
+from playbook_trainer.checkpoint_files import INDEX, Header, clear_leftovers, complete, newest, write_durably, writing_folder
 from playbook_trainer.config import TrainerConfig, dump
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.weights import unwrapped
@@ -56,7 +56,7 @@ class MegatronSaver:
         Raises:
             ConfigError: the checkpoint is of another model, layout or backend, or there is one that must not be continued.
         """
-        folder = self._newest()
+        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
         if folder is None:
             return None
         if not self._config.checkpoint.resume:
@@ -101,17 +101,6 @@ class MegatronSaver:
 
     def wait(self) -> None:
         """Nothing is written behind the training's back."""
-
-    def _newest(self) -> Path | None:
-        found: list[Path | None] = [None]
-        if self._axes.world.rank == 0 and self._config.checkpoint.dir:
-            try:
-                self._root.mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise ConfigError(f"checkpoint.dir {self._root} cannot be written: {e.strerror or e}; choose another folder") from e
-            found = [None, *complete(self._root)][-1:]
-        dist.broadcast_object_list(found)
-        return found[0]
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
         """What megatron-core saves: the model's chunks and the optimizer, as it names them."""
