@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook import __version__, cli_lint, cli_slurm
+from playbook import __version__, cli_exit, cli_lint, cli_slurm
 from playbook.cli_bisect import bisect
 from playbook.cli_config import config_app
 from playbook.cli_layout import layout_app
@@ -23,7 +23,7 @@ from playbook.cli_search import search
 from playbook.cli_skills import skills_app
 from playbook.cli_text import card_lines, complain, count, print_json, print_table, print_trace, say
 from playbook.cli_train import train
-from playbook.errors import FileError, PlaybookError
+from playbook.errors import PlaybookError
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from playbook_bench.records import Evidence
     from playbook_bench.report import TerminalProgress
 
-USAGE = 2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
 cards_app = typer.Typer(no_args_is_help=True, help="Cards: what is claimed, in which scope, why, and where it stands.")
@@ -59,16 +58,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one l
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: runs the command and exits with its code; a user's mistake is a message, not a traceback."""
-    try:
-        code = app(list(sys.argv[1:] if argv is None else argv), prog_name="playbook", standalone_mode=True)
-    except PlaybookError as e:
-        complain(f"{e}\n" if isinstance(e, FileError) else f"error: {e}")
-        code = USAGE
-    except BrokenPipeError:
-        # The reader left (`playbook cards list | head`); there is nobody to tell.
-        sys.stderr.close()
-        code = 0
-    sys.exit(code or 0)
+    sys.exit(cli_exit.run(app, sys.argv[1:] if argv is None else argv))
 
 
 @app.command()
@@ -179,10 +169,12 @@ def confirm(
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     chosen = list(load_all()) if every else targets or []
     seconds = _seconds(budget)
+    request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
+    cli_slurm.check_request(launcher, request)
     slurm = cli_slurm.inside(launcher, cluster)
     if launcher == "slurm":
         words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
-        raise typer.Exit(cli_slurm.confirm(words, results, cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)))
+        raise typer.Exit(cli_slurm.confirm(words, results, request))
     kept = cli_slurm.journal(journal, slurm)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
@@ -312,7 +304,7 @@ def gate(
     budget: Budget = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the working tree with a commit on one case: pass, regression or error. What cannot be judged does not pass."""
+    """Compare the working tree with a commit on one case: pass, regression, undecided or error. What cannot be judged does not pass."""
     from playbook_bench import gate as harness
     from playbook_bench import report
 
@@ -408,7 +400,7 @@ def schemas_export(
         complain(f"{folder / line}")
     if lines:
         complain("run `playbook schemas export` and commit the result")
-        raise typer.Exit(USAGE)
+        raise typer.Exit(cli_exit.USAGE)
     say(f"{count(len(schema_models()), 'schema')}: no drift")
 
 

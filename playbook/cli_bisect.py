@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook.cli_text import print_json, say
+from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
     from playbook_bench.bisect import Judged
@@ -35,6 +36,8 @@ def bisect(
         out.print(f"{harness.subject(judged.commit)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
 
     try:
+        if minutes is not None and not minutes > 0:
+            raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0")
         budget = None if minutes is None else 60 * minutes
         found = harness.run(case, good, bad, profile=profile, results=results, pairs=pairs, budget_s=budget, progress=progress, told=told)
     finally:
@@ -42,8 +45,13 @@ def bisect(
     if as_json:
         print_json(harness.as_json(found))
     else:
-        words = {"found": f"first commit with it ({found.trouble}):", "suspects": f"one of these ({found.trouble}):", "no_trouble": ""}
-        say(words[found.status] or f"{bad} shows no trouble that {good} has not: {found.judged[0].sentence}")
+        none = f"cannot be judged against {good}" if found.trouble == harness.UNKNOWN else f"shows no trouble that {good} has not"
+        words = {
+            "found": f"first commit with it ({found.trouble}):",
+            "suspects": f"one of these ({found.trouble}):",
+            "no_trouble": f"{bad} {none}: {found.judged[0].sentence}",
+        }
+        say(words[found.status])
         for commit in found.suspects:
             say(f"  {harness.subject(commit)}")
     raise typer.Exit(found.exit_code)

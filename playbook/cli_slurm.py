@@ -70,6 +70,21 @@ def check_launcher(name: str) -> None:
         raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(LAUNCHERS)}")
 
 
+def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
+    """What only a job has is asked for with a job: left unread, `--job 7` would end with 0 and `--nodes 2` would run on one.
+
+    Raises:
+        PlaybookError: there is no such launcher, or an option does not go with it.
+    """
+    check_launcher(launcher)
+    of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
+    of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
+    unread: dict[str, dict[str, object]] = {"slurm": {}, "srun": of_job, "local": of_job | of_both}[launcher]
+    given = [option for option, value in unread.items() if value]
+    if given:
+        raise PlaybookError(f"{', '.join(given)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
+
+
 def load_cluster(path: Path | None) -> Cluster:
     """The cluster's file, or the defaults where there is none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from playbook.errors import PlaybookError
 
 
 def train(
+    context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as train.steps=50.")] = None,
     dry_run: Annotated[
@@ -38,10 +40,17 @@ def train(
         return
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
-    cli_slurm.check_launcher(launcher)
+    if context.get_parameter_source("gpus").name == "COMMANDLINE":
+        raise PlaybookError("--gpus is part of a dry run; say --dry-run too, or start that many ranks with torchrun or --launcher slurm")
+    request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
+    cli_slurm.check_request(launcher, request, ranks_per_node)
     if launcher != "local":
-        request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
         raise typer.Exit(cli_slurm.train(Path(config), overrides or [], launcher, ranks_per_node, request))
     from playbook_trainer.__main__ import main as run
 
-    raise typer.Exit(run([config, *(overrides or [])]))
+    try:
+        code = run([config, *(overrides or [])])
+    except Exception:
+        traceback.print_exc()
+        code = 1  # the trainer's own code for it, as of `python -m playbook_trainer`; 5 would say that a checkpoint was saved
+    raise typer.Exit(code)

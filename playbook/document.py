@@ -55,6 +55,16 @@ def parse_scalar(text: str) -> Any:
     return _SPECIAL.get(text.lower(), text)
 
 
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The file's bytes, one more than `limit` at most: a device or a file that never ends is too large, and not the end of the machine.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as f:
+        return f.read(limit + 1)
+
+
 def read(path: Path) -> tuple[Any, Marks]:
     """The file's content and the place of each value.
 
@@ -63,14 +73,14 @@ def read(path: Path) -> tuple[Any, Marks]:
     """
     name = str(path)
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:  # first: the last character may be cut
+            raise FileError([Finding(name, 1, 1, f"is too large; at most {MAX_BYTES} bytes are read")])
         text = raw.decode("utf-8")
     except OSError as e:
         raise FileError([Finding(name, 1, 1, f"cannot be read: {e.strerror or e}")]) from e
     except UnicodeDecodeError as e:
         raise FileError([Finding(name, 1, 1, f"is not UTF-8 text (byte {e.start}); save it as UTF-8")]) from e
-    if len(raw) > MAX_BYTES:
-        raise FileError([Finding(name, 1, 1, f"has {len(raw)} bytes; at most {MAX_BYTES} are read")])
     return parse(text, name)
 
 

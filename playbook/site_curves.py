@@ -68,7 +68,8 @@ def tables(record: Record) -> str:
         for p in _rows(found, "points")
     ]
     compared = [[text(c.get("name")), *(change(c.get(k)) for k in ("effect", "low", "high"))] for c in _rows(found, "contrasts")]
-    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks."
+    stopped = ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    note = f"{code(found.get('metric'))}, {text(found.get('better'))} is better; {number(found.get('blocks'))} blocks{stopped}."
     parts = [note, table(["Variant", "Value>", "Against the first>", "Peak memory>"], points)]
     return "\n\n".join([*parts, *([table(["Contrast", "Gain>", "from>", "to>"], compared)] if compared else [])])
 

@@ -104,7 +104,7 @@ def _comparison(record: Record) -> str:
         ["Candidate", quantity(found.get("candidate"), unit)],
         ["Effect, positive where the candidate is better", f"**{effect(record)}**"],
         ["Design", text(str(found.get("design")).replace("_", " "))],
-        ["Pairs", number(found.get("pairs"))],
+        ["Pairs", number(found.get("pairs")) + _between(found)],
     ]
     labels = {
         "deviation": "Deviation of the paired differences",
@@ -121,6 +121,11 @@ def _comparison(record: Record) -> str:
             # Figures of log ratios are shown as the ratios that the effect is given in.
             rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
+
+
+def _between(found: Mapping[str, Any]) -> str:
+    """A series that was stopped has an interval too, and no verdict."""
+    return ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
 
 
 def _curve(record: Record) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from playbook.cards import Card, Claim, Expect, MechanismCheck
-from playbook.document import did_you_mean
+from playbook.document import did_you_mean, read_bytes
 from playbook.errors import FileError, Finding, PlaybookError
 
 EVIDENCE, TRACE = "evidence/1", "trace/1"
@@ -139,9 +139,9 @@ def _files(folders: Iterable[Path]) -> list[Path]:
 
 def _load(path: Path) -> Record:
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path, MAX_BYTES)
         if len(raw) > MAX_BYTES:
-            raise ValueError(f"has {len(raw)} bytes; at most {MAX_BYTES} are read")
+            raise ValueError(f"is too large; at most {MAX_BYTES} bytes are read")
         data = json.loads(raw)
     except (OSError, RecursionError, ValueError) as e:
         raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e

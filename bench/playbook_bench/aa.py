@@ -52,9 +52,9 @@ def run(
         raise ConfigError(f"an A/A of {pairs} pairs is too few to know a deviation; expected at least {schedule.AA_PAIRS}")
     case = load_case(case_id)
     machine = preflight.detect()
-    chosen = preflight.choose_profile(case, machine, profile)
-    if case.kind not in LAUNCHED_KINDS or chosen is None:
-        raise ConfigError(f"case '{case.id}' has nothing to run on {machine.name}; it has profiles {', '.join(case.profiles) or 'none'}")
+    if case.kind not in LAUNCHED_KINDS:
+        raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; there is no noise to measure")
+    chosen = preflight.require_profile(case, machine, profile)
     row = metrics.get(case.metric or "")
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
     work = launch.new_folder(folder / "work", f"{case.id}-aa")

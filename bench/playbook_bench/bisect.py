@@ -1,7 +1,7 @@
 """Which commit made a case slower, or made it fail: a binary search with the regression gate as the judge.
 
 Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not read
-the configuration, or fails in another way than the bad one) is passed over, as `git bisect skip` does.
+the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip` does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def trouble_of(found: gate.GateResult) -> str:
         LaunchError: the good commit's own runs fail, so that nothing can be compared with it.
     """
     if found.status != "error":
-        return SLOWER if found.status == "regression" else NONE
+        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN}[found.status]
     failed = next((r for r in found.runs if r.outcome != "ok"), None)
     if failed is not None and failed.variant == "baseline":
         raise LaunchError(f"the good commit fails itself, so nothing can be compared with it: {found.sentence}")

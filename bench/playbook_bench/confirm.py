@@ -213,6 +213,7 @@ def _tasks_of_file(path: Path) -> list[Task]:
 def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
     """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
     machine = preflight.over_nodes(preflight.detect(), options.nodes)
+    preflight.restrict(machine, options.profile)  # a profile that is mistyped, or of other hardware, is a mistake and no verdict
     progress.machine(machine)
     loaded = dict(known or {})
     for name in {t.case for t in tasks if t.case} - loaded.keys():
@@ -445,10 +446,7 @@ def _options(
     shown: str,
     journal: Journal | None,
 ) -> Options:
-    if pairs is not None and pairs < 1:
-        raise ConfigError(f"--pairs is {pairs}; expected at least 1")
-    if budget_s is not None and not budget_s > 0:
-        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0")
+    schedule.check_limits(pairs, budget_s)
     deadline = None if budget_s is None else time.monotonic() + budget_s
     nodes = len(launcher.allocation.hosts) if isinstance(launcher, SrunLauncher) else 1
     folder = Path(results) if results is not None else store.DEFAULT_RESULTS

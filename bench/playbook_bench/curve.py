@@ -295,14 +295,14 @@ def _excludes(measured: Measured, case: Case, metric: Metric, expect: Expect, ch
     return Derived(curve=curve, receipts=checks, verdict=Verdict(status="confirmed", reason="exact", sentence=text))
 
 
-def show(curve: Curve) -> str:
-    """The contrasts in words, such as `2 over 4 -2.7 % [-3.5, -1.8]`, and what did not run."""
-    parts = [show_contrast(curve, c) for c in curve.contrasts]
+def show(curve: Curve, between: bool = False) -> str:
+    """The contrasts in words, such as `2 over 4 -2.7 % [-3.5, -1.8]`, and what did not run; `between` as in `verdict.show_effect`."""
+    parts = [show_contrast(curve, c, between) for c in curve.contrasts]
     parts += [f"{p.variant} {'did not fit' if p.outcome == 'oom' else 'was refused'}" for p in curve.points if p.outcome != "ok"]
     return "; ".join(parts)
 
 
-def show_contrast(curve: Curve, c: Contrast) -> str:
+def show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
     """One contrast in words."""
     if c.effect is None:
         return f"{c.name} without bound as a ratio"
@@ -310,6 +310,6 @@ def show_contrast(curve: Curve, c: Contrast) -> str:
         (100, "%", 1) if curve.scale == "log_ratio" else (100, "points", 1) if curve.unit == "share" else (1, curve.unit, 3)
     )
     text = f"{c.name} {factor * c.effect:+.{digits}f} {unit}"
-    if curve.look is None or c.low is None or c.high is None:
+    if (curve.look is None and not between) or c.low is None or c.high is None:
         return text
     return f"{text} [{factor * c.low:.{digits}f}, {factor * c.high:.{digits}f}]"

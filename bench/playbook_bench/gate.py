@@ -21,15 +21,17 @@ from playbook_bench import gates, launch, metrics, preflight, schedule, series, 
 from playbook_bench.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
 from playbook_bench.launch import LocalLauncher, Result, Spec
 from playbook_bench.metrics import Metric
-from playbook_bench.records import Comparison, Gate, Run, canonical
+from playbook_bench.records import Comparison, Gate, Plan, Run, canonical
 from playbook_bench.series import Progress, Series, Silent
 from playbook_bench.telemetry import Telemetry
 from playbook_bench.variants import Resolved, resolve_variant
 
-EXIT_CODES = {"pass": 0, "regression": 1, "error": 5}
+EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "error": 5}
 LEAST = 0.01
 """A slowdown below 1 % is never called a regression."""
 NOISE_FACTOR = 2.0
+MOST_PAIRS = 100
+"""More are never asked for: a slowdown that so many cannot tell from the limit lies at the limit."""
 _GIT_TIMEOUT_S = 120
 
 
@@ -37,20 +39,22 @@ _GIT_TIMEOUT_S = 120
 class GateResult:
     """What the gate says, and on what grounds."""
 
-    status: Literal["pass", "regression", "error"]
+    status: Literal["pass", "regression", "undecided", "error"]
     sentence: str
     case: str
     reference: str
     profile: str
     limit: float | None
-    """The slowdown that must be exceeded for certain, as a share."""
+    """A slowdown above it is a regression, one below it passes, each for certain, as a share; what is neither is undecided."""
     comparison: Comparison | None
     gates: list[Gate]
     runs: list[Run]
+    pairs_needed: int | None = None
+    """About how many pairs would settle what is undecided; None where no sensible number does."""
 
     @property
     def exit_code(self) -> int:
-        """0 passed, 1 regression, 5 error."""
+        """0 passed, 1 regression, 3 undecided, 5 error."""
         return EXIT_CODES[self.status]
 
 
@@ -85,18 +89,19 @@ def run(
     """Compare `baseline_ref` with the working tree on the case's baseline configuration.
 
     The baseline commit runs again in the same series: stored figures of another day are no baseline. Both trees get the same
-    resolved configuration; a commit that cannot read it is an error, not a pass.
+    resolved configuration; a commit that cannot read it is an error, not a pass. `pairs` above the case's last look adds looks.
 
     Raises:
         ConfigError: the reference or the case does not fit.
         LaunchError: the worktree cannot be made.
     """
+    schedule.check_limits(pairs, budget_s)
+    if pairs is not None and pairs > MOST_PAIRS:
+        raise ConfigError(f"--pairs is {pairs}; expected at most {MOST_PAIRS}")
     case = _as_gate_case(case_id if isinstance(case_id, Case) else load_case(case_id))
     metric = metrics.get(case.metric or "")
     machine = preflight.detect()
-    chosen = preflight.choose_profile(case, machine, profile)
-    if chosen is None:
-        raise ConfigError(f"case '{case.id}' has no profile for {machine.name}; it has {', '.join(case.profiles) or 'none'}")
+    chosen = preflight.require_profile(case, machine, profile)
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
     tree = (root or repo_root()).resolve()
     work = launch.new_folder(folder / "work", f"{case.id}-gate")
@@ -108,7 +113,7 @@ def run(
             profile=chosen,
             machine=preflight.restrict(machine, chosen),
             variants={"baseline": shared, "candidate": Resolved("candidate", shared.config, shared.ranks, shared.environment)},
-            plan=schedule.plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
+            plan=_plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
             launcher=_TwoTrees({"baseline": other, "candidate": tree}, inner),
             work=work,
             cache=folder / "cache",
@@ -142,6 +147,13 @@ def _as_gate_case(case: Case) -> Case:
             "guardrails": Guardrails(loss=Loss(relative=band)),
         }
     )
+
+
+def _plan(case: Case, seed: int, pairs: int | None, budget_s: float | None) -> Plan:
+    """The case's looks, and further ones at the same distance where more pairs were asked for; fixed before the data, like the others."""
+    plan = schedule.plan(case, seed, pairs, budget_s)
+    step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
+    return plan.model_copy(update={"looks": [*plan.looks, *range(plan.looks[-1] + step, (pairs or 0) + 1, step)]})
 
 
 def _measure(running: Series, metric: Metric) -> None:
@@ -199,18 +211,32 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     found = verdict.compare_launches(metric, pairs, floor, running.plan, None)
     if slowdown is None:
         return result("error", "too few pairs for an interval", limit, found, conditions)
-    if found.look is None:
+    if found.pairs < running.plan.looks[0]:
         need = running.plan.looks[0]
         return result(
             "error", f"stopped after {found.pairs} pairs; the gate needs {need}. Raise --budget or --pairs", limit, found, conditions
         )
+    shown, above = f"{metric.name} {verdict.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
     if slowdown.low > limit:
-        return result(
-            "regression", f"{metric.name} {verdict.show_effect(found)}: slower by more than {100 * limit:.1f} %", limit, found, conditions
-        )
-    return result(
-        "pass", f"{metric.name} {verdict.show_effect(found)}: no slowdown above {100 * limit:.1f} % is shown", limit, found, conditions
+        return result("regression", f"{shown}: {above} is certain", limit, found, conditions)
+    if slowdown.high < limit:
+        return result("pass", f"{shown}: {above} is ruled out", limit, found, conditions)
+    need = _pairs_needed(running.plan, slowdown, limit)
+    more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
+    open_ = result(
+        "undecided", f"{shown}: {above} is neither shown nor ruled out after {found.pairs} pairs; {more}", limit, found, conditions
     )
+    return replace(open_, pairs_needed=need)
+
+
+def _pairs_needed(plan: Plan, slowdown: stats.Interval, limit: float) -> int | None:
+    """The first look, beyond those taken, that would probably settle a slowdown as large as the one that was seen."""
+    need = stats.pairs_needed(slowdown.mean - limit, slowdown.used, plan.alpha / len(plan.looks))
+    step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
+    if need is None:
+        return None
+    whole = math.ceil(need / step) * step
+    return whole if whole <= MOST_PAIRS else None
 
 
 def _problem(running: Series, metric: Metric) -> str:
@@ -275,6 +301,7 @@ def as_json(result: GateResult) -> dict[str, Any]:
         "baseline": result.reference,
         "profile": result.profile,
         "limit": result.limit,
+        "pairs_needed": result.pairs_needed,
         "comparison": result.comparison.model_dump(mode="json") if result.comparison else None,
         "gates": [g.model_dump(mode="json") for g in result.gates],
         "launches": len(result.runs),

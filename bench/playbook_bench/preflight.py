@@ -132,15 +132,24 @@ def cores() -> int:
 
 
 def choose_profile(case: Case, machine: Machine, wanted: str | None = None) -> str | None:
-    """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none.
-
-    Raises:
-        ConfigError: the case does not have the wanted profile.
-    """
+    """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none."""
     if wanted is not None:
         return wanted if wanted in case.profiles else None
     fits = [(gpus, name) for name in case.profiles for gpu, gpus in [_profile_gpus(name)] if gpus and _has(machine, gpu, gpus)]
     return max(fits)[1] if fits else CPU if CPU in case.profiles else None
+
+
+def require_profile(case: Case, machine: Machine, wanted: str | None = None) -> str:
+    """As `choose_profile`, for a command that is about this one case.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    chosen = choose_profile(case, machine, wanted)
+    if chosen is None:
+        missing = f"no profile '{wanted}'" if wanted else f"no profile for {machine.name}"
+        raise ConfigError(f"case '{case.id}' has {missing}; it has {', '.join(sorted(case.profiles)) or 'none'}")
+    return chosen
 
 
 def restrict(machine: Machine, profile: str | None) -> Machine:

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook_bench import confirm, schedule, verdict
+from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
 from playbook_bench.case import Case
 from playbook_bench.confirm import Outcome
@@ -32,6 +33,7 @@ _NAME = 6
 _INDENT = " " * _NAME
 _BAR = 15
 _PLOT = 24
+_BETWEEN = " between looks"
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -114,9 +116,8 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {sentence}"))
         return
     out.print(Text(f"{outcome.name:<{_NAME}}{_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
-    out.print(
-        Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {verdict.show_effect(found)}")
-    )
+    shown = verdict.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
+    out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
@@ -137,6 +138,8 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         bar = "#" * round(_PLOT * p.value / most) if most > 0 else ""
         change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
+    if curve.look is None and any(c.low is not None for c in curve.contrasts):
+        out.print(Text(f"{_INDENT}{curves.show(curve, between=True)}{_BETWEEN}"))
     checks = evidence.derived.receipts
     if checks:
         bad = sum(not c.ok for c in checks)
@@ -170,7 +173,7 @@ def print_noise(noise: Noise, out: Console) -> None:
 
 def print_gate(result: GateResult, out: Console) -> None:
     """The gate's answer in one line."""
-    style = {"pass": "green", "regression": "red", "error": "bold red"}[result.status]
+    style = {"pass": "green", "regression": "red", "undecided": "yellow", "error": "bold red"}[result.status]
     out.print(
         Text(f"gate {result.case} against {result.reference} ({result.profile})  ")
         .append(Text(result.status, style=style))

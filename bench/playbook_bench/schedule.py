@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from playbook.errors import ConfigError
 from playbook_bench.case import Case
 from playbook_bench.records import Plan, Role, Variant
 
@@ -24,6 +25,18 @@ class RunSpec:
     variant: Variant
     role: Role
     pair: int | None = None
+
+
+def check_limits(pairs: int | None, budget_s: float | None) -> None:
+    """What the command line says about the length of a series.
+
+    Raises:
+        ConfigError: a limit leaves room for nothing.
+    """
+    if pairs is not None and pairs < 1:
+        raise ConfigError(f"--pairs is {pairs}; expected at least 1")
+    if budget_s is not None and not budget_s > 0:
+        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0")
 
 
 def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None) -> Plan:

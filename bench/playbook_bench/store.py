@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from playbook.document import read_bytes
 from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import verdict
@@ -156,15 +157,16 @@ def load_baseline(path: Path) -> Baseline:
 
 def _load(path: Path, model: type[T]) -> T:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise StoreError(f"{path} is larger than {MAX_BYTES} bytes")
-        return model.model_validate_json(path.read_bytes())
+        raw = read_bytes(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:
+            raise StoreError(f"{path} is too large; at most {MAX_BYTES} bytes are read")
+        return model.model_validate_json(raw)
     except OSError as e:
         raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise StoreError(f"{path} is no {model.__name__.lower()} record: {where}: {first['msg']}") from e
+        where = "".join(f"{p}." for p in first["loc"])[:-1]
+        raise StoreError(f"{path} is no {model.__name__.lower()} record: {where}{': ' if where else ''}{first['msg']}") from e
 
 
 def replay(path: Path) -> tuple[bool, list[str]]:

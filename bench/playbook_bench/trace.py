@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from playbook.document import Strict
+from playbook.document import Strict, read_bytes
 from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook_bench import preflight, store, trace_kineto, trace_nsys
 from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
@@ -103,9 +103,7 @@ def run(
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; there is nothing to trace")
     here = preflight.detect()
-    chosen = preflight.choose_profile(case, here, profile)
-    if chosen is None:
-        raise ConfigError(f"case '{case.id}' has no profile for this machine; it has: {', '.join(sorted(case.profiles)) or 'none'}")
+    chosen = preflight.require_profile(case, here, profile)
     machine = preflight.restrict(here, chosen)
     collector: Collector = "nsys" if machine.gpus and shutil.which("nsys") else "kineto"
     folder = new_folder((results or store.DEFAULT_RESULTS) / FOLDER, f"{case.id}-{chosen}")
@@ -165,7 +163,7 @@ def read(path: Path) -> TraceResult:
         StoreError: it cannot be read, is no trace record, or is not as it was written.
     """
     try:
-        result = TraceResult.model_validate_json(path.read_bytes())
+        result = TraceResult.model_validate_json(read_bytes(path, store.MAX_BYTES))
     except OSError as e:
         raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
     except ValidationError as e:

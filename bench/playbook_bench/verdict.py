@@ -318,15 +318,19 @@ def as_effect(metric: Metric, value: float) -> float:
     return math.expm1(value) if metric.scale == "log_ratio" else value
 
 
-def show_effect(found: Comparison) -> str:
-    """The effect in words, such as `+3.6 % [3.1, 4.2]`; a share is shown in points."""
+def show_effect(found: Comparison, between: bool = False) -> str:
+    """The effect in words, such as `+3.6 % [3.1, 4.2]`; a share is shown in points.
+
+    A verdict's sentence has the interval of a look only; `between` shows that of other numbers of pairs too. It holds as well: what stops a
+    series there is time, not the effect, and no more than the planned number of looks is ever taken, so it spends the next one's share.
+    """
     if found.effect is None:
         return f"{found.baseline:g} -> {found.candidate:g} {found.unit}, without bound as a ratio"
     relative = found.scale == "log_ratio"
     points = found.unit == "share"
     factor, unit, digits = (100, "%", 1) if relative else (100, "points", 1) if points else (1, found.unit, 3)
     text = f"{factor * found.effect:+.{digits}f} {unit}"
-    if found.look is None or found.low is None or found.high is None:
+    if (found.look is None and not between) or found.low is None or found.high is None:
         return text
     return f"{text} [{factor * found.low:.{digits}f}, {factor * found.high:.{digits}f}]"
 

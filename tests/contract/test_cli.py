@@ -173,6 +173,14 @@ def test_an_altered_record_does_not_replay(capsys, elsewhere):
     assert "sha256" in err
 
 
+def test_a_record_that_stopped_between_looks_shows_its_interval_and_says_so(capsys, elsewhere):
+    stopped = repo_root() / "bench/results/h200x4/01M7YJPAZNPZ8T2FKDHMAPT0T1.json"
+    code, out, _ = run(capsys, "evidence", "show", str(stopped))
+    assert code == 0
+    assert "+46.9 % [46.4, 47.4] between looks" in out
+    assert "inconclusive" in out
+
+
 def test_what_does_not_apply_here_exits_with_4(capsys, elsewhere):
     code, out, _ = run(capsys, "confirm", "moe-dispatcher-choice/V5", "--profile", "cpu", "--json")
     claim = json.loads(out)["claims"][0]

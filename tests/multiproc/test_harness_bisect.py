@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from test_harness_gate import FAKE, case, repo, worktrees  # noqa: F401
 
 from playbook.errors import ConfigError, LaunchError
-from playbook_bench import bisect, invariants
+from playbook_bench import bisect, gate, invariants
 
 EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
@@ -49,6 +50,12 @@ def test_what_cannot_be_judged_leaves_suspects_and_what_is_well_leaves_none(repo
     repo({})
     found = run(repo, tmp_path, "HEAD~3")
     assert (found.status, found.suspects, found.exit_code) == ("no_trouble", [], 3)
+
+
+def test_a_commit_that_the_gate_leaves_undecided_is_passed_over() -> None:
+    open_ = gate.GateResult("undecided", "s", "c", "r", "cpu", 0.01, None, [], [])
+    assert bisect.trouble_of(open_) == bisect.UNKNOWN
+    assert bisect.trouble_of(dataclasses.replace(open_, status="pass")) == bisect.NONE
 
 
 def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -84,6 +84,40 @@ def test_too_few_pairs_are_an_error(repo, tmp_path):
     assert run(repo, tmp_path, pairs=2).status == "error"
 
 
+def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
+    """A slowdown of a little less than the limit: passing it would let it through, and calling it a regression would be a guess."""
+    repo({"slower": 0.003})
+    found = run(repo, tmp_path, pairs=4)
+    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
+    assert 4 < found.pairs_needed <= gate.MOST_PAIRS
+    assert f"--pairs {found.pairs_needed}" in found.sentence
+    told = gate.as_json(found)
+    assert (told["status"], told["pairs_needed"], told["comparison"]["pairs"]) == ("undecided", found.pairs_needed, 4)
+
+
+def test_pairs_beyond_the_last_look_are_looked_at_and_share_the_error_rate(repo, tmp_path):
+    repo({"slower": 0.01})
+    found = run(repo, tmp_path, pairs=16)
+    assert (found.status, found.comparison.pairs, found.comparison.look) == ("undecided", 16, 4), found.sentence
+    assert found.comparison.alpha_look == pytest.approx(0.05 / 4)
+    assert (found.pairs_needed, "it lies about there" in found.sentence) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pairs": 0}, "at least 1"),
+        ({"pairs": 101}, "at most 100"),
+        ({"budget_s": 0.0}, "more than 0"),
+        ({"budget_s": float("nan")}, "more than 0"),
+    ],
+)
+def test_limits_that_leave_room_for_nothing_or_for_all(repo, tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        run(repo, tmp_path, "HEAD", **options)
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
     repo({})
     found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")

@@ -1,13 +1,14 @@
 """From records to verdicts: every rule, through `derive` alone."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 
 from playbook.cards import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
-from playbook_bench import metrics, verdict
+from playbook_bench import metrics, stats, verdict
 from playbook_bench.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook_bench.records import (
     Baseline,
@@ -184,6 +185,27 @@ def test_between_looks_there_is_no_verdict(pairs):
     found = judge(around(0.5, pairs))
     assert (found.verdict.status, found.verdict.reason) == ("inconclusive", "budget")
     assert found.comparison.look is None
+
+
+def test_between_looks_the_figures_have_an_interval_and_the_sentence_has_none():
+    found = judge(around(0.5, 5))
+    assert verdict.show_effect(found.comparison, between=True).startswith("+50.1 % [48.7, 51.4]")
+    assert "[" not in found.verdict.sentence.split(";")[0]
+    alone = judge(around(0.5, 1)).comparison
+    assert verdict.show_effect(alone, between=True) == verdict.show_effect(alone), "one pair has no interval"
+
+
+def test_an_interval_between_looks_spends_no_more_than_the_plan():
+    """A series that time stops anywhere, with an interval there and at each look before: how often any of them misses the truth."""
+    draw = random.Random(4)
+    missed = 0
+    for _ in range(1500):
+        last = draw.randint(2, 12)
+        noise = [draw.gauss(0, 1) for _ in range(last)]
+        seen = sorted({n for n in (4, 8, 12) if n < last} | {last})
+        found = [stats.interval(noise[:n], 0.05 / 3) for n in seen]
+        missed += any(not i.low <= 0 <= i.high for i in found)
+    assert missed / 1500 < 0.05
 
 
 def test_every_look_spends_a_third():

@@ -57,11 +57,23 @@ def _run(words: list[str], rank: int, world: int) -> int:
         hf.check_folder(config.model, Path(config.init.weights))
     if config.checkpoint.export is not None:
         hf.refuse_to_overwrite(Path(config.checkpoint.export))
+    if rank == 0:
+        _check_output(Path(config.output))
     try:
         return OF_OUTCOME[train(config, rank, world)]
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
         return OUT_OF_MEMORY
+
+
+def _check_output(folder: Path) -> None:
+    """Make the folder of the run's files now, rather than find after the model has been built that they have no place."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"output {folder} cannot be written: {e.strerror or e}; choose another folder") from e
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output {folder} cannot be written: no permission; choose another folder")
 
 
 if __name__ == "__main__":
