@@ -227,7 +227,7 @@ def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> Non
     ways = WAYS[ranks]
     names = {(way, i): f"{number}-{i}" for i in range(REPEATS) for number, way in enumerate(ways)}
     jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, *ways[way])) for (way, _), name in names.items()]
-    errors = train_all(jobs, tmp_path, timeout=540, stall=150)
+    errors = train_all(jobs, tmp_path, timeout=540, stall=150, workers=4)
     versions = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core")}
     rows: list[dict[str, Any]] = []
     for (way, i), name in names.items():
