@@ -29,6 +29,7 @@ _TABLES = {
     "four": "On four GPUs, experts over all unless the row says otherwise",
 }
 _PLAIN = "plain"
+_LAYERS = 24
 _WANTED = ["table", "group", "name", "gpus", "settings", "outcome"]
 
 
@@ -42,7 +43,8 @@ def megatron_page(folder: Path) -> str:
     parts = [INTRO, *([] if rows else [NONE, ""])]
     for table, title in _TABLES.items():
         parts += _switches([r for r in rows if r["table"] == table], title)
-    return "\n".join([*parts, *_lengths(lengths)])
+    by_table = groupby(lengths, key=lambda r: str(r["table"]))
+    return "\n".join([*parts, *(line for _, found in by_table for line in _lengths(list(found)))])
 
 
 def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
@@ -90,13 +92,12 @@ def _seen(row: Mapping[str, Any]) -> str:
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not rows:
-        return []
+    gpus, layers = int(rows[0]["gpus"]), int(rows[0]["settings"].get("model.num_layers", _LAYERS))
     out = [
-        "## Context parallelism by length",
+        f"## Context parallelism by length, on {gpus} GPUs",
         "",
-        f"{_software(rows)} Qwen3-30B-A3B cut to 24 layers over four GPUs, EP 4, norms and expert activations recomputed; each rank of dp reads one row a step, so CP 1 reads four rows and "
-        "CP 4 one. Out of memory is a result.",
+        f"{_software(rows)} Qwen3-30B-A3B cut to {layers} layers over {gpus} GPUs, EP {gpus}, norms and expert activations recomputed; each rank of dp reads "
+        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result.",
         "",
         "| length | CP | tokens/s per GPU | step | peak memory |",
         "| --- | --: | --: | --: | --: |",

@@ -212,10 +212,8 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     if slowdown is None:
         return result("error", "too few pairs for an interval", limit, found, conditions)
     if found.pairs < running.plan.looks[0]:
-        need = running.plan.looks[0]
-        return result(
-            "error", f"stopped after {found.pairs} pairs; the gate needs {need}. Raise --budget or --pairs", limit, found, conditions
-        )
+        text = f"stopped after {found.pairs} pairs; the gate needs {running.plan.looks[0]}. Raise --budget or --pairs"
+        return result("error", text, limit, found, conditions)
     shown, above = f"{metric.name} {verdict.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
     if slowdown.low > limit:
         return result("regression", f"{shown}: {above} is certain", limit, found, conditions)

@@ -1,7 +1,7 @@
 """Runs the rows of `megatron_rows.py`, one short run of the trainer each, and writes a JSON line per row: the tables of the megatron backend.
 
     python tests/gpu/megatron_table.py one two four --budget 150        # the switches, into docs/parity/megatron-switches.jsonl
-    python tests/gpu/megatron_table.py cp --budget 420                  # context parallelism by length, into docs/parity/megatron-cp.jsonl
+    python tests/gpu/megatron_table.py cp --budget 420                  # context parallelism by length (cp2: on two), into docs/parity/megatron-cp.jsonl
 
 On as many GPUs as are visible, several rows at a time where they need fewer. A row that fails is a row, with the reason. Rows that the budget leaves
 out are run by the next call, which keeps what the file holds (`--again` runs everything anew, `--only WORDS` the rows whose names hold all of the words).
@@ -39,7 +39,7 @@ from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 from playbook_bench import launch, preflight, receipt, series  # noqa: E402
 from playbook_bench.records import Observed  # noqa: E402
 
-FILES = {"cp": "megatron-cp.jsonl"}
+FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
 FILE = "megatron-switches.jsonl"
 HEAVY = (
     "torch.distributed.fsdp",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measures import milliseconds, relative
 from torch import Tensor
+from torch.nn.functional import grouped_mm
+from torch.profiler import ProfilerActivity, profile
 
 from playbook_trainer import adamw
 from playbook_trainer.models import ops
@@ -282,3 +286,31 @@ def test_attention_of_filled_heads_is_that_of_the_heads() -> None:
     errors = {n: [relative(a, b) for a, b in zip(results[n], results["flash"], strict=True)] for n in runs}
     print({n: [f"{e:.1e}" for e in errors[n]] for n in errors})
     assert max(map(max, errors.values())) < 1e-2
+
+
+def test_grouped_products_leave_multiprocessors_to_collectives(tmp_path: Path) -> None:
+    """Fewer blocks, the same values to the last bit."""
+    from playbook_trainer.parallel.setup import leave_multiprocessors
+
+    torch.manual_seed(0)
+    x, w = torch.randn(4096, 512, device=DEVICE).bfloat16(), torch.randn(8, 512, 1024, device=DEVICE).bfloat16()
+    ends = torch.tensor([0, 700, 1024, 1536, 2048, 3000, 4000, 4096], device=DEVICE, dtype=torch.int32)
+    results = []
+    for left in (0, 20):
+        leave_multiprocessors(left)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            results.append(grouped_mm(x, w, offs=ends))
+            torch.cuda.synchronize()
+        blocks, sms = _blocks(seen, tmp_path / "trace.json"), torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        print(f"{left} left: {blocks} blocks of {sms}")
+        assert blocks <= sms - left
+    leave_multiprocessors(0)
+    assert torch.equal(*results)
+
+
+def _blocks(seen: profile, path: Path) -> int:
+    """Blocks of the largest grouped product on the profile's timeline."""
+    seen.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    grids = [e["args"]["grid"] for e in events if e.get("cat") == "kernel" and "GroupProblem" in e["name"]]
+    return max(x * y * z for x, y, z in grids)

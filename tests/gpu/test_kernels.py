@@ -25,7 +25,7 @@ def test_flash_attention_equals_the_plain_path(lengths: list[int], causal: bool)
     exact = [t.detach().double().requires_grad_() for t in fast]
     grad = torch.randn(n, 8, 64, device="cuda", dtype=torch.bfloat16)
     out = attend(*fast, cu, cu, max(lengths), max(lengths), causal=causal)
-    ref = _plain(*exact, cu, cu, causal)
+    ref = _plain(*exact, cu, cu, causal, None)
     out.backward(grad)
     ref.backward(grad.double())
     assert relative(out, ref) < 1e-2
@@ -42,7 +42,7 @@ def test_blocks_of_keys_put_together_equal_one_call() -> None:
     ]
     grad = torch.randn(n, 8, 64, device="cuda", dtype=torch.bfloat16)
     ends = [torch.tensor([0, size], device="cuda", dtype=torch.int32) for size in (n, before, before + n)]
-    ref = _plain(*exact, ends[0], ends[2], True)
+    ref = _plain(*exact, ends[0], ends[2], True, None)
     ref.backward(grad.double())
     q, k, v = (t.detach().bfloat16() for t in exact)
     own, other = blocks.Borders(ends[0], ends[0], n, n, causal=True), blocks.Borders(ends[0], ends[1], n, before, causal=False)

@@ -105,10 +105,10 @@ BACKENDS = ("flash", "cudnn", "cudnn_packed")
 
 def call(name: str, q, k, v, cu, top: int):
     if name == "flash":
-        return attention._flash(q, k, v, cu, cu, top, top, True)
+        return attention._flash(q, k, v, cu, cu, top, top, True, None)
     if name == "cudnn":
-        return attention._cudnn_dense(q, k, v, top, True)
-    return attention._cudnn_packed(q, k, v, cu, cu, top, top, True)
+        return attention._cudnn_dense(q, k, v, top, True, None)
+    return attention._cudnn_packed(q, k, v, cu, cu, top, top, True, None)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -124,7 +124,7 @@ def test_attention_backends_against_float64(name: str, lengths: list[int]) -> No
     fast = [torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in ((n, 8, 128), (n, 2, 128), (n, 2, 128))]
     exact = [t.detach().double().requires_grad_() for t in fast]
     grad = torch.randn(n, 8, 128, device=DEVICE, dtype=torch.bfloat16)
-    out, reference = call(name, *fast, cu, max(lengths)), attention._plain(*exact, cu, cu, True)
+    out, reference = call(name, *fast, cu, max(lengths)), attention._plain(*exact, cu, cu, True, None)
     out.backward(grad)
     reference.backward(grad.double())
     errors = [relative(out, reference), *(relative(a.grad, b.grad) for a, b in zip(fast, exact, strict=True))]

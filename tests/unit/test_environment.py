@@ -47,3 +47,10 @@ def test_the_platform_is_what_the_driver_reports(said, platform, tmp_path, monke
     assert environment.this_platform({"NVLINK_DOMAIN_SIZE": "72"}) == "nvl72"
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert environment.this_platform({}) == "cpu"
+
+
+def test_collectives_keep_to_their_multiprocessors_on_the_torch_backend():
+    config = load(TINY, {"parallel.comm_sms": 16})
+    assert environment.apply(config, {}, "hopper") == {"NCCL_MAX_CTAS": "16"}
+    given = {"NCCL_MAX_CTAS": "8"}
+    assert environment.apply(config, given, "hopper") == {}

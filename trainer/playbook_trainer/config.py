@@ -112,6 +112,9 @@ class ParallelConfig(Strict):
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way."""
+    comm_sms: int = Field(default=0, ge=0, le=64)
+    """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
+    that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
     pipeline_layout: list[int] | None = None
     """Decoder layers of each of the pp x vpp chunks, in the order in which a token passes them, where they are not equal; of the megatron
     backend. The embedding lies in the first chunk and the output layer in the last, and both chunks may be without layers."""

@@ -14,6 +14,8 @@ from playbook_trainer.config import TrainerConfig
 Platform = Literal["cpu", "hopper", "blackwell", "nvl72"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+COLLECTIVE_BLOCKS = "NCCL_MAX_CTAS"
+"""NCCL's limit of blocks, each of which takes a multiprocessor, in one collective."""
 HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DOMAIN: Mapping[Platform, int] = {"cpu": 1, "hopper": 8, "blackwell": 8, "nvl72": 72}
@@ -71,17 +73,19 @@ def _connections(config: TrainerConfig, platform: Platform) -> str | None:
 
 
 def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = None, platform: Platform | None = None) -> dict[str, str]:
-    """Set what the megatron backend asks for and the environment leaves open; returns what was set.
+    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open; returns what was set.
 
     Raises:
         ConfigError: the environment serialises what Megatron-FSDP means to overlap.
     """
     env = os.environ if environment is None else environment
-    if config.backend != "megatron":
-        return {}
-    if sharded(config) and env.get(CONNECTIONS) == "1":
+    if config.backend == "torch":
+        wanted = {COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
+    elif sharded(config) and env.get(CONNECTIONS) == "1":
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
-    found = {k: v for k, v in variables(config, platform or this_platform(env)).items() if k not in env}
+    else:
+        wanted = variables(config, platform or this_platform(env))
+    found = {k: v for k, v in wanted.items() if k not in env}
     env.update(found)
     return found
 

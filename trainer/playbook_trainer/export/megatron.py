@@ -279,9 +279,10 @@ def _data_parallel(sheet: Sheet) -> None:
     else:
         sheet.skip("megatron.sharding_strategy megatron.fsdp_double_buffer", "of Megatron-FSDP, which is not chosen")
     if megatron:
-        sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype", TORCH)
+        sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype parallel.comm_sms", TORCH)
     else:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
+        sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise")
         sheet.plain("parallel.reshard_after_forward", True, "Megatron-FSDP frees gathered parameters after the forward pass")
     sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if optimizer else 1)
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")

@@ -183,6 +183,7 @@ def _switches(sheet: Sheet) -> None:
         sheet.plain(f"train.{name}", False, "compile the model instead")
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
     sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
+    sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors")
     sheet.skip("train.loss_chunk", "logits of a micro-batch exist at once there")
     sheet.plain("offload.activations", False, "activations stay on the GPU")
     if config.precision.fp8 in ("rowwise", "tensorwise") and "linear" in config.precision.fp8_modules:

@@ -43,6 +43,7 @@ _TORCH_ONLY: dict[str, Any] = {
     "parallel.cp_comm": "allgather",
     "parallel.reshard_after_forward": True,
     "parallel.reduce_dtype": "fp32",
+    "parallel.comm_sms": 0,
     "moe.weigh": "output",
     "optimizer.fused": False,
     "train.fused_activation": False,

@@ -33,6 +33,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     """This rank's stage of the model, sharded and initialised."""
     train = config.train
     check_device(config, device)
+    leave_multiprocessors(config.parallel.comm_sms)
     meet(axes, device)
     grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
     product, expert_product = fp8.products(config.precision.fp8, config.precision.fp8_modules, device)
@@ -73,6 +74,14 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     return model
 
 
+def leave_multiprocessors(number: int) -> None:
+    """Matrix products of this process (grouped ones, and those through cuBLASLt) run on all multiprocessors but so many.
+
+    Source: `_SMCarveout_EXPERIMENTAL` of torch's ATen/Context.h, which GroupMM.cu subtracts from the blocks of its persistent kernel.
+    """
+    torch._C._set_sm_carveout_experimental(number or None)
+
+
 def freeze(model: Decoder, parts: Sequence[str]) -> None:
     """Parameters of the named parts get no gradient and no optimizer state, and keep their values."""
     for name, param in model.named_parameters():
@@ -104,6 +113,8 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         if train.cuda_graphs:
             problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
         problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on]
+        if config.parallel.comm_sms:
+            problems.append("parallel.comm_sms needs a GPU, and there is none: set it to 0")
         if train.attention in ("flash", "cudnn"):
             problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
     elif train.attention == "cudnn" and not has_packed_cudnn() and (config.data.pack or config.data.pad or config.model.vision):
