@@ -79,7 +79,7 @@ def check_request(launcher: str, request: Request, ranks_per_node: int | None = 
     check_launcher(launcher)
     of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
     of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
-    unread: dict[str, dict[str, object]] = {"slurm": {}, "srun": of_job, "local": {**of_job, **of_both}}[launcher]
+    unread = {"slurm": dict[str, object](), "srun": of_job, "local": {**of_job, **of_both}}[launcher]
     given = [option for option, value in unread.items() if value]
     if given:
         raise PlaybookError(f"{', '.join(given)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
