@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
 
-from playbook_trainer import adamw
+from playbook_trainer import adamw, halves
 from playbook_trainer.models import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -69,6 +69,51 @@ def test_fused_update_is_timed() -> None:
     fused = milliseconds(lambda: kernel.update(*tensors, scale, GROUP, 5))
     plain = milliseconds(lambda: adamw.update(*tensors, GROUP, 5), 3)
     print(f"AdamW, 2^28 values, 16-bit moments: plain {plain:.2f} ms, fused {fused:.2f} ms, {20 * 2**28 / fused / 1e9:.2f} TB/s")
+
+
+def in_halves(tensors: list[Tensor]) -> list[Tensor]:
+    """The state of `state` with weights in two halves, and gradients in 16 bits: upper half, gradient, moments, lower half."""
+    p, g, m, v = (t.clone() for t in tensors)
+    high, low = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
+    halves.split(p, high, low, v)
+    return [high, g.bfloat16(), m, v, low]
+
+
+@pytest.mark.parametrize("size", [1, 2047, 2049, 1_000_003])
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
+def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(size: int, moments: torch.dtype) -> None:
+    from playbook_trainer.models.kernels import adamw as kernel
+
+    whole = state(size, moments, torch.bfloat16)
+    # Weights between two of 16 bits, of both signs, which an update of zero leaves there.
+    whole[0].view(torch.int32)[::5] &= -65536
+    whole[0].view(torch.int32)[::5] |= 0x8000
+    whole[1][::5] = whole[2][::5] = whole[3][::5] = 0
+    split, group = in_halves(whole), {**GROUP, "weight_decay": 0.0}
+    whole[1] = whole[1].float()
+    scale = torch.tensor(0.37, device=DEVICE)
+    for step in (5, 6, 7):
+        kernel.update(*whole, scale, group, step)
+        kernel.update(*split[:4], scale, group, step, split[4])
+        high, _, m, v, low = split
+        apart = int((halves.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
+        ties = int(v.signbit().sum())
+        print(f"{size} {moments} step {step}: {apart} weights differ, {ties} ties were rounded down")
+        assert apart == 0
+        assert torch.equal(high.float(), whole[0].bfloat16().float() if DEVICE == "cuda" else high.float())
+        assert torch.equal(m, whole[2])
+        assert torch.equal(v.abs(), whole[3])
+        assert ties or size == 1
+
+
+def test_fused_update_of_halves_is_timed() -> None:
+    from playbook_trainer.models.kernels import adamw as kernel
+
+    tensors, scale = state(1 << 28, torch.bfloat16, torch.float32), torch.ones((), device=DEVICE)
+    *four, low = in_halves(tensors)
+    whole = milliseconds(lambda: kernel.update(*tensors, scale, GROUP, 5))
+    split = milliseconds(lambda: kernel.update(*four, scale, GROUP, 5, low))
+    print(f"AdamW, 2^28 values, 16-bit moments: whole {whole:.2f} ms, split {split:.2f} ms, {18 * 2**28 / split / 1e9:.2f} TB/s")
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])

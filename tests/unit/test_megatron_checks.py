@@ -97,6 +97,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         ),
         (config(train={"cuda_graphs": ["attn"], "warmup_steps": 3}, data={"pack": False}), 1, "set train.warmup_steps to at least 4"),
         (config(optimizer={"fused": True}), 1, "optimizer.fused true belongs to the torch backend"),
+        (config(optimizer={"master": "split"}), 1, "optimizer.master split belongs to the torch backend"),
     ],
 )
 def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expected: str) -> None:

@@ -139,6 +139,9 @@ def test_a_wrong_module_name_is_answered_with_the_right_one(given):
         load(TEXT, {"train.recompute": "selective", "train.recompute_modules": [given]})
 
 
+SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dtype": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -157,6 +160,10 @@ def test_a_wrong_module_name_is_answered_with_the_right_one(given):
         ({"moe.fused_permutation": True, "parallel.ep": 2, "moe.dispatcher": "allgather"}, "not allgather"),
         ({"moe.weigh": "activation", "parallel.ep": 2, "moe.dispatcher": "dedup"}, "not dedup"),
         ({"optimizer.fused": True, "offload.optimizer": True}, "choose one"),
+        (SPLIT | {"train.dtype": "fp32"}, "optimizer.master split: .*: set train.dtype: bf16"),
+        (SPLIT | {"parallel.reduce_dtype": "fp32"}, "optimizer.master split: .*: set parallel.reduce_dtype: bf16"),
+        (SPLIT | {"parallel.fsdp": False}, "optimizer.master split: .*: set parallel.fsdp: true"),
+        (SPLIT | {"offload.optimizer": True}, "optimizer.master split: .*: set offload.optimizer: false"),
         ({"optimizer.fused": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.fused_activation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.fused_norms": True, "model.head_dim": 48, "model.num_heads": 2, "model.num_kv_heads": 1}, "power of two"),

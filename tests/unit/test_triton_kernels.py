@@ -40,8 +40,13 @@ ROWS = {"x": "*bf16", "rows": "*bf16", "grad": "*bf16", "place": "*i64", "width"
         (norm._rotate_backward, {**NORM, **COUNTS}, {"HEADS": 32, "HALF": 64}),
         (
             adamw._adamw,
-            {**dict.fromkeys("pg", "*fp32"), **dict.fromkeys("mv", "*bf16"), "scale": "*fp32", "count": "i32", **FACTORS},
-            {"BLOCK": 2048},
+            {**dict.fromkeys("pg", "*fp32"), **dict.fromkeys("mv", "*bf16"), "low": "*fp32", "scale": "*fp32", "count": "i32", **FACTORS},
+            {"SPLIT": False, "BLOCK": 2048},
+        ),
+        (
+            adamw._adamw,
+            {**dict.fromkeys("gmv", "*bf16"), "p": "*i16", "low": "*i16", "scale": "*fp32", "count": "i32", **FACTORS},
+            {"SPLIT": True, "BLOCK": 2048},
         ),
     ],
 )

@@ -33,7 +33,7 @@ from playbook_trainer.checkpoint_files import (
     writing_folder,
 )
 from playbook_trainer.config import TrainerConfig, dump
-from playbook_trainer.optimizer import Shard, ensure_state
+from playbook_trainer.optimizer import Shard, ensure_state, masters, put_into
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.pieces import Pieces, Place, place
 
@@ -47,6 +47,7 @@ class Checkpointer:
         self, config: TrainerConfig, axes: Axes, model: nn.Module, parts: Sequence[Shard], optimizer: torch.optim.Optimizer
     ) -> None:
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
+        self._masters = masters(optimizer, parts)
         self._params = dict(model.named_parameters())
         self._places = {name: place(name, p, axes) for name, p in self._params.items()}
         self._root = Path(str(config.checkpoint.dir))
@@ -74,6 +75,7 @@ class Checkpointer:
         _same_model(index, dump(self._config)["model"], folder)
         ensure_state(self._optimizer, self._parts)
         state = self._state()
+        whole = self._put_together(state)
         missing = [name for name in state if name.startswith("model.") and name not in index.tensors]
         if missing:
             raise ConfigError(
@@ -81,6 +83,9 @@ class Checkpointer:
             )
         # A parameter that was frozen until now has no moments yet.
         _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
+        put = put_into(self._optimizer, self._parts)
+        for name, values in whole.items():
+            put(name, _local(self._params[name]), (), values)
         self.latest = index.step
         return index
 
@@ -136,12 +141,25 @@ class Checkpointer:
 
     def _state(self) -> State:
         """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""
-        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items()}
+        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in self._masters}
+        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in self._masters.items()}
         for part in self._parts:
             for key, value in self._optimizer.state.get(part.local, {}).items():
-                if isinstance(value, Tensor):
+                # Weights in two halves are saved whole, and the sign of the second moment is a part of them.
+                if part.name in self._masters and key == "exp_avg_sq":
+                    out[f"optimizer.{key}.{part.name}"] = self._places[part.name].made(value.abs, value.dtype)
+                elif isinstance(value, Tensor) and key != "remainder":
                     out[f"optimizer.{key}.{part.name}"] = _moments(self._places[part.name], part, value)
         return {name: pieces for name, pieces in out.items() if pieces.pieces}
+
+    def _put_together(self, state: State) -> dict[str, Tensor]:
+        """Give what is in two halves somewhere to be read to: float32 weights, which are returned, and their second moments without signs."""
+        whole = {name: make() for name, make in self._masters.items() if f"model.{name}" in state}
+        for part in self._parts:
+            if part.name in whole:
+                state[f"model.{part.name}"] = self._places[part.name].of(whole[part.name])
+                state[f"optimizer.exp_avg_sq.{part.name}"] = self._places[part.name].of(self._optimizer.state[part.local]["exp_avg_sq"])
+        return whole
 
     def _finite(self, state: State) -> bool:
         device = next(iter(self._params.values())).device

@@ -218,6 +218,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
         )
+    problems += _split_problems(config)
     if config.optimizer.fused and config.offload.optimizer:
         problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
     needs_gpu = {
@@ -229,6 +230,18 @@ def switch_problems(config: TrainerConfig) -> list[str]:
     }
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
     return problems
+
+
+def _split_problems(config: TrainerConfig) -> list[str]:
+    if config.optimizer.master == "whole":
+        return []
+    rules = {
+        "its upper halves are the 16-bit weights of the computation: set train.dtype: bf16": config.train.dtype != "bf16",
+        "gradients are kept as FSDP reduces them: set parallel.reduce_dtype: bf16": config.parallel.reduce_dtype != "bf16",
+        "halves are of FSDP's shards: set parallel.fsdp: true": not config.parallel.fsdp,
+        "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
+    }
+    return [f"optimizer.master split: {rule}" for rule, broken in rules.items() if broken]
 
 
 def _recompute_problems(config: TrainerConfig) -> list[str]:

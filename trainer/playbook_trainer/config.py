@@ -111,7 +111,7 @@ class ParallelConfig(Strict):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way."""
+    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master is split."""
     comm_sms: int = Field(default=0, ge=0, le=64)
     """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
     that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
@@ -163,6 +163,10 @@ class OptimizerConfig(Strict):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
+    master: Literal["whole", "split"] = "whole"
+    """split: a shard is the 16-bit weight itself, and the optimizer holds the 16 bits that complete its float32 master weight, so that gathers and
+    reductions cast nothing and gradients stay in 16 bits (in float32 where a step adds to them after the reduction: several micro-batches). The
+    update is the same to the last bit as with parallel.reduce_dtype bf16, which it needs, as it needs train.dtype bf16."""
     fused: bool = False
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 

@@ -20,7 +20,7 @@ from playbook_trainer.shape import shape_of
 from playbook_trainer.stage import WIDTH, Stage, vision
 
 MASTER_BYTES = 4
-"""Parameters and gradients are kept in float32; the computation may cast them. Source: `playbook_trainer.parallel.setup`."""
+"""Of a master weight, whole or in two halves. Source: `playbook_trainer.parallel.setup`, `playbook_trainer.halves`."""
 
 LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
@@ -74,6 +74,12 @@ def _options(config: TrainerConfig) -> Options:
     return Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules)
 
 
+def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
+    """Bytes of a master weight and its gradient: float32, or bfloat16 as reduced where the weight is in two halves and a step reduces once."""
+    once = plan.microbatches == 1 and plan.pp == 1
+    return MASTER_BYTES + (2 if config.optimizer.master == "split" and once else 4)
+
+
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     held = memory.weights(plan, stage, chunks)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
@@ -84,7 +90,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
     layers = [(n, activations.kept(plan, i)) for n, chunk in zip(alive, chunks, strict=True) for i in chunk]
     kept = sum(n * size for n, size in layers) * width / activations.BF16
-    state = counts * (2 * MASTER_BYTES + 2 * moments)
+    state = counts * (_weight_and_gradient(config, plan) + 2 * moments)
     on_gpu = min(kept, 3 * max(size for _, size in layers) * width / activations.BF16) if config.offload.activations else kept
     state_on_gpu = 0.0 if config.offload.optimizer else state
     last = stage == plan.pp - 1

@@ -88,7 +88,17 @@ class TorchEngine:
         self.model = setup.build(config, self.axes, device)
         self.parts = optimizer.shards(self.model, self.axes)
         self.optim = optimizer.make(self.parts, config.optimizer)
+        if config.optimizer.master == "split":
+            setup.initialise(self.model, config, self.axes, device, optimizer.put_into(self.optim, self.parts))
+            for part in self.parts:
+                if self._is_reduced_again(part):
+                    optimizer.add_in_float32(part)
         self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim)
+
+    def _is_reduced_again(self, part: optimizer.Shard) -> bool:
+        """Whether a step adds to a gradient after FSDP has reduced it: another micro-batch's, another stage's, another tensor-parallel rank's."""
+        train, axes = self.config.train, self.axes
+        return train.global_batch_size > train.micro_batch_size * axes.dp.size or axes.pp.size > 1 or part.partial
 
     def local(self, batches: list[Batch]) -> list[Batch]:
         """Pixels only where the vision tower is, on the first stage."""
@@ -124,7 +134,7 @@ class TorchEngine:
 
     def export(self, folder: Path) -> None:
         """Gathered tensor by tensor."""
-        weights.save(self.model, self.axes, folder)
+        weights.save(self.model, self.axes, folder, masters=optimizer.masters(self.optim, self.parts))
 
     def count_parameters(self) -> tuple[int, int]:
         """Whatever share of them this rank holds."""

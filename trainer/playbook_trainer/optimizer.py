@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from playbook_trainer.adamw import AdamW
 from playbook_trainer.config import OptimizerConfig
 from playbook_trainer.nvtx import tally
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp, is_second_copy
+from playbook_trainer.parallel.sharding import Put, counts_in_norm, is_partial_over_tp, is_second_copy, set_values
 
 
 @dataclass(frozen=True)
@@ -69,23 +70,63 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
     how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
-    if config.moments_dtype == "bf16" or config.fused:
+    split = config.master == "split"
+    if config.moments_dtype == "bf16" or config.fused or split:
         moments = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.moments_dtype]
-        return AdamW(groups, moments=moments, fused=config.fused, **how)
+        return AdamW(groups, moments=moments, fused=config.fused, split=split, **how)
     return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
     """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
     for part in parts:
+        if isinstance(optimizer, AdamW):
+            optimizer.begin(part.local)
+            continue
         state = optimizer.state[part.local]
         if state:
             continue
-        narrow = optimizer.moments if isinstance(optimizer, AdamW) else None
-        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device; ours counts them on the host.
-        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu" if narrow else part.local.device)
+        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=part.local.device)
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(part.local, dtype=narrow, memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
+
+
+def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Mapping[str, Callable[[], Tensor]]:
+    """What puts this rank's float32 weights together, of the parameters that are only their upper halves."""
+    if not (isinstance(optimizer, AdamW) and optimizer.is_split):
+        return {}
+    return {part.name: partial(optimizer.whole, part.local) for part in parts}
+
+
+def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
+    """Sets values of a parameter; of one that is an upper half, the lower one too."""
+    if not (isinstance(optimizer, AdamW) and optimizer.is_split):
+        return set_values
+    upper = {part.name: part.local for part in parts}
+
+    def put(name: str, local: Tensor, at: tuple[slice, ...], values: Tensor) -> None:
+        if name in upper:
+            optimizer.put(upper[name], values, at)
+        else:
+            set_values(name, local, at, values)
+
+    return put
+
+
+def add_in_float32(part: Shard) -> None:
+    """Keep the gradient of a 16-bit parameter in float32 from its first reduction on, because more will be added to it.
+
+    FSDP adds in place to what it finds, so the sum is then the one that float32 parameters get.
+    """
+
+    def widen(param: Tensor) -> None:
+        if param.grad is not None:
+            param.grad = param.grad.float()
+
+    for tensor in (part.param, part.local):
+        tensor.grad_dtype = None  # any
+    part.param.register_post_accumulate_grad_hook(widen)
 
 
 def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
@@ -93,7 +134,18 @@ def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
     grads = [g for p in parts if p.counts and (g := p.grad()) is not None and g.numel()]
     if not grads:
         return torch.zeros((), device=device, dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum().to(device)
+    return torch.stack(_norms(grads)).double().square().sum().to(device)
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves: a mixed list would take a slow path."""
+    narrow = [g for g in grads if g.dtype == torch.bfloat16]
+    wide = [g for g in grads if g.dtype != torch.bfloat16]
+    found = [
+        iter(torch._foreach_norm(narrow, dtype=torch.float32) if narrow else ()),
+        iter(torch._foreach_norm(wide) if wide else ()),
+    ]
+    return [next(found[g.dtype != torch.bfloat16]) for g in grads]
 
 
 def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
@@ -110,7 +162,7 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
     with host_threads(offloaded):
         if grads:
             clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            if isinstance(optimizer, AdamW) and optimizer.is_fused:
+            if isinstance(optimizer, AdamW) and (optimizer.is_fused or optimizer.is_split):
                 optimizer.scale = clip.float()
             else:
                 torch._foreach_mul_(grads, clip.to(grads[0]))

@@ -304,8 +304,9 @@ def _optimizer(sheet: Sheet) -> None:
     sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", opt.schedule)
     sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
     sheet.put("train.steps", "scheduler", "lr_decay_iters", config.train.steps)
-    aware = mg.precision_aware_optimizer or opt.moments_dtype == "bf16"
-    sheet.put("megatron.precision_aware_optimizer", "optimizer", "use_precision_aware_optimizer", aware)
+    # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks.
+    aware = mg.precision_aware_optimizer or opt.moments_dtype == "bf16" or opt.master == "split"
+    sheet.put("megatron.precision_aware_optimizer optimizer.master", "optimizer", "use_precision_aware_optimizer", aware)
     if aware:
         names = DTYPES if sheet.target == "megatron-bridge" else {}
         moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)

@@ -181,6 +181,7 @@ def _switches(sheet: Sheet) -> None:
     sheet.plain("train.fused_loss", False, "compile the loss instead")
     for name in ("fused_activation", "fused_norms"):
         sheet.plain(f"train.{name}", False, "compile the model instead")
+    sheet.plain("optimizer.master", "whole", "its shards are float32 weights, which FSDP casts")
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
     sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
     sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors")

@@ -46,6 +46,7 @@ _TORCH_ONLY: dict[str, Any] = {
     "parallel.comm_sms": 0,
     "moe.weigh": "output",
     "optimizer.fused": False,
+    "optimizer.master": "whole",
     "train.fused_activation": False,
     "train.fused_norms": False,
     "moe.fused_permutation": False,

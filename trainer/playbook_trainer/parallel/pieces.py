@@ -5,7 +5,7 @@ Where a box lies is asked from `sharding.local_boxes`, so the two halves of `w13
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,27 @@ class Place:
 
     def of(self, values: Tensor) -> Pieces:
         """`values`, of the shape of this rank's part, as pieces of the whole; they share its memory."""
-        return Pieces(self.shape, values.dtype, [(b.offsets, values[b.own]) for b in self.boxes])
+        return Pieces(self.shape, values.dtype, self.cut(values))
+
+    def made(self, make: Callable[[], Tensor], dtype: torch.dtype) -> Pieces:
+        """As `of`, of values that are made anew whenever they are asked for, so that they take memory for that moment only."""
+        return _Made(self.shape, dtype, lambda: self.cut(make()))
+
+    def cut(self, values: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes with where they begin."""
+        return [(b.offsets, values[b.own]) for b in self.boxes]
 
 
 class Pieces:
     """What this rank holds of a whole tensor, as torch.distributed.checkpoint asks a tensor for it (the methods with two underscores)."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], Tensor]]) -> None:
-        self.shape, self.dtype, self.pieces = torch.Size(shape), dtype, pieces
+        self.shape, self.dtype, self._pieces = torch.Size(shape), dtype, pieces
+
+    @property
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The boxes, each with where it begins in the whole tensor."""
+        return self._pieces
 
     def size(self) -> torch.Size:
         """The whole tensor's."""
@@ -64,6 +77,19 @@ class Pieces:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return next(t for offsets, t in self.pieces if index.offset == torch.Size(offsets))
+
+
+class _Made(Pieces):
+    """Pieces without memory of their own."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], list[tuple[tuple[int, ...], Tensor]]]) -> None:
+        super().__init__(shape, dtype, [])
+        self._make = make
+
+    @property
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Made now."""
+        return self._make()
 
 
 def place(name: str, param: Tensor, axes: Axes) -> Place:

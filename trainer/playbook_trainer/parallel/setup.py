@@ -23,14 +23,14 @@ from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.ops import Ops, compiled
 from playbook_trainer.parallel import weights
 from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.sharding import fill, initial_value
+from playbook_trainer.parallel.sharding import Put, fill, initial_value, set_values
 from playbook_trainer.parallel.tensor import LossRows, plain_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
-    """This rank's stage of the model, sharded and initialised."""
+    """This rank's stage of the model, sharded and initialised; with `optimizer.master` split, only the optimizer can do the latter."""
     train = config.train
     check_device(config, device)
     leave_multiprocessors(config.parallel.comm_sms)
@@ -61,17 +61,32 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         model = Decoder(config.model, options)
     model.activation_dtype = DTYPES[train.dtype]
     freeze(model, train.freeze)
+    if config.optimizer.master == "split":
+        narrow(model)
     compile_regions(model, train.compile)
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
-    if config.init.weights is None:
-        fill(model, axes, initial_value(config.model, config.seed), device)
-    else:
-        weights.load(model, axes, Path(config.init.weights))
+    if config.optimizer.master == "whole":
+        initialise(model, config, axes, device)
     if train.cuda_graphs:
         graphs.capture(model, train.micro_batch_size * config.data.seq_len, device)
     return model
+
+
+def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device, put: Put = set_values) -> None:
+    """Give the parameters their first values: from the seed, or from a folder."""
+    if config.init.weights is None:
+        fill(model, axes, initial_value(config.model, config.seed), device, put)
+    else:
+        weights.load(model, axes, Path(config.init.weights), put)
+
+
+def narrow(model: nn.Module) -> None:
+    """Make what is trained 16 bits wide, so that FSDP has nothing to cast; what is frozen has no optimizer to hold its other half."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.bfloat16()
 
 
 def leave_multiprocessors(number: int) -> None:
@@ -172,7 +187,7 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
-    """FSDP2 also serves one rank: it keeps the float32 master weights, if need be on the host, and hands out copies in the precision of training."""
+    """FSDP2 also serves one rank: it keeps the master weights, if need be on the host, and hands out copies in the precision of training."""
     return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16" or config.offload.optimizer
 
 

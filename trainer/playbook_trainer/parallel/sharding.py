@@ -29,6 +29,10 @@ Box = tuple[Interval, ...]
 """A part of a tensor: an interval of each dimension."""
 
 
+Put = Callable[[str, Tensor, tuple[slice, ...], Tensor], None]
+"""Sets values of a parameter, given its name, this rank's part, a box of that (all of it, if empty), and the values in whatever precision."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """How a parameter is cut: dimension 0 over ep, and `tp_dim` over tp (in `blocks` equal blocks, each cut by itself).
@@ -161,16 +165,27 @@ def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tupl
     return whole, trained
 
 
+def set_values(name: str, local: Tensor, at: tuple[slice, ...], values: Tensor) -> None:
+    """In the parameter's own precision."""
+    local[at].copy_(values)
+
+
 @torch.no_grad()
-def fill(model: nn.Module, axes: Axes, value: Callable[[str, list[int], torch.device], Tensor], device: torch.device | None = None) -> None:
+def fill(
+    model: nn.Module,
+    axes: Axes,
+    value: Callable[[str, list[int], torch.device], Tensor],
+    device: torch.device | None = None,
+    put: Put = set_values,
+) -> None:
     """Set each parameter to this rank's part of `value(name, full shape, device)`, drawn on `device` (by default where the parameter is)."""
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        mine = part(value(name, full_shape(param, name, axes), device or local.device), name, axes).to(local.dtype)
+        mine = part(value(name, full_shape(param, name, axes), device or local.device), name, axes)
         if isinstance(param, DTensor):
             # src_data_rank=None: every rank has the same tensor at hand, nothing is sent.
             mine = distribute_tensor(mine, param.device_mesh, param.placements, src_data_rank=None).to_local()
-        local.copy_(mine)
+        put(name, local, (), mine)
 
 
 def initial_value(config: ModelConfig, seed: int) -> Callable[[str, list[int], torch.device], Tensor]:

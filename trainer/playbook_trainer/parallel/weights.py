@@ -7,7 +7,7 @@ ranks that hold a part send it to rank 0, which writes shards. Both follow from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from playbook_trainer.models import hf
 from playbook_trainer.models.decoder import Decoder
 from playbook_trainer.models.hf_rules import HEAD, Rule, slices
 from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.sharding import Box, local_boxes
+from playbook_trainer.parallel.sharding import Box, Put, local_boxes, set_values
 
 
 @torch.no_grad()
-def load(model: Decoder, axes: Axes, folder: Path) -> hf.Files:
+def load(model: Decoder, axes: Axes, folder: Path, put: Put = set_values) -> hf.Files:
     """Fill this rank's shards from the folder; returns the files, which have counted what was read.
 
     Raises:
@@ -43,13 +43,22 @@ def load(model: Decoder, axes: Axes, folder: Path) -> hf.Files:
                 part = table[name].read(files, box)
                 if twice and name == "embed.weight" and not torch.equal(part, files.read(HEAD, slices(box))):
                     raise ConfigError(f"{folder}: {HEAD} differs from the embedding; set model.tie_word_embeddings: false")
-                local[slices(here)].copy_(part)
+                put(name, local, slices(here), part)
     return files
 
 
 @torch.no_grad()
-def save(model: Decoder, axes: Axes, folder: Path, dtype: torch.dtype = torch.float32, max_shard_bytes: int = hf.MAX_SHARD_BYTES) -> None:
+def save(
+    model: Decoder,
+    axes: Axes,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = hf.MAX_SHARD_BYTES,
+    masters: Mapping[str, Callable[[], Tensor]] | None = None,
+) -> None:
     """Write the model as transformers stores it; every rank calls this. Rank 0 holds one tensor of ours and one file at a time.
+
+    `masters` give this rank's values of parameters that are not held whole.
 
     Raises:
         ConfigError: the folder already holds weights.
@@ -72,7 +81,8 @@ def save(model: Decoder, axes: Axes, folder: Path, dtype: torch.dtype = torch.fl
         if rank == 0:
             writer = stack.enter_context(hf.Writer(model.config, folder, hf.nbytes(table, dtype), max_shard_bytes))
         for rule in table:
-            read = partial(_part, params.get(rule.ours), {box: here for here, box in own.get(rule.ours, [])})
+            held = (masters or {}).get(rule.ours, partial(_local, params.get(rule.ours)))
+            read = partial(_part, held, {box: here for here, box in own.get(rule.ours, [])})
             whole = collect(rule, read, senders(rule, holders), rank, dtype)
             if writer is not None and whole is not None:
                 for name, tensor in zip(rule.theirs, rule.split(whole), strict=True):
@@ -90,11 +100,14 @@ def senders(rule: Rule, holders: list[dict[str, list[Box]]]) -> list[tuple[int, 
     return [(rank, box) for box, rank in chosen.items()]
 
 
-def _part(param: Tensor | None, here: dict[Box, Box], box: Box) -> Tensor:
+def _local(param: Tensor | None) -> Tensor:
+    assert param is not None
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _part(held: Callable[[], Tensor], here: dict[Box, Box], box: Box) -> Tensor:
     """This rank's values of a box of the whole parameter."""
-    local = param.to_local() if isinstance(param, DTensor) else param
-    assert local is not None
-    return local[slices(here[box])]
+    return held()[slices(here[box])]
 
 
 def collect(rule: Rule, read: Callable[[Box], Tensor], boxes: list[tuple[int, Box]], rank: int, dtype: torch.dtype) -> Tensor | None:

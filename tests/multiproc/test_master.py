@@ -1,0 +1,102 @@
+"""Master weights in two halves: every loss, norm and weight is that of whole ones, to the last bit, whatever the layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from forking import Forks
+from ranks import free_port, steps, summary
+from safetensors.torch import load_file
+
+TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
+QUICK = ["train.dtype=bf16", "parallel.reduce_dtype=bf16", "train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=2"]
+NARROW = "optimizer.moments_dtype=bf16"
+TIED = "model.tie_word_embeddings=true"
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
+    yield forks
+    forks.close()
+
+
+def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
+    line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
+    assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.text(0)[-3000:]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in steps(folder)]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Of two runs; and neither is merely what 16 bits hold."""
+    first, second = (
+        {k: t.view(torch.int32) for p in Path(f"{f}-weights").glob("*.safetensors") for k, t in load_file(p).items()} for f in (one, other)
+    )
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert sum(bool((t & 0xFFFF).any()) for t in first.values()) > len(first) / 2
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "words"),
+    [
+        (TEXT, 1, []),
+        (TEXT, 1, [NARROW, TIED, "train.global_batch_size=1"]),
+        (TEXT, 2, [NARROW, "train.global_batch_size=2"]),
+        (TEXT, 2, ["parallel.ep=2"]),
+        (TEXT, 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1"]),
+        (TEXT, 2, [NARROW, "parallel.cp=2"]),
+        (TEXT, 2, ["parallel.pp=2", TIED]),
+        (TEXT, 4, [NARROW, "parallel.dp_replicate=2", "parallel.ep=2"]),
+        (VISION, 2, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
+    ],
+    ids=["one", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
+)
+def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
+    whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master={m}") for m in ("whole", "split"))
+    assert len(whole) >= 3
+    assert split == whole
+    assert_same_weights(tmp_path / "split", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("before", "after"), [("whole", "split"), ("split", "whole"), ("split", "split")])
+@pytest.mark.parametrize("words", [[], [NARROW, "checkpoint.async_save=false"]], ids=["async", "narrow"])
+def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, words: list[str], forks: Forks, tmp_path: Path) -> None:
+    """Saved by two ranks, which share the experts, and resumed by two that share every weight; whole ones run on as if nothing had happened."""
+    rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master=whole")
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    trained(forks, tmp_path / "first", TEXT, 2, *words, *saving, f"optimizer.master={before}")
+    shutil.rmtree(tmp_path / "saved" / "step_00000004")
+    assert trained(forks, tmp_path / "second", TEXT, 2, *words, *saving, f"optimizer.master={after}") == rows[2:]
+    assert_same_weights(tmp_path / "second", tmp_path / "all")
+
+
+def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> None:
+    trained(forks, tmp_path / "first", TEXT, 1)
+    more = [f"init.weights={tmp_path / 'first'}-weights", "parallel.tp=2", "seed=7"]
+    whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master={m}") for m in ("whole", "split"))
+    assert split == whole
+    assert_same_weights(tmp_path / "split", tmp_path / "whole")
+
+
+def test_bytes_of_halves(forks: Forks, tmp_path: Path) -> None:
+    """2 + 2 + 2 for weight, remainder and gradient where whole weights take 4 + 4; 4 for a gradient that several micro-batches add to."""
+    held = {}
+    for name, words in {"whole": [], "split": [], "several": ["train.global_batch_size=4"]}.items():
+        master = "whole" if name == "whole" else "split"
+        trained(
+            forks, tmp_path / name, TEXT, 2, "train.global_batch_size=2", NARROW, "train.receipt=true", *words, f"optimizer.master={master}"
+        )
+        metrics = summary(tmp_path / name)["metrics"]
+        held[name] = [metrics[f"{part}_bytes_per_rank"] / 2 for part in ("param", "grad", "optimizer")]
+    count = held["whole"][0] / 2
+    assert held == {
+        "whole": [2 * count, 2 * count, 2 * count],
+        "split": [count, count, 3 * count],
+        "several": [count, 2 * count, 3 * count],
+    }
