@@ -12,6 +12,7 @@ Files beside JOBS with the ending .errors receive an object each: of jobs that b
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -34,8 +35,17 @@ from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.environment import Platform
 from playbook_trainer.loop import train
 
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_the_parent() -> None:
+    """On Linux, this process ends when the one that started it does, however that ended: ranks that go on would keep their GPUs from who comes next."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 def main(path: Path, stall: float, workers: int = 1) -> int:
+    die_with_the_parent()
     jobs = json.loads(path.read_text())
     platform = environment.this_platform(os.environ)
     dealt: list[tuple[int, list[int]]] = []
@@ -55,6 +65,7 @@ def main(path: Path, stall: float, workers: int = 1) -> int:
         pid = os.fork()
         if pid == 0:
             try:
+                die_with_the_parent()
                 work(jobs, numbers, worker, stall, platform, path.with_suffix(f".{index}.errors"))
                 os._exit(0)
             except BaseException:
@@ -86,6 +97,7 @@ def together(jobs: list[list[str]], ranks: int, first: int, stall: float, platfo
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
+                die_with_the_parent()
                 os.close(read)
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
                 rank_main(jobs, rank, ranks, Path(folder), stall, platform, write)
