@@ -210,6 +210,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    problems += _router_problems(config)
     if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
         problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
@@ -222,12 +223,28 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
     needs_gpu = {
         "moe.fused_permutation": moe.fused_permutation,
+        "moe.fused_router": moe.fused_router,
         "train.fused_loss": train.fused_loss,
         "train.fused_activation": train.fused_activation,
         "train.fused_norms": train.fused_norms,
         "optimizer.fused": config.optimizer.fused,
     }
     problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
+    return problems
+
+
+def _router_problems(config: TrainerConfig) -> list[str]:
+    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers."""
+    model = config.model
+    if not config.moe.fused_router:
+        return []
+    if not model.num_experts:
+        return ["moe.fused_router is a kernel of the router, and the model is dense: set it to false"]
+    problems = []
+    if config.moe.router_dtype == "bf16":
+        problems.append("moe.fused_router reads scores in float32: set moe.router_dtype: fp32, or fused_router: false")
+    if model.num_experts > 512 or model.top_k > 16:
+        problems.append(f"moe.fused_router chooses up to 16 of 512 experts, not {model.top_k} of {model.num_experts}: set it to false")
     return problems
 
 
