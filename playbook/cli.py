@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from playbook_bench.report import TerminalProgress
 
 
+ALTERED = "altered"
+"""Status of a record whose content is not the one that was sealed."""
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
 cards_app = typer.Typer(no_args_is_help=True, help="Cards: what is claimed, in which scope, why, and where it stands.")
 bench_app = typer.Typer(no_args_is_help=True, help="Cases: run one, list them, replay a record, measure the noise, trace.")
@@ -349,7 +352,10 @@ def evidence_list(results: Results = None, as_json: AsJson = False) -> None:
     """List the records: those of this folder's runs and those in the repository."""
     from playbook_bench import store
 
-    rows = [_evidence_row(path, e) for path, e in store.records(_result_folders(results))]
+    if results is not None and not results.is_dir():
+        raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
+    found = store.records_with_seal(_result_folders(results))
+    rows = [_evidence_row(path, e) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
     print_json(rows) if as_json else print_table(rows, ("evidence", "claim", "status", "machine", "created", "sentence"))
 
 
@@ -359,10 +365,12 @@ def evidence_show(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     from playbook_bench import report, store
     from playbook_bench.confirm import Outcome
 
-    evidence = store.load(file)
+    evidence, sealed = store.load_with_seal(file)
     if as_json:
         print_json(evidence.model_dump(mode="json"))
         return
+    if not sealed:
+        complain(f"{file} was altered after it was sealed; it counts for nothing")
     out = report.console()
     claim = evidence.measured.claim
     say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
@@ -449,10 +457,7 @@ def _latest() -> dict[str, tuple[Path, Evidence]]:
     """The newest record of each claim that has one."""
     from playbook_bench import store
 
-    folders = _result_folders(None)
-    claims = {e.measured.claim.id for _, e in store.records(folders) if e.measured.claim is not None}
-    found = {claim: store.latest(folders, claim) for claim in claims}
-    return {claim: record for claim, record in found.items() if record is not None}
+    return store.newest(_result_folders(None))
 
 
 def _evidence_row(path: Path, evidence: Evidence) -> dict[str, Any]:

@@ -11,14 +11,22 @@ if TYPE_CHECKING:
     from playbook.cards import Card, Claim
 
 
+_CONTROLS = {c: f"\\x{c:02x}" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
+
+
+def plain(text: str) -> str:
+    """The text with control characters written out: a file of somebody else's must not steer the reader's terminal."""
+    return text.translate(_CONTROLS)
+
+
 def say(text: str) -> None:
     """Print a line."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(plain(text) + "\n")
 
 
 def complain(text: str) -> None:
     """Print a line on stderr."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(plain(text) + "\n")
 
 
 def print_json(data: Any) -> None:

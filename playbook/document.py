@@ -25,9 +25,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """The base of every record in a file: unknown keys are errors, values are not coerced, instances do not change."""
+    """The base of every record in a file: unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 # The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `on` is a boolean, `1e-4` a string and 2026-04 may become a date.

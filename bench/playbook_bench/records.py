@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -171,8 +171,8 @@ class Plan(Strict):
     """What was fixed before the data: order, looks, error rate, limits."""
 
     seed: int
-    looks: list[int]
-    alpha: float = 0.05
+    looks: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    alpha: float = Field(default=0.05, gt=0, lt=1)
     """Error rate over all looks together; each look spends an equal part."""
     pairs_limit: int | None = None
     budget_s: float | None = None
@@ -367,8 +367,8 @@ class Evidence(Strict):
 
     schema_version: Literal["evidence/1"] = SCHEMA_VERSION
     evidence_id: str = Field(pattern=r"^[0-9A-HJKMNP-TV-Z]{26}$")
-    created: str
-    expires: str
+    created: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
+    expires: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")
     command: str
     """What repeats it."""
     judged_from: str | None = None

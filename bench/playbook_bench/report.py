@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from playbook.cli_text import plain
 from playbook_bench import confirm, schedule, verdict
 from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
@@ -215,7 +216,7 @@ def _claim_json(outcome: Outcome) -> dict[str, Any]:
 
 def _sentence(outcome: Outcome) -> str:
     """The verdict's sentence, without repeating its first words."""
-    return outcome.evidence.derived.verdict.sentence.removeprefix("not applicable: ")
+    return plain(outcome.evidence.derived.verdict.sentence.removeprefix("not applicable: "))
 
 
 def _what(evidence: Evidence) -> str:

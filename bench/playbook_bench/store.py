@@ -143,7 +143,17 @@ def load(path: Path) -> Evidence:
     Raises:
         StoreError: the file cannot be read or is no evidence record.
     """
-    return _load(path, Evidence)
+    return load_with_seal(path)[0]
+
+
+def load_with_seal(path: Path) -> tuple[Evidence, bool]:
+    """The record, and whether its content is the one that was sealed.
+
+    Raises:
+        StoreError: as `load`.
+    """
+    evidence, data = _load(path, Evidence)
+    return evidence, stored_sha(data) == evidence.sha256
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -152,21 +162,31 @@ def load_baseline(path: Path) -> Baseline:
     Raises:
         StoreError: the file cannot be read or is none.
     """
-    return _load(path, Baseline)
+    return _load(path, Baseline)[0]
 
 
-def _load(path: Path, model: type[T]) -> T:
+def _load(path: Path, model: type[T]) -> tuple[T, Any]:
+    name = f"{path} is no {model.__name__.lower()} record"
     try:
         raw = read_bytes(path, MAX_BYTES)
         if len(raw) > MAX_BYTES:
             raise StoreError(f"{path} is too large; at most {MAX_BYTES} bytes are read")
-        return model.model_validate_json(raw)
+        return model.model_validate_json(raw), json.loads(raw, parse_float=_finite, parse_constant=_finite)
     except OSError as e:
         raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = "".join(f"{p}." for p in first["loc"])[:-1]
-        raise StoreError(f"{path} is no {model.__name__.lower()} record: {where}{': ' if where else ''}{first['msg']}") from e
+        raise StoreError(f"{name}: {where}{': ' if where else ''}{first['msg']}") from e
+    except (ValueError, RecursionError) as e:
+        raise StoreError(f"{name}: {str(e)[:200]}") from e
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def replay(path: Path) -> tuple[bool, list[str]]:
@@ -176,9 +196,9 @@ def replay(path: Path) -> tuple[bool, list[str]]:
         StoreError: the file cannot be read or is no evidence record.
         ConfigError: the record cannot be judged at all.
     """
-    evidence = load(path)
+    evidence, sealed = load_with_seal(path)
     differences = []
-    if stored_sha(json.loads(path.read_bytes())) != evidence.sha256:
+    if not sealed:
         differences.append("sha256: the content is not the one that was sealed")
     again = verdict.derive(evidence.measured)
     differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
@@ -201,8 +221,8 @@ def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path:
     Raises:
         StoreError: the record was altered, or the verdict and its figures are the same and nothing is to be written.
     """
-    evidence = load(path)
-    if stored_sha(json.loads(path.read_bytes())) != evidence.sha256:
+    evidence, sealed = load_with_seal(path)
+    if not sealed:
         raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
     again = verdict.derive(evidence.measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
@@ -214,12 +234,17 @@ def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, or is there already.
+        StoreError: it does not replay, is dated in the future, or is there already.
     """
     same, differences = replay(path)
     if not same:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
     evidence = load(path)
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    if evidence.created > f"{tomorrow:%Y-%m-%dT%H:%M:%SZ}" or evidence.expires > f"{tomorrow + timedelta(days=EXPIRY_DAYS):%Y-%m-%d}":
+        raise StoreError(
+            f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
+        )
     target = data_root("results") / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
     write_once(target, path.read_text(encoding="utf-8"))
     return target
@@ -231,9 +256,28 @@ def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
     Raises:
         StoreError: a file in a machine's folder is no evidence record.
     """
+    return ((path, evidence) for path, evidence, _ in records_with_seal(folders))
+
+
+def records_with_seal(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence, bool]]:
+    """As `records`, each with whether its content is the one that was sealed."""
     paths = {p.resolve(): p for folder in folders for p in folder.glob("*/*.json") if _is_record(p)}
     for path in sorted(paths.values(), key=lambda p: p.stem):
-        yield path, load(path)
+        yield path, *load_with_seal(path)
+
+
+def newest(folders: Sequence[Path]) -> dict[str, tuple[Path, Evidence]]:
+    """For each claim the record that speaks for it, as `latest` says. One that was altered counts for nothing.
+
+    Raises:
+        StoreError: as `records`.
+    """
+    found: dict[str, tuple[Path, Evidence]] = {}
+    for path, e, sealed in records_with_seal(folders):
+        claim = e.measured.claim
+        if sealed and claim is not None and (claim.id not in found or _rank(e) > _rank(found[claim.id][1])):
+            found[claim.id] = path, e
+    return found
 
 
 def _is_record(path: Path) -> bool:
@@ -250,12 +294,11 @@ def latest(folders: Sequence[Path], claim: str, machine: str | None = None, card
         and (card is None or e.measured.claim.card == card)
         and (machine is None or e.measured.machine.name == machine)
     ]
-    ranked = sorted(found, key=lambda f: (_weight(f[1]), f[1].created, f[1].evidence_id))
-    return ranked[-1] if ranked else None
+    return max(found, key=lambda f: _rank(f[1]), default=None)
 
 
-def _weight(evidence: Evidence) -> int:
-    return {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2)
+def _rank(evidence: Evidence) -> tuple[int, str, str]:
+    return {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2), evidence.created, evidence.evidence_id
 
 
 def staleness(

@@ -84,6 +84,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
         (["bench", "replay", "nowhere.json"], "cannot be read"),
         (["evidence", "show", "nowhere.json"], "cannot be read"),
+        (["evidence", "list", "--results", "nowhere"], "--results is nowhere, which is no folder"),
         (["train", "nowhere.yaml"], "cannot be read"),
         (["gate", "--baseline", "no-such-commit", "moe-dispatch-bytes"], "is no commit"),
     ],
@@ -171,6 +172,10 @@ def test_an_altered_record_does_not_replay(capsys, elsewhere):
     assert code == 5
     assert json.loads(out)[0]["same"] is False
     assert "sha256" in err
+    _, out, err = run(capsys, "evidence", "show", str(path))
+    assert "was altered after it was sealed" in err
+    _, out, _ = run(capsys, "evidence", "list", "--json")
+    assert [r["status"] for r in json.loads(out) if r["path"].endswith(path.name)] == ["altered"]
 
 
 def test_a_record_that_stopped_between_looks_shows_its_interval_and_says_so(capsys, elsewhere):
@@ -179,6 +184,15 @@ def test_a_record_that_stopped_between_looks_shows_its_interval_and_says_so(caps
     assert code == 0
     assert "+46.9 % [46.4, 47.4] between looks" in out
     assert "inconclusive" in out
+
+
+def test_a_record_cannot_steer_the_terminal(capsys, elsewhere):
+    _, out, _ = run(capsys, "confirm", "long-context-cp-sizing/L2", "--profile", "cpu", "--json")
+    path = elsewhere / json.loads(out)["claims"][0]["evidence"]
+    path.write_text(path.read_text(encoding="utf-8").replace("dp halves", r"\u001b[2J\u0007dp halves"), encoding="utf-8")
+    _, out, err = run(capsys, "evidence", "show", str(path))
+    assert "\x1b" not in out + err
+    assert r"\x1b[2J\x07dp halves" in out
 
 
 def test_what_does_not_apply_here_exits_with_4(capsys, elsewhere):

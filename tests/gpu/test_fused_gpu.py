@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from measures import milliseconds, relative
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 from playbook_trainer import adamw, halves
 from playbook_trainer.models import ops
@@ -359,3 +363,72 @@ def _blocks(seen: profile, path: Path) -> int:
     events = json.loads(path.read_text())["traceEvents"]
     grids = [e["args"]["grid"] for e in events if e.get("cat") == "kernel" and "GroupProblem" in e["name"]]
     return max(x * y * z for x, y, z in grids)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_fused_router_against_the_plain_path_and_float64(normalize: bool) -> None:
+    import router_cases
+
+    for shape in [*router_cases.SHAPES, (4099, 128, 8)]:
+        print(router_cases.random_scores(shape, normalize, DEVICE))
+    router_cases.ties(normalize, DEVICE)
+    router_cases.not_finite(normalize, DEVICE)
+
+
+def test_fused_router_keeps_what_it_needs_and_serves_a_layer() -> None:
+    import router_cases
+
+    router_cases.strides(DEVICE)
+    router_cases.kept(DEVICE)
+    print(router_cases.inside_a_layer(DEVICE))
+
+
+def test_fused_router_in_a_graph() -> None:
+    """Captured with the product before it, as `train.cuda_graphs: [moe_router]` does: each replay chooses anew."""
+    from playbook_trainer.models.kernels.route import route
+
+    torch.manual_seed(0)
+
+    def choose(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return route(ops.wide_linear(x, weight), 8, True)
+
+    weight = (0.05 * torch.randn(128, 256, device=DEVICE)).to(torch.bfloat16).requires_grad_()
+    sample = torch.randn(512, 256, device=DEVICE).to(torch.bfloat16).requires_grad_()
+    graph = torch.cuda.make_graphed_callables(choose, (sample, weight))
+    for _ in range(3):
+        x, results = torch.randn(512, 256, device=DEVICE).to(torch.bfloat16), []
+        grad = torch.randn(512, 8, device=DEVICE)
+        for f in (graph, choose):
+            leaf, weight.grad = x.clone().requires_grad_(), None
+            expert, prob = f(leaf, weight)
+            prob.backward(grad)
+            results.append([t.clone() for t in (expert, prob.detach(), leaf.grad, weight.grad) if t is not None])
+        assert len(results[0]) == 4
+        assert torch.equal(results[0][0], results[1][0])
+        errors = [relative(a, b) for a, b in zip(*results, strict=True)]
+        assert errors[1] < 1e-6
+        assert max(errors) < 1e-2
+
+
+def test_fused_router_is_timed() -> None:
+    """By the kernels' own time: launching them takes longer than running the fused ones."""
+    from playbook_trainer.models.kernels.route import route
+
+    torch.manual_seed(0)
+    scores, grad = torch.randn(32_768, 128, device=DEVICE), torch.randn(32_768, 8, device=DEVICE)
+    for name, f in (("plain", ops.route), ("fused", route)):
+        leaf = scores.clone().requires_grad_()
+        forward = _kernel_milliseconds(lambda f=f, x=leaf: f(x, 8, True))
+        both = _kernel_milliseconds(lambda f=f, x=leaf: torch.autograd.grad(f(x, 8, True)[1], x, grad))
+        print(f"router {name}, 8 of 128 experts for 32,768 tokens: forward {forward:.3f} ms, with backward {both:.3f} ms")
+
+
+def _kernel_milliseconds(f: Callable[[], Any], repeats: int = 10) -> float:
+    """The mean time of a call's kernels, as CUPTI reports them."""
+    f()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(repeats):
+            f()
+        torch.cuda.synchronize()
+    gpu = torch.autograd.DeviceType.CUDA
+    return sum(e.time_range.elapsed_us() for e in seen.events() or [] if e.device_type == gpu) / 1000 / repeats

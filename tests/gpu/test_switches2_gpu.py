@@ -201,6 +201,12 @@ RUNS: dict[str, list[str]] = {
     "fp8 rowwise": ["precision.fp8=rowwise"],
     "no graphs": ["train.steps=10", "train.micro_batch_size=1"],
     "graphs": ["train.steps=10", "train.micro_batch_size=1", "train.cuda_graphs=[attn,moe_router,moe_preprocess]"],
+    "graphs, fused router": [
+        "train.steps=10",
+        "train.micro_batch_size=1",
+        "train.cuda_graphs=[attn,moe_router,moe_preprocess]",
+        "moe.fused_router=true",
+    ],
     "fp8 blockwise linear": ["precision.fp8=blockwise", "precision.fp8_modules=[linear]"],
 }
 
@@ -310,9 +316,10 @@ def test_trainer_in_8_bits(trained: Any, name: str, linear: int, experts: int) -
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------------
 
 
-def test_trainer_with_cuda_graphs(trained: Any) -> None:
+@pytest.mark.parametrize("name", ["graphs", "graphs, fused router"])
+def test_trainer_with_cuda_graphs(trained: Any, name: str) -> None:
     """Ten steps with and without; the receipt counts the replays of the three parts in all six layers."""
-    (rows, s), (plain_rows, plain) = trained("graphs"), trained("no graphs")
+    (rows, s), (plain_rows, plain) = trained(name), trained("no graphs")
     print(f"losses differ by {apart(rows, plain_rows):.1e} at most")
     assert len(rows) == 10
     assert apart(rows, plain_rows) < 2e-3

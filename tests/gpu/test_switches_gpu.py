@@ -174,9 +174,11 @@ SWITCHES: dict[str, list[str]] = {
     "bf16 moments": ["optimizer.moments_dtype=bf16"],
     "narrow router": ["moe.router_dtype=bf16"],
     "fused permutation": ["moe.fused_permutation=true"],
+    "fused router": ["moe.fused_router=true"],
     "fused loss": ["train.fused_loss=true"],
     "loss in chunks of 1024": ["train.loss_chunk=1024"],
     "compiled loss": ["train.compile.loss=true", "train.compile.dynamic=marked"],
+    "compiled decoder, fused router": ["train.compile.decoder=true", "train.compile.dynamic=marked", "moe.fused_router=true"],
     "compiled decoder": ["train.compile.decoder=true", "train.compile.dynamic=marked"],
 }
 

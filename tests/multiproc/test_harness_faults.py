@@ -228,7 +228,9 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
 
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
     plant(candidate={"slower": -0.5})
-    found = only(confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, pairs=2))
+    found = only(
+        confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, pairs=2, seed=5)
+    )  # an order whose planted noise has no drift by chance
     assert found.evidence.derived.verdict.reason == "budget"
     assert found.evidence.derived.comparison.pairs == 2
 

@@ -83,6 +83,9 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{stopped:08d}"]
     assert forks.run([*words, *saving, f"train.steps={stopped + 2}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
     assert [r["step"] for r in steps(out)] == list(range(1, stopped + 3))
+    assert f"resumed after step {stopped} of {stopped + 2}\n" in forks.text(0)
+    assert forks.run([*words, *saving, f"train.steps={stopped}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
+    assert "nothing is left to do, raise train.steps" in forks.text(0)
 
 
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+from playbook.errors import ConfigError
 from playbook_trainer.checkpoint_files import Header, LoadPlanner, Reader, SavePlanner, Writer, read_index
 from playbook_trainer.parallel.pieces import Pieces
 
@@ -30,3 +31,12 @@ def test_what_is_written_is_read_back(tmp_path, monkeypatch, fills_its_argument)
     found = pieces(fill=-1.0)
     dcp.load(found, storage_reader=Reader(folder, read_index(folder)), planner=LoadPlanner(), no_dist=True)
     assert torch.equal(torch.cat([t for _, t in found["model.a"].pieces]), torch.arange(12.0).reshape(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    header = Header(step=7, world_size=1, parallel={}, model={}, data={"row": 0})
+    dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)
+    moved = (tmp_path / "step_00000007").rename(tmp_path / "step_00000009")
+    with pytest.raises(ConfigError, match="is of step 7, and its folder of another"):
+        read_index(moved)

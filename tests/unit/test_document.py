@@ -105,3 +105,10 @@ def test_any_text_parses_or_is_a_finding(text):
         data, marks = document.parse(text, "f")
     assert set(marks) >= {()}
     assert data is None or isinstance(data, dict | list | str | int | float | bool)
+
+
+@pytest.mark.parametrize("number", [".inf", "-.INF", ".nan", "1e999"])
+def test_a_number_that_is_not_finite_is_no_number(number):
+    data, marks = document.parse(f"inner: {{size: 1}}\nratio: {number}\n", "f.yaml")
+    with pytest.raises(FileError, match=r"f\.yaml:2:1: 'ratio': input should be a finite number"):
+        document.validate(data, marks, Outer, "f.yaml")

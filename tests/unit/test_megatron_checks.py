@@ -75,6 +75,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(moe={"dispatcher": "deepep"}), 1, "dispatcher deepep needs etp x ep > 1"),
         (config(moe={"dispatcher": "dedup"}), 1, "belongs to the torch backend"),
         (config(moe={"fused_permutation": True}), 1, "moe.fused_permutation true belongs to the torch backend"),
+        (config(moe={"fused_router": True}), 1, "moe.fused_router true belongs to the torch backend"),
         (config(train={"loss_chunk": 512}), 1, "train.loss_chunk 512 belongs to the torch backend"),
         (config(train={"device": "cpu"}), 1, "megatron-core needs a GPU"),
         (config(train=BF16, precision={"fp8": "rowwise"}), 1, "belongs to the torch backend"),

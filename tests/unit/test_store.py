@@ -11,20 +11,22 @@ import pytest
 
 from playbook.errors import StoreError
 from playbook_bench import confirm, store
-from playbook_bench.records import Derived, Machine, Measured, Missing, Run, Seconds, Verdict, seal
+from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
 
 MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
 STRICT = {"s": {"packages": {"torch": "2.13.0"}, "machine": {"driver": "1"}}}
 
 
-def record(status="confirmed", created="2026-01-01T00:00:00Z", claim="W9", runs=(), expires="2026-06-01"):
+def record(status="confirmed", created="2026-01-01T00:00:00Z", claim="W9", runs=(), expires="2026-06-01", plan=None):
     from playbook.cards import Comparison, Expect
     from playbook_bench.records import ClaimRef
 
     ref = ClaimRef(
         id=claim, card="c", card_sha="", statement="", kind="pair", metric="step_seconds", expect=Expect(op=">="), comparison=Comparison()
     )
-    measured = Measured(claim=ref, machine=MACHINE, missing=[Missing(reason="scope", detail="gpus")], runs=list(runs), strict=STRICT)
+    measured = Measured(
+        claim=ref, machine=MACHINE, missing=[Missing(reason="scope", detail="gpus")], runs=list(runs), strict=STRICT, plan=plan
+    )
     derived = Derived(verdict=Verdict(status=status, reason="margin", sentence="s"))
     evidence = store.evidence_of(measured, derived, "playbook confirm c", Seconds())
     return seal(evidence.model_copy(update={"created": created, "expires": expires}))
@@ -205,3 +207,50 @@ def test_a_record_is_readable_line_by_line(tmp_path):
     text = store.render(record(runs=[long_run(), long_run()]))
     assert json.loads(text)["schema_version"] == "evidence/1"
     assert len(text.splitlines()) > 15
+
+
+def test_an_altered_record_counts_for_nothing(tmp_path):
+    kept = record("refuted", "2026-01-01T00:00:00Z")
+    store.write(kept, tmp_path)
+    path = store.write(record("confirmed", "2026-02-01T00:00:00Z"), tmp_path)
+    assert store.newest([tmp_path])["W9"][1].derived.verdict.status == "confirmed"
+    path.write_text(path.read_text().replace("2026-02-01", "2026-03-01"))
+    assert store.newest([tmp_path])["W9"][1] == kept
+    assert [sealed for *_, sealed in store.records_with_seal([tmp_path])] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (('"alpha": 0.05', '"alpha": NaN'), "alpha"),
+        (('"alpha": 0.05', '"alpha": 0'), "alpha: Input should be greater than 0"),
+        (('"looks": [4, 8, 12]', '"looks": []'), "looks"),
+        (('"total": 0.0', '"total": 1e999'), "finite number"),
+        (('"total": 0.0', '"total": Infinity'), "finite number"),
+        (('"created": "2026', '"created": "yesterday, 2026'), "created"),
+    ],
+)
+def test_a_figure_that_is_none_is_refused_when_it_is_read(tmp_path, change, says):
+    path = store.write(record(runs=[long_run()], plan=Plan(seed=0, looks=[4, 8, 12])), tmp_path)
+    text = path.read_text()
+    assert change[0] in text
+    path.write_text(text.replace(*change))
+    with pytest.raises(StoreError, match=f"is no evidence record.*{says}"):
+        store.load(path)
+
+
+@pytest.mark.parametrize(("created", "expires"), [("2999-01-01T00:00:00Z", "2999-02-01"), ("2026-01-01T00:00:00Z", "9999-12-31")])
+def test_a_record_from_the_future_is_not_accepted(tmp_path, monkeypatch, created, expires):
+    monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
+    monkeypatch.setattr(store, "replay", lambda path: (True, []))
+    path = store.write(seal(record(created=created).model_copy(update={"expires": expires})), tmp_path)
+    with pytest.raises(StoreError, match="later than it can"):
+        store.accept(path)
+    assert not (tmp_path / "accepted").exists()
+
+
+def test_a_number_that_is_not_finite_is_found_where_anything_may_stand(tmp_path):
+    path = store.write(record(), tmp_path)
+    path.write_text(path.read_text().replace('"driver": "1"', '"driver": 1e999'))
+    with pytest.raises(StoreError, match="1e999 is not a finite number"):
+        store.load(path)

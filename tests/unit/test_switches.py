@@ -26,6 +26,7 @@ from playbook_trainer.receipt import Observer, observing
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 VISION = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
+DENSE = {"model.num_experts": 0, "model.top_k": 0, "model.expert_ffn_size": 0, "model.ffn_size": 96}
 
 
 def build(config, options=None):
@@ -158,6 +159,11 @@ SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dt
         ({"train.fused_loss": True, "train.dtype": "bf16", "train.device": "cpu"}, "needs a GPU"),
         ({"moe.fused_permutation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"moe.fused_permutation": True, "parallel.ep": 2, "moe.dispatcher": "allgather"}, "not allgather"),
+        ({"moe.fused_router": True, "train.device": "cpu"}, "needs a GPU"),
+        ({"moe.fused_router": True, "moe.router_dtype": "bf16"}, "set moe.router_dtype: fp32"),
+        ({"moe.fused_router": True, "model.num_experts": 1024}, "not 2 of 1024"),
+        ({"moe.fused_router": True, "model.num_experts": 64, "model.top_k": 17}, "not 17 of 64"),
+        ({"moe.fused_router": True, **DENSE}, "the model is dense"),
         ({"moe.weigh": "activation", "parallel.ep": 2, "moe.dispatcher": "dedup"}, "not dedup"),
         ({"optimizer.fused": True, "offload.optimizer": True}, "choose one"),
         (SPLIT | {"train.dtype": "fp32"}, "optimizer.master split: .*: set train.dtype: bf16"),
@@ -181,6 +187,7 @@ def test_switches_that_cannot_work_are_refused_by_rule(words, expected):
     "words",
     [
         {"moe.fused_permutation": True},
+        {"moe.fused_router": True},
         {"train.fused_loss": True},
         {"train.fused_activation": True},
         {"train.fused_norms": True},

@@ -135,8 +135,11 @@ def read_index(folder: Path) -> Index:
         raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
     except ValidationError as e:
         first = e.errors()[0]
-        where = ".".join(str(x) for x in first["loc"])
-        raise ConfigError(f"{path} is no index of a checkpoint: {where}: {first['msg']}; {e.error_count()} such problems") from e
+        where = "".join(f"{x}." for x in first["loc"])[:-1]
+        said = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ConfigError(f"{path} is no index of a checkpoint: {said}; {e.error_count()} such problems") from e
+    if folder.name.startswith("step_") and folder.name.removeprefix("step_").lstrip("0") != str(index.step or ""):
+        raise ConfigError(f"{path} is of step {index.step}, and its folder of another; it was altered or moved, remove {folder}")
     for name, stored in index.tensors.items():
         if problem := stored.problem():
             raise ConfigError(f"{path}: tensor '{name}' {problem}; the checkpoint is damaged, remove {folder} to go on from an older one")

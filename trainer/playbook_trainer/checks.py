@@ -210,6 +210,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    problems += _router_problems(config)
     if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
         problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
@@ -223,6 +224,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
     needs_gpu = {
         "moe.fused_permutation": moe.fused_permutation,
+        "moe.fused_router": moe.fused_router,
         "train.fused_loss": train.fused_loss,
         "train.fused_activation": train.fused_activation,
         "train.fused_norms": train.fused_norms,
@@ -242,6 +244,21 @@ def _split_problems(config: TrainerConfig) -> list[str]:
         "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
     }
     return [f"optimizer.master split: {rule}" for rule, broken in rules.items() if broken]
+
+
+def _router_problems(config: TrainerConfig) -> list[str]:
+    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers."""
+    model = config.model
+    if not config.moe.fused_router:
+        return []
+    if not model.num_experts:
+        return ["moe.fused_router is a kernel of the router, and the model is dense: set it to false"]
+    problems = []
+    if config.moe.router_dtype == "bf16":
+        problems.append("moe.fused_router reads scores in float32: set moe.router_dtype: fp32, or fused_router: false")
+    if model.num_experts > 512 or model.top_k > 16:
+        problems.append(f"moe.fused_router chooses up to 16 of 512 experts, not {model.top_k} of {model.num_experts}: set it to false")
+    return problems
 
 
 def _recompute_problems(config: TrainerConfig) -> list[str]:

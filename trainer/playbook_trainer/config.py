@@ -141,6 +141,9 @@ class MoeConfig(Strict):
     kept for the backward pass. Not with the dispatcher dedup, which weighs on the way."""
     fused_permutation: bool = False
     """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
+    fused_router: bool = False
+    """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
+    scores in float32."""
 
 
 class InitConfig(Strict):

@@ -66,6 +66,9 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if config.checkpoint.dir:
         trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
+    if resumed:
+        rest = "" if trainer.step < config.train.steps else "; nothing is left to do, raise train.steps to go on"
+        recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
     try:
         outcome = run_steps(trainer, recorder)
         engine.saver.wait()

@@ -153,9 +153,10 @@ def _experts(sheet: Sheet) -> None:
     if config.backend == "megatron":
         sheet.put("megatron.fused", "model", "moe_permute_fusion", config.megatron.fused)
         sheet.put("megatron.fused", "model", "moe_router_fusion", config.megatron.fused)
-        sheet.skip("moe.fused_permutation", TORCH)
+        sheet.skip("moe.fused_permutation moe.fused_router", TORCH)
     else:
         sheet.put("moe.fused_permutation", "model", "moe_permute_fusion", moe.fused_permutation)
+        sheet.put("moe.fused_router", "model", "moe_router_fusion", moe.fused_router)
 
 
 def _vision(sheet: Sheet) -> None:

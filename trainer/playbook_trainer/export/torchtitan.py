@@ -131,6 +131,7 @@ def _experts(sheet: Sheet) -> None:
         sheet.lack("moe.dispatcher", f"{moe.dispatcher}: it has all-to-all and DeepEP")
     sheet.plain("moe.capacity_factor", None, "no token is dropped")
     sheet.plain("moe.fused_permutation", False, "it permutes in its own way")
+    sheet.plain("moe.fused_router", False, "its router is softmax and topk; compile the model instead")
     sheet.plain("moe.router_dtype", "fp32", "scores are computed in float32")
     sheet.skip("moe.experts moe.weigh", "experts are one grouped product, weighed in its own way")
 

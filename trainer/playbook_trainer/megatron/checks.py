@@ -50,6 +50,7 @@ _TORCH_ONLY: dict[str, Any] = {
     "train.fused_activation": False,
     "train.fused_norms": False,
     "moe.fused_permutation": False,
+    "moe.fused_router": False,
     "train.fused_loss": False,
     "train.loss_chunk": 4096,
     "train.compile.decoder": False,

@@ -53,7 +53,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         weigh_early=config.moe.weigh == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
-        ops=operators(train),
+        ops=operators(config),
         vision_always=config.data.kind == "vqa",
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
@@ -122,6 +122,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         "train.fused_activation": train.fused_activation,
         "train.fused_norms": train.fused_norms,
         "moe.fused_permutation": config.moe.fused_permutation,
+        "moe.fused_router": config.moe.fused_router,
         "optimizer.fused": config.optimizer.fused,
     }
     if device.type != "cuda":
@@ -146,8 +147,9 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def operators(train: TrainConfig) -> Ops:
+def operators(config: TrainerConfig) -> Ops:
     """The element-wise parts of a layer: plain, compiled, or where asked for a kernel."""
+    train = config.train
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
     if train.fused_activation:
         from playbook_trainer.models.kernels.swiglu import swiglu, weighted_swiglu
@@ -157,6 +159,10 @@ def operators(train: TrainConfig) -> Ops:
         from playbook_trainer.models.kernels.norm import norm, norm_rotate
 
         ops = replace(ops, norm=norm, norm_rotate=norm_rotate)
+    if config.moe.fused_router:
+        from playbook_trainer.models.kernels.route import route
+
+        ops = replace(ops, route=route)
     return ops
 
 
