@@ -11,20 +11,13 @@ import time
 
 import pytest
 import typer
+from in_process import run
 
 from playbook import cli
 from playbook.cli_site import commands
 from playbook.paths import repo_root
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
-
-
-def run(capsys, *words):
-    """Exit code, stdout, stderr of a command, in this process."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
 
 
 @pytest.fixture

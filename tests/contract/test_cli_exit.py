@@ -8,20 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import run
 
-from playbook import cli, cli_exit
+from playbook import cli_exit
 from playbook.paths import repo_root
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
 PLAYBOOK = (sys.executable, "-m", "playbook")
-
-
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
 
 
 @pytest.fixture

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 
+import in_process
 import pytest
-
-from playbook import cli
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["layout", *words])
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out, err
+    return in_process.run(capsys, "layout", *words)
 
 
 def test_an_illegal_layout_is_explained_with_offers(capsys):

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import run
 
-from playbook import cli
 from playbook.paths import repo_root
 from playbook_bench import cluster
 from playbook_trainer import config as trainer_config
@@ -17,13 +17,6 @@ from playbook_trainer import environment
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "slurm"
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
 W9 = ("confirm", "moe-dispatcher-choice/W9", "--launcher", "slurm")
-
-
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
 
 
 @pytest.fixture

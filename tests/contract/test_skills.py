@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import yaml
+from in_process import run
 from skills_ref import validate as reference_validate
 
 from playbook import cli
@@ -34,13 +35,6 @@ metadata:
 
 Read W9 with `playbook cards show moe-dispatcher-choice`.
 """
-
-
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,15 @@
+"""Commands run inside the test's own process, which saves each test an interpreter's start."""
+
+from __future__ import annotations
+
+import pytest
+
+from playbook import cli
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
