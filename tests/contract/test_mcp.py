@@ -31,8 +31,16 @@ TOOLS = {"search", "estimate_memory", "list_cards", "get_card", "get_claim", "li
 LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere(tmp_path_factory):
+    """A working folder without the results that `make demo` leaves in the repository's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield
+
+
 @pytest.fixture(scope="module")
-def library():
+def library(elsewhere):
     full = library_here()
     records = full.records()
     return dataclasses.replace(full, records=lambda: records)
