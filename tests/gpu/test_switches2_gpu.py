@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,12 +280,16 @@ def test_weights_in_two_halves_train_as_whole_ones_do(words: list[str], batch: i
     """Five steps of the tiny model, of one micro-batch or two: losses and gradient norms to the last bit, if whole weights repeat their own."""
     common = ["trainer/configs/qwen3_moe_tiny.yaml", "train.device=cuda", "train.dtype=bf16", "parallel.reduce_dtype=bf16", "train.steps=5"]
     common += ["train.warmup_steps=1", "train.receipt=false", f"train.global_batch_size={batch}", "train.attention=plain", *words]
-    curves = {}
-    for name in ("whole", "again", "split"):
+
+    def curve(name: str) -> list[dict[str, Any]]:
         master = "split" if name == "split" else "whole"
         code, _, errors = run([*common, f"optimizer.master={master}", f"output={tmp_path / name}"], timeout=110)[0]
         assert code == 0, errors[-2000:]
-        curves[name] = steps(tmp_path / name)
+        return steps(tmp_path / name)
+
+    names = ("whole", "again", "split")
+    with ThreadPoolExecutor(len(names)) as pool:
+        curves = dict(zip(names, pool.map(curve, names), strict=True))
     repeats, same = (
         [(r["loss"], r["grad_norm"]) for r in curves[n]] == [(r["loss"], r["grad_norm"]) for r in curves["whole"]]
         for n in ("again", "split")

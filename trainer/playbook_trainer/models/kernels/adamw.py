@@ -65,6 +65,8 @@ def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, group: dic
     _adamw[grid](
         *tensors, scale, p.numel(), beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], 1 - group["lr"] * group["weight_decay"],
         group["lr"] / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), SPLIT=low is not None, BLOCK=BLOCK, num_warps=8,
+        # A multiplication and an addition in one round differently, and which ones are put together differs between whole weights and halves.
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
