@@ -29,9 +29,10 @@ _LONG: dict[str, Any] = {
     "optimizer.moments_dtype": "bf16",
 }
 
+# As many experts on each rank as 128 over four. Transformer Engine launches a product for each, so with all of them on one GPU the host is what is timed.
 TABLES: dict[str, dict[str, Any]] = {
-    "one": {**_COMMON, **_SHORT, "parallel.ep": 1, "train.global_batch_size": 2},
-    "two": {**_COMMON, **_SHORT, "parallel.ep": 2, "train.global_batch_size": 8},
+    "one": {**_COMMON, **_SHORT, "model.num_experts": 32, "parallel.ep": 1, "train.global_batch_size": 2},
+    "two": {**_COMMON, **_SHORT, "model.num_experts": 64, "parallel.ep": 2, "train.global_batch_size": 8},
     "four": {**_COMMON, **_SHORT, "parallel.ep": 4, "train.global_batch_size": 8},
     "cp": {**_COMMON, **_LONG, "parallel.ep": 4},
     "cp2": {**_COMMON, **_LONG, "parallel.ep": 2},

@@ -222,12 +222,12 @@ WIDER = ["model.num_experts=16", "model.top_k=4", "model.vision.hidden_size=128"
 @pytest.mark.multigpu
 @pytest.mark.timeout(600)
 def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> None:
-    """Writes the curves for the page on parity, where PLAYBOOK_PARITY names its folder."""
+    """Writes the curves for the page on parity, where PLAYBOOK_PARITY names its folder; PLAYBOOK_SECONDS ends it with two repeats of each, or more."""
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
     ways = WAYS[ranks]
     names = {(way, i): f"{number}-{i}" for i in range(REPEATS) for number, way in enumerate(ways)}
     jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, *ways[way])) for (way, _), name in names.items()]
-    errors = train_all(jobs, tmp_path, timeout=540, stall=150, workers=4)
+    errors = train_all(jobs, tmp_path, timeout=float(os.environ.get("PLAYBOOK_SECONDS", "540")), stall=150, workers=4)
     versions = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core")}
     rows: list[dict[str, Any]] = []
     for (way, i), name in names.items():

@@ -5,8 +5,7 @@ trained one after the other; an empty name is no chain.
 
 Starting a rank costs seconds and training ten steps of a tiny model costs one. So this process imports everything once, and forks the ranks
 of all jobs of one size; they train their jobs in turn. When a job breaks, its ranks end, and the jobs after it get new ones. With WORKERS
-above 1 all sizes go on at once, and jobs of one rank are dealt out to so many workers, each on a GPU of its own as far as there are some; jobs of
-several ranks to half as many.
+above 1 all sizes go on at once, and jobs of one rank are dealt out to so many workers, each on a GPU of its own as far as there are some.
 Files beside JOBS with the ending .errors receive an object each: of jobs that broke, by their number, what their ranks said.
 """
 
