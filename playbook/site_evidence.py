@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -149,6 +150,8 @@ def _checks(record: Record) -> str:
             for c in receipts
         ]
         parts.append("## Receipt: did the tested path run\n\n" + table(["Variant", "Rule", "Observed>", "Expected", "", "Launches>"], rows))
+    if computing := _computing(record):
+        parts.append(computing)
     gates = record.get("derived", "gates", default=[])
     if gates:
         rows = [[text(str(g.get("name")).replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")] for g in gates]
@@ -157,6 +160,17 @@ def _checks(record: Record) -> str:
     if missing:
         parts.append("## What this machine lacks\n\n" + "\n".join(f"- {text(m.get('detail'))} ({code(m.get('reason'))})" for m in missing))
     return "\n\n".join(parts)
+
+
+def _computing(record: Record) -> str:
+    """What a slow host, or waiting for other ranks, leaves of a step."""
+    shares: dict[str, list[float]] = {}
+    for run in record.get("measured", "runs", default=[]):
+        share = ((run.get("observed") or {}).get("counters") or {}).get("gpu_computing_percent")
+        if isinstance(share, int | float):
+            shares.setdefault(str(run.get("variant")), []).append(float(share))
+    shown = ", ".join(f"{number(round(statistics.median(s)))} % of the step in {text(v)}" for v, s in sorted(shares.items()))
+    return f"By a trace of one step, the GPU computed {shown}. The rest waited for other ranks or for the host." if shown else ""
 
 
 def _yes(ok: Any) -> str:

@@ -14,7 +14,7 @@ from playbook.paths import data_root
 from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store
 from playbook_bench.case import LAUNCHED_KINDS, load_case
 from playbook_bench.launch import LocalLauncher
-from playbook_bench.records import Baseline, Run
+from playbook_bench.records import Baseline, Run, Variant
 from playbook_bench.series import Progress, Series, Silent
 from playbook_bench.telemetry import Telemetry
 from playbook_bench.variants import resolve_all
@@ -101,6 +101,7 @@ def ensure(running: Series, folder: Path) -> bool:
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
     running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
+    _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
     if running.aa is not None:
         fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS, variant=first.variant)
@@ -119,6 +120,15 @@ def ensure(running: Series, folder: Path) -> bool:
         # A disturbed A/A voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
     return True
+
+
+def _say_if_short(running: Series, pairs: int, variant: Variant) -> None:
+    """Say so where the budget holds no series as far as its first look, before it is spent."""
+    looks = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
+    to_come = [variant] * 2 * pairs + running.alive * looks
+    if not running.has_time_for(to_come):
+        text = f"the budget does not hold the {len(to_come)} launches to the first look; with --journal FOLDER a second command goes on from here"
+        running.progress.note(text)
 
 
 def _contradicts(fresh: Sequence[Run], running: Series) -> bool:

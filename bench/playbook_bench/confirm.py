@@ -391,7 +391,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
 def _burn_in(running: Series) -> bool:
     """One discarded run per variant; False where one fails that must not, or the budget is spent, which settles the series."""
     for spec in schedule.burn_in(running.variants):
-        if not running.has_time_for(1):
+        if not running.has_time_for([spec.variant]):
             return False
         run = running.run(spec)
         if run.outcome != "ok" and not running.tolerates(run):

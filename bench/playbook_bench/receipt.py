@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from playbook.errors import ConfigError
@@ -59,6 +60,17 @@ def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, numbers, formula)
     raise ConfigError(f"count formula '{formula}' uses {type(node).__name__}; only names, numbers, + - * / // % and parentheses are read")
+
+
+def computing(runs: Sequence[Run], variant: Variant) -> float | None:
+    """Median share of the traced step, in percent, during which the GPU computed; None off the GPU.
+
+    A low share says that other ranks or the host are what was timed, and that a machine with faster ones may see another effect.
+    """
+    shares = [
+        s for r in runs if r.variant == variant and r.observed and (s := r.observed.counters.get("gpu_computing_percent")) is not None
+    ]
+    return statistics.median(shares) if shares else None
 
 
 def describe(rule: Rule) -> str:

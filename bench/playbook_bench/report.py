@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook.cli_text import plain
-from playbook_bench import confirm, schedule, verdict
+from playbook_bench import confirm, receipt, schedule, verdict
 from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
 from playbook_bench.case import Case
@@ -121,6 +121,8 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
+    if shares := _computing(evidence):
+        out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
@@ -227,6 +229,12 @@ def _what(evidence: Evidence) -> str:
     keys = list(dict.fromkeys([*content.baseline, *content.candidate]))
     one = f"{keys[0]} {content.baseline.get(keys[0])} -> {content.candidate.get(keys[0])}" if len(keys) == 1 else case.id
     return one if len(one) <= 60 else case.id
+
+
+def _computing(evidence: Evidence) -> str:
+    """How much of a step each variant's GPU computes, where that is known."""
+    shares = {v: receipt.computing(evidence.measured.runs, v) for v in ("baseline", "candidate")}
+    return ", ".join(f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None)
 
 
 def _receipts(checks: Sequence[Check]) -> str:

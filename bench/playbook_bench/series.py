@@ -89,7 +89,8 @@ class Series:
     launched: list[Run] = field(default_factory=list)
     """Every run that was paid for, discarded ones included."""
     journal: SeriesJournal | None = None
-    _slowest: float = 0.0
+    _took: dict[Variant, float] = field(default_factory=dict)
+    """Seconds of each variant's last launch."""
 
     def run(self, spec: RunSpec) -> Run:
         """Launch once and record it; a run that the journal has from before is taken from there."""
@@ -106,7 +107,7 @@ class Series:
             Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
             lambda step: self.progress.step(step, steps),
         )
-        self._slowest = max(self._slowest, result.wall_s)
+        self._took[spec.variant] = result.wall_s
         run = self._record(spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)})
         self.runs.append(run)
         self.launched.append(run)
@@ -122,7 +123,7 @@ class Series:
         self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
         if run.strict_sha:
             self.strict[run.strict_sha] = kept.strict
-        self._slowest = max(self._slowest, run.wall_s)
+        self._took[run.variant] = run.wall_s
         if self.deadline is not None:
             self.deadline -= run.wall_s
         self.runs.append(run)
@@ -139,9 +140,10 @@ class Series:
         """Whether a launch failed as the claims say that it may."""
         return run.variant in self.infeasible and run.outcome in ("oom", "refused")
 
-    def has_time_for(self, launches: int) -> bool:
-        """Whether the budget holds that many more launches, each as long as the longest so far."""
-        return self.deadline is None or time.monotonic() + launches * self._slowest <= self.deadline
+    def has_time_for(self, variants: Sequence[Variant]) -> bool:
+        """Whether the budget holds a launch of each, as long as its last one; the first of a variant is taken to be as long as the longest other."""
+        longest = max(self._took.values(), default=0.0)
+        return self.deadline is None or time.monotonic() + sum(self._took.get(v, longest) for v in variants) <= self.deadline
 
     def extend(self) -> None:
         """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
@@ -251,7 +253,7 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
     """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
     for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
-        if not series.has_time_for(2):
+        if not series.has_time_for([one.variant, other.variant]):
             break
         for spec in (one, other):
             runs.append(series.run(spec))
@@ -269,7 +271,7 @@ def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None
         due = [s for s in specs if s.variant in series.alive]
         if not due:
             return _stop(series, order, "failed")
-        if not series.has_time_for(len(due)):
+        if not series.has_time_for([s.variant for s in due]):
             return _stop(series, order, "budget")
         order.append(label)
         for spec in due:

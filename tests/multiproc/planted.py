@@ -3,6 +3,7 @@
 `planted.py CONFIG` invents step times; `planted.py --real CONFIG` runs the real trainer and misbehaves around it.
 PLANT is JSON: per variant (told by the dispatcher in the configuration) a mapping with
   fault: hang | kill | nan | crash | oom | refused | memory | short | silent | worker | disable
+  computing: share of the step, in percent, in which its GPU would compute
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -116,7 +117,7 @@ def fake(config, planted):
             "numbers": {"layers": 4, "microbatches": 1},
             "ranges": {"dispatch": 4},
             "collectives": [{"op": collective, "group": "ep", "inside": "dispatch", "phase": "forward", "count": 4, "bytes": 10}],
-            "counters": {"recompiles": 0},
+            "counters": {"recompiles": 0, "gpu_computing_percent": planted.get("computing", 100)},
         },
         "env": {"strict": {"torch": "none"}, "context": {}},
     }

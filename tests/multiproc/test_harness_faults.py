@@ -3,6 +3,7 @@
 The ranks are `planted.py`, which invents its step times; the tests under `test_real_trainer` run the real trainer under it.
 """
 
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,48 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
     plant()
     found = only(confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, budget_s=0.4))
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
+
+
+class Stretched(launch.LocalLauncher):
+    """Its first launch says that it took as long as `first`, as one that fills compile caches does."""
+
+    first = 0.0
+
+    def run(self, spec, on_step=None):
+        result = super().run(spec, on_step)
+        return replace(result, wall_s=self.first) if spec.folder.name.startswith("000-") else result
+
+
+@pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
+def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
+    plant()
+    monkeypatch.setattr(Stretched, "first", first)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    found = bench(case(), tmp_path, budget_s=290.0)
+    measured = found.evidence.measured
+    assert found.status == verdict
+    assert len(measured.runs) + len(measured.aa.runs if measured.aa else []) == launches
+
+
+def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    monkeypatch.setattr(Stretched, "first", 100)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    bench(case(), tmp_path, budget_s=250.0, progress=Noting())
+    assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
+
+
+def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
+    plant(baseline={"computing": 31})
+    out = io.StringIO()
+    report.print_outcome(bench(case(), tmp_path), report.console(out))
+    assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
 
 
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):

@@ -144,6 +144,19 @@ def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path)
     assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
 
 
+def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
+    generate(tree)
+    assert "the GPU computed" not in page(tree, f"evidence/{ID}.md"), "not known off the GPU"
+
+    def observe(data: dict[str, Any]) -> None:
+        for i, run in enumerate(data["measured"]["runs"]):
+            run["observed"] = {"counters": {"gpu_computing_percent": 30.0 + i % 3 if run["variant"] == "baseline" else 98.0}}
+
+    reseal(record(tree), observe)
+    generate(tree)
+    assert "the GPU computed 31 % of the step in baseline, 98 % of the step in candidate" in page(tree, f"evidence/{ID}.md")
+
+
 def trace(**changes: Any) -> dict[str, Any]:
     row = {"path": "decoder/dispatch", "phase": "forward", "count": 4.0, "num_ops": 8.0, "host_ms": 3.0, "busy_ms": 12.34, "sum_ms": 13.0}
     rows = [

@@ -1,6 +1,6 @@
 """What is made of a GPU's timeline: names, launches, and how much of a collective's time something else was computed."""
 
-from playbook_trainer.kernels import Event, count
+from playbook_trainer.kernels import Event, count, events
 
 
 def test_names_lose_their_arguments_and_copies_are_no_kernels():
@@ -30,3 +30,25 @@ def test_the_share_of_a_collective_beside_which_something_computes():
     assert "hidden_percent_all_reduce" not in counters, "what did not run is hidden by nothing"
     beside_another = count([*exposed, Event("ncclDevKernel_AllGather_RING_LL", 20, 30)]).counters
     assert beside_another["hidden_percent_send_recv"] == 0.0, "a collective computes nothing"
+
+
+def test_the_share_of_the_step_in_which_the_gpu_computes():
+    work = [Event("gemm", 100, 110), Event("gemm", 105, 120), Event("Memcpy DtoD (Device -> Device)", 130, 135)]
+    waits = [Event("ncclDevKernel_AllGather_RING_LL", 150, 200), Event("cudaStreamSynchronize", 0, 900, on_gpu=False)]
+    assert count([*work, *waits]).counters["gpu_computing_percent"] == 25.0  # 25 of 100 microseconds
+    assert "gpu_computing_percent" not in count(waits[1:]).counters, "off the GPU nothing is known"
+
+
+def test_what_the_profiler_recorded_is_what_it_lists_itself():
+    import torch
+
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profiler, torch.profiler.record_function("a range"):
+        x = torch.ones(3).add(1)
+    assert x.sum() == 6
+    found = list(events(profiler))
+    listed = [e for e in profiler.events() if not e.is_user_annotation]
+    assert sorted(e.name for e in found) == sorted(e.name for e in listed)
+    assert "a range" not in {e.name for e in found}
+    lengths = {e.name: e.time_range.elapsed_us() for e in listed}
+    assert all(abs(e.end - e.begin - lengths[e.name]) < 0.01 and not e.on_gpu for e in found)

@@ -78,7 +78,9 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
         engine.export(Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
+        began = time.perf_counter()
         extra = observe_step(trainer)
+        recorder.phases["receipt"] = time.perf_counter() - began
     extra["data"] = _data_counters(trainer)
     counts = engine.count_parameters()
     if rank == 0:

@@ -330,6 +330,7 @@ def write_summary(
             "start_up": recorder.phases["start_up"],
             "warm_up": recorder.phases.get("warm_up", 0.0),
             "timed": recorder.timed_seconds,
+            "receipt": recorder.phases.get("receipt", 0.0),
             "total": now - recorder.began + recorder.phases["start_up"],
         },
         "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,

@@ -6,9 +6,10 @@ Nothing here reads the configuration, so a feature that is configured and did no
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,10 +120,11 @@ class _Operators(TorchDispatchMode):
         self.observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._note(func.name().split("::")[1].split(".")[0], args)
-        elif func.namespace == "aten":
-            self.observer.count(func.overloadpacket.__name__, args)
+        namespace, name = _name(func)
+        if namespace == "c10d":
+            self._note(name, args)
+        elif namespace == "aten":
+            self.observer.count(name, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: Any) -> None:
@@ -132,6 +134,12 @@ class _Operators(TorchDispatchMode):
         n = group.size()
         axis = self.observer.group_names.get(group.group_name, "world")
         self.observer.record(_OPS[name], axis, n, sent_bytes(_OPS[name], args, n, group.rank()))
+
+
+@functools.cache
+def _name(func: Any) -> tuple[str, str]:
+    """Namespace and name without overload; reading them off an operator takes longer than running it."""
+    return func.namespace, func.overloadpacket.__name__
 
 
 def _group(args: Any) -> Any:
@@ -177,7 +185,10 @@ class _Saved:
     """Peak bytes of tensors that autograd keeps for the backward pass, each storage counted once, parameters left out."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        owners = [m for m in model.modules() if m._parameters]
+        # Between steps, what FSDP shards is no plain tensor or has no memory; inside one, gathered parameters come and go.
+        self.gathering = [m for m in owners if not _stay(m)]
+        self.fixed = _storages(m for m in owners if _stay(m))
         self.live: dict[int, tuple[int, int]] = {}
         self.now = self.peak = 0
 
@@ -187,7 +198,7 @@ class _Saved:
         if not isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
-            if size and key not in self._parameters():
+            if size and key not in self.fixed and (key in self.live or key not in _storages(self.gathering)):
                 count, _ = self.live.get(key, (0, size))
                 if count == 0:
                     self.now += size
@@ -204,14 +215,21 @@ class _Saved:
         else:
             self.live[key] = (count - 1, size)
 
-    def _parameters(self) -> set[int]:
-        # FSDP swaps gathered parameters in and out, so the set is of this moment.
-        # What is no plain tensor (shards of FSDP, 8-bit weights) holds no memory of its own.
-        return {p.untyped_storage().data_ptr() for p in self.model.parameters() if type(p) is nn.Parameter}
-
     @staticmethod
     def unpack(held: _Held) -> Tensor:
         return held.tensor
+
+
+def _stay(module: nn.Module) -> bool:
+    """Whether all parameters of its own have memory already."""
+    params = [p for p in module._parameters.values() if p is not None]
+    return all(type(p) is nn.Parameter and p.untyped_storage().size() > 0 for p in params)
+
+
+def _storages(modules: Iterable[nn.Module]) -> set[int]:
+    """Where the parameters of these modules lie at this moment; shards of FSDP and 8-bit weights are of other types and hold no memory of their own."""
+    params = (p for m in modules for p in m._parameters.values())
+    return {p.untyped_storage().data_ptr() for p in params if type(p) is nn.Parameter}
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
