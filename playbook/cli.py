@@ -144,6 +144,9 @@ Results = Annotated[Path | None, typer.Option(help="Where evidence goes; .playbo
 Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches.")]
 Budget = Annotated[str | None, typer.Option(help="At most this long, such as 90s, 10m or 1h.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; random and recorded, if not given.")]
+Fork = Annotated[
+    bool, typer.Option("--fork", help="Fork ranks from a process that has imported everything, instead of starting each afresh.")
+]
 
 
 @app.command()
@@ -162,6 +165,7 @@ def confirm(
     no_wait: cli_slurm.NoWait = False,
     job: cli_slurm.JobId = None,
     journal: cli_slurm.JournalFolder = None,
+    fork: Fork = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims on this machine, or on the nodes of a job of Slurm: matched runs of the trainer, a verdict with evidence for each."""
@@ -175,13 +179,15 @@ def confirm(
     request = cli_slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
     cli_slurm.check_request(launcher, request)
     slurm = cli_slurm.inside(launcher, cluster)
+    if fork and launcher != "local":
+        raise PlaybookError(f"--fork has no meaning with --launcher {launcher}; leave one of them out")
     if launcher == "slurm":
         words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(cli_slurm.confirm(words, results, request))
     kept = cli_slurm.journal(journal, slurm)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
-        limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed}
+        limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed, "fork": fork}
         return harness.run(chosen, profile=profile, results=results, progress=progress, slurm=slurm, journal=kept, **limits)
 
     _outcomes(run, as_json)
@@ -195,6 +201,7 @@ def bench_run(
     pairs: Pairs = None,
     budget: Budget = None,
     seed: Seed = None,
+    fork: Fork = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
@@ -203,7 +210,9 @@ def bench_run(
     seconds = _seconds(budget)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
-        return harness.bench_run(case, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress)
+        return harness.bench_run(
+            case, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress, fork=fork
+        )
 
     _outcomes(run, as_json)
 

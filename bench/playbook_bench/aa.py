@@ -127,7 +127,7 @@ def _say_if_short(running: Series, pairs: int, variant: Variant) -> None:
     looks = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
     to_come = [variant] * 2 * pairs + running.alive * looks
     if not running.has_time_for(to_come):
-        text = f"the budget does not hold the {len(to_come)} launches to the first look; with --journal FOLDER a second command goes on from here"
+        text = f"the budget does not hold the {len(to_come)} launches to the first look; playbook confirm --journal FOLDER goes on in a second command"
         running.progress.note(text)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from playbook.document import did_you_mean, load
 from playbook.errors import ConfigError
 from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
 from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
+from playbook_bench.fork import ForkLauncher
 from playbook_bench.journal import Journal
 from playbook_bench.launch import Launcher, LocalLauncher
 from playbook_bench.records import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
@@ -105,8 +107,9 @@ def run(
     seed: int | None = None,
     slurm: SrunLauncher | None = None,
     journal: Journal | None = None,
+    fork: bool = False,
 ) -> list[Outcome]:
-    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim.
+    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim. With `fork`, ranks are forked: see `playbook_bench.fork`.
 
     Raises:
         PlaybookError: a target, card, case or option is invalid, or evidence cannot be written.
@@ -117,7 +120,7 @@ def run(
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
     shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)]) if from_file else ""
     return _run_all(
-        tasks, _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command), shown, journal), progress or Quiet()
+        tasks, _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal), progress or Quiet()
     )
 
 
@@ -133,6 +136,7 @@ def bench_run(
     seed: int | None = None,
     slurm: SrunLauncher | None = None,
     journal: Journal | None = None,
+    fork: bool = False,
 ) -> list[Outcome]:
     """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
 
@@ -145,7 +149,7 @@ def bench_run(
     shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s)])
     return _run_all(
         tasks,
-        _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command), shown, journal),
+        _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal),
         progress or Quiet(),
         {case.id: case, case_id: case},
     )
@@ -221,7 +225,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
     for task in tasks:
         _check(task, loaded)
     outcomes: dict[int, Outcome] = {}
-    with launch.interruptible():
+    with launch.interruptible(), _closing(options.launcher):
         for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
             group = [i for i, t in enumerate(tasks) if t.case == wanted]
             case = loaded[wanted] if wanted else None
@@ -240,6 +244,15 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
             if options.journal:
                 options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
     return [outcomes[i] for i in range(len(tasks))]
+
+
+@contextlib.contextmanager
+def _closing(launcher: Launcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(launcher, ForkLauncher):
+            launcher.close()
 
 
 def _from_before(tasks: Sequence[Task], journal: Journal | None) -> list[Outcome]:
@@ -353,6 +366,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         deadline=deadline,
         telemetry=telemetry,
         journal=journal,
+        launched_by={"launch": "fork"} if isinstance(options.launcher, ForkLauncher) else {},
     )
 
 
@@ -453,10 +467,12 @@ def _options(
     return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown, nodes, journal)
 
 
-def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None) -> Launcher:
-    """The launcher of the runs; `command` replaces the trainer in either."""
+def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None, fork: bool = False) -> Launcher:
+    """The launcher of the runs; `command` replaces the trainer in all but the one that forks."""
     if slurm is not None:
         return slurm if command is None else replace(slurm, command=tuple(command))
+    if fork:
+        return ForkLauncher()
     return LocalLauncher() if command is None else LocalLauncher(tuple(command))
 
 

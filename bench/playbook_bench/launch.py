@@ -102,10 +102,31 @@ class Launcher(Protocol):
         ...
 
 
+class Process(Protocol):
+    """What is needed of a rank's process."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any:
+        """The code with which it ended, once `poll` has seen that."""
+        ...
+
+    def poll(self) -> int | None:
+        """Look whether it has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has."""
+        ...
+
+
 @dataclass
-class _Rank:
+class Rank:
+    """A rank that was started."""
+
     index: int
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     pidfd: int | None
     own: int | None = None
@@ -143,7 +164,7 @@ class LocalLauncher:
         config = write_config(spec)
         environment = rank_environment(spec)
         started, clock = time.time(), time.monotonic()
-        ranks: list[_Rank] = []
+        ranks: list[Rank] = []
         try:
             for index in range(spec.ranks):
                 ranks.append(self._start(spec, config, environment, index))
@@ -156,7 +177,7 @@ class LocalLauncher:
             return Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
         return judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
 
-    def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> _Rank:
+    def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         log = spec.folder / f"rank{index}.log"
         env = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
         command = [*self.command, str(config)]
@@ -177,7 +198,7 @@ class LocalLauncher:
             pidfd: int | None = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
             pidfd = None
-        return _Rank(index, process, log, pidfd)
+        return Rank(index, process, log, pidfd)
 
 
 def rank_environment(spec: Spec) -> dict[str, str]:
@@ -297,7 +318,7 @@ class Watch:
         return ""
 
 
-def _wait(ranks: Sequence[_Rank], watch: Watch, began: float, drain_s: float) -> str:
+def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> str:
     """Until all ranks have ended, one has failed, or the run hangs; returns why it hangs."""
     finished: float | None = None
     while True:
@@ -319,7 +340,7 @@ def _wait(ranks: Sequence[_Rank], watch: Watch, began: float, drain_s: float) ->
             time.sleep(_POLL_S / 5)
 
 
-def _end(ranks: Sequence[_Rank], grace_s: float) -> None:
+def _end(ranks: Sequence[Rank], grace_s: float) -> None:
     """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace."""
     for rank in ranks:
         rank.own = rank.process.poll()

@@ -1,0 +1,126 @@
+"""Ranks that are forked from a process with everything imported: the same runs as of fresh processes, sooner, and nothing left behind."""
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from playbook_bench import confirm
+from playbook_bench.fork import ForkLauncher
+from playbook_bench.launch import LocalLauncher, Spec
+from playbook_trainer.config import load, parse_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["train.steps=4", "train.warmup_steps=1", "train.deterministic=true", "data.seq_len=32", "train.global_batch_size=2"]
+
+
+def spec(folder: Path, *words: str, ranks: int = 2) -> Spec:
+    config = load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides([*WORDS, f"parallel.ep={ranks}", *words]))
+    return Spec(config, ranks, folder, {"PLAYBOOK_TEST_MARK": "here"}, timeout_s=100)
+
+
+@pytest.fixture
+def launcher():
+    made = ForkLauncher()
+    yield made
+    made.close()
+
+
+def curve(folder: Path) -> list[tuple[float, float]]:
+    return [(r["loss"], r["grad_norm"]) for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+
+def start_up(folder: Path) -> float:
+    return json.loads((folder / "summary.json").read_text())["seconds"]["start_up"]
+
+
+def running(launcher: ForkLauncher) -> list[int]:
+    """Process ids of templates and their ranks that are alive."""
+    pids = [p for t in launcher.templates.values() if t for p in (t.process.pid, *t.pids)]
+    return [p for p in pids if Path(f"/proc/{p}/stat").is_file() and ") Z " not in Path(f"/proc/{p}/stat").read_text()]
+
+
+def gone(launcher: ForkLauncher, left: int) -> None:
+    """Ranks have gone, the template waits; what dies with its parent takes a moment."""
+    deadline = time.monotonic() + 20
+    while len(running(launcher)) > left and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(running(launcher)) == left
+
+
+def during(launcher: ForkLauncher, folder: Path, strike) -> threading.Thread:
+    """Once the run in `folder` has made two steps, do something."""
+
+    def watch() -> None:
+        log = folder / "metrics.jsonl"
+        while not log.is_file() or log.read_text().count("\n") < 2:
+            time.sleep(0.01)
+        strike()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_forked_ranks_train_as_fresh_ones_do_and_start_sooner(launcher, tmp_path):
+    fresh, first, second = (tmp_path / name for name in ("fresh", "first", "second"))
+    assert LocalLauncher().run(spec(fresh)).outcome == "ok"
+    results = [launcher.run(spec(folder)) for folder in (first, second)]
+    assert [r.outcome for r in results] == ["ok", "ok"]
+    assert curve(fresh) == curve(first) == curve(second)
+    assert start_up(second) < start_up(fresh) / 2
+    assert len(launcher.templates) == 1, "one configuration, one template"
+    (template,) = launcher.templates.values()
+    assert len(template.pids) == 4
+    gone(launcher, 1)
+    launcher.close()
+    assert not Path(f"/proc/{template.process.pid}").exists()
+
+
+def test_what_a_run_gets_wrong_is_said_as_by_a_fresh_rank(launcher, tmp_path):
+    wrong = spec(tmp_path / "layout", "parallel.ep=3", ranks=2)
+    result = launcher.run(wrong)
+    assert result.outcome == "refused"
+    assert result.message == LocalLauncher().run(replace(wrong, folder=tmp_path / "again")).message
+    nan = launcher.run(spec(tmp_path / "nan", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=8"))
+    assert nan.outcome == "nan"
+
+
+@pytest.mark.parametrize("whose", ["rank", "template"])
+def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path, whose):
+    long = spec(tmp_path / "long", "train.steps=20")
+
+    def strike() -> None:
+        (template,) = launcher.templates.values()
+        os.kill(template.pids[1] if whose == "rank" else template.process.pid, signal.SIGKILL)
+
+    during(launcher, long.folder, strike)
+    result = launcher.run(long)
+    assert (result.outcome, result.returncode) == ("killed", -9)
+    gone(launcher, 1 if whose == "rank" else 0)
+    assert launcher.run(replace(long, folder=tmp_path / "next")).outcome == "ok", "forked anew, or started afresh"
+
+
+def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
+    long = replace(spec(tmp_path / "long", "train.steps=2000"), stall_s=2.0)
+
+    def strike() -> None:
+        (template,) = launcher.templates.values()
+        os.kill(template.pids[0], signal.SIGSTOP)
+
+    during(launcher, long.folder, strike)
+    assert launcher.run(long).outcome == "hang"
+    gone(launcher, 1)
+
+
+def test_evidence_says_that_ranks_were_forked(tmp_path):
+    (found,) = confirm.bench_run("moe-dispatch-bytes", results=tmp_path, profile="cpu", fork=True)
+    assert found.status in ("confirmed", "refuted")
+    measured = found.evidence.measured
+    assert {s["launch"] for s in measured.strict.values()} == {"fork"}
+    assert all(r.outcome == "ok" for r in measured.runs)
