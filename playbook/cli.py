@@ -207,12 +207,10 @@ def bench_run(
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
     from playbook_bench import confirm as harness
 
-    seconds = _seconds(budget)
+    limits: dict[str, Any] = {"pairs": pairs, "budget_s": _seconds(budget), "seed": seed, "fork": fork}
 
     def run(progress: TerminalProgress) -> list[Outcome]:
-        return harness.bench_run(
-            case, profile=profile, results=results, pairs=pairs, budget_s=seconds, seed=seed, progress=progress, fork=fork
-        )
+        return harness.bench_run(case, profile=profile, results=results, progress=progress, **limits)
 
     _outcomes(run, as_json)
 

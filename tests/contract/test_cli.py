@@ -73,6 +73,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["confirm", "moe-dispatcher-choice/W99"], "has no claim 'W99'"),
         (["confirm", "moe-dispatcher-choice", "--budget", "10"], "expected a number and s, m or h, such as 10m"),
         (["confirm", "moe-dispatcher-choice", "--budget", "-1m"], "expected a number and s, m or h"),
+        (["confirm", "moe-dispatcher-choice", "--fork", "--launcher", "slurm"], "--fork has no meaning with --launcher slurm"),
         (["bench", "run", "no-such-case"], "no such case"),
         (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
         (["bench", "replay", "nowhere.json"], "cannot be read"),
