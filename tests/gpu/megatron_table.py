@@ -13,7 +13,6 @@ else each is a process of its own, which costs its imports.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
@@ -38,6 +37,7 @@ from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 
 from playbook_bench import launch, preflight, receipt, series  # noqa: E402
 from playbook_bench.records import Observed  # noqa: E402
+from playbook_trainer import template  # noqa: E402
 
 FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
 FILE = "megatron-switches.jsonl"
@@ -91,42 +91,15 @@ def start(row: Row, gpus: tuple[int, ...], fork: bool) -> Job:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(launch.import_paths()),
         }
-        job.pids.append((_fork if fork else _spawn)(words(row, job.folder), env, job.folder / f"rank{rank}.log"))
+        start_rank = template.fork if fork else _spawn
+        job.pids.append(start_rank(words(row, job.folder), {**os.environ, **env}, job.folder / f"rank{rank}.log"))
     return job
-
-
-def _fork(arguments: list[str], env: dict[str, str], log: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
-            os.dup2(target, stream)
-        os.environ.update(env)
-        from playbook_trainer.__main__ import main
-
-        code = main(arguments)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def _spawn(arguments: list[str], env: dict[str, str], log: Path) -> int:
     with log.open("ab") as out:
         command = [sys.executable, "-m", "playbook_trainer", *arguments]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     process.returncode = 0  # it is waited for by its number, as forks are
     return process.pid
 

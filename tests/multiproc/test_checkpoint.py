@@ -94,18 +94,18 @@ def test_killed_twenty_times_and_resumed(forks: Forks, tmp_path: Path) -> None:
     saved, chance, kills, runs = tmp_path / "saved", random.Random(20), 0, 0
     assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], forks.text(0)[-3000:]
     whole = exact(tmp_path / "whole")
-    while kills < 20:
+    while kills < 20 or runs < 4:  # on a busy machine a run dies more often before its end
         # A new run each time the last one has come to its end, which it does after a few deaths.
         parts, more = tmp_path / f"parts{runs}", [f"checkpoint.dir={saved}", "checkpoint.every=1", "checkpoint.keep=2"]
         line = [*words, *more, f"output={parts}"]
         kills += killed(forks, line, parts, chance)
-        if kills == 20 or len(lines(parts)) >= 4:
+        if kills >= 20 or len(lines(parts)) >= 4:
             assert forks.run(line, 2, free_port()) == [0, 0], forks.text(0)[-3000:]
             assert exact(parts) == whole
             assert sorted(p.name for p in saved.iterdir()) == ["step_00000005", "step_00000006"]
             shutil.rmtree(saved)
             runs += 1
-    assert runs >= 2, "on a busy machine a run dies more often before its end"
+    assert runs >= 4
 
 
 def killed(forks: Forks, line: list[str], parts: Path, chance: random.Random) -> int:

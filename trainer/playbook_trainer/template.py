@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             *lines, rest = (rest + got).split(b"\n")
             for line in lines:
-                _say(answers, {"pid": _fork(json.loads(line), answers)})
+                job = json.loads(line)
+                _say(answers, {"pid": fork(job["words"], job["environment"], Path(job["log"]), answers)})
         for pid, code in _ended():
             _say(answers, {"pid": pid, "code": code})
 
@@ -76,8 +78,8 @@ def _imported(path: Path) -> bool:
     return torch is not None and not torch.cuda.is_initialized()
 
 
-def _fork(job: dict[str, Any], answers: TextIO) -> int:
-    """A rank, in a session of its own, that dies with this process."""
+def fork(words: list[str], environment: Mapping[str, str], log: Path, answers: TextIO | None = None) -> int:
+    """The process id of a new rank, in a session of its own, that dies with this process; it closes `answers`, which are not its own."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -88,15 +90,16 @@ def _fork(job: dict[str, Any], answers: TextIO) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(target, stream)
-        answers.close()
+        if answers is not None:
+            answers.close()
         os.environ.clear()
-        os.environ.update(job["environment"])
+        os.environ.update(environment)
         from playbook_trainer.__main__ import main as rank
 
-        code = rank(job["words"])
+        code = rank(words)
     except BaseException:
         traceback.print_exc()
     finally:
