@@ -100,7 +100,7 @@ def ensure(running: Series, folder: Path) -> bool:
     first = next(r for r in running.runs if r.variant == running.alive[0])
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
-    running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, running.case.id, key)
+    running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, key)
     _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
     if running.aa is not None:
@@ -127,7 +127,7 @@ def _say_if_short(running: Series, pairs: int, variant: Variant) -> None:
     looks = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
     to_come = [variant] * 2 * pairs + running.alive * looks
     if not running.has_time_for(to_come):
-        text = f"the budget does not hold the {len(to_come)} launches to the first look; playbook confirm --journal FOLDER goes on in a second command"
+        text = f"the budget does not hold the {len(to_come)} launches to the first look; with --journal FOLDER, a second command with a larger budget goes on"
         running.progress.note(text)
 
 

@@ -241,7 +241,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
                 evidence = store.evidence_of(measured, derived, options.command or _repeat(measured), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
-            if options.journal:
+            if options.journal and not any(_cut(outcomes[i]) for i in group):
                 options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
     return [outcomes[i] for i in range(len(tasks))]
 
@@ -259,6 +259,13 @@ def _from_before(tasks: Sequence[Task], journal: Journal | None) -> list[Outcome
     """The outcomes of one case's claims where the command that was stopped had them all, else none."""
     paths = [journal.settled.get(_key(t)) for t in tasks] if journal else []
     return [Outcome(store.load(p), p) for p in paths if p] if all(paths) else []
+
+
+def _cut(outcome: Outcome) -> bool:
+    """Whether time ended its series, so that a second command with this journal has something to go on with."""
+    plan = outcome.evidence.measured.plan
+    before_pairs = not (plan and plan.order) and outcome.evidence.derived.verdict.reason == "budget"
+    return before_pairs or (plan is not None and plan.stopped == "budget")
 
 
 def _key(task: Task) -> str:

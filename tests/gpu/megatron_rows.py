@@ -95,6 +95,8 @@ def _one() -> Iterator[Row]:
         ["attn", "moe_router", "moe_preprocess"],
     ):
         yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
+    cutlass = Rule(kernel="cutlass.*device_kernel", count="2 * moe_layers * microbatches", op=">=")
+    yield row("CUTLASS, forward and for inputs", "products of experts", cutlass, megatron__grouped_gemm="cutlass")
     yield row(
         "full iteration, capacity factor 1.25",
         "CUDA graphs (full iteration)",
@@ -119,7 +121,8 @@ def _one() -> Iterator[Row]:
         "delayed": "delayed_scaling|amax_and_scale",
     }
     for recipe, kernel in casts.items():
-        yield row(recipe, "FP8", Rule(kernel=kernel, count="layers", op=">="), precision__fp8=recipe)
+        # Delayed scaling finds all scales of a pass at once.
+        yield row(recipe, "FP8", Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">="), precision__fp8=recipe)
     yield row("tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True)
     yield row("delayed, weights in FP8", "FP8", precision__fp8="delayed", megatron__fp8_param=True)
     yield row("mxfp8", "FP8", precision__fp8="mxfp8")

@@ -153,6 +153,9 @@ def record(job: Job) -> dict[str, Any]:
         "losses": [s.loss for s in seen.fields["samples"]],
         "grad_norm": seen.fields["samples"][0].grad_norm,
         "proof": [{"rule": c.rule, "observed": c.observed, "expected": c.expected, "ok": c.ok} for c in checks],
+        "gpu_computing_percent": round(seen.fields["observed"].counters.get("gpu_computing_percent", 0.0), 1)
+        if seen.fields["observed"]
+        else None,
         "versions": {k: v for k, v in preflight.versions().items() if k in ("torch", "megatron-core", "transformer-engine")},
         "device": seen.fingerprint.strict.get("device_name"),
     }

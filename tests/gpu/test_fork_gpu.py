@@ -18,6 +18,7 @@ WORDS = [
     "parallel.ep=1",
     "train.steps=5",
     "train.warmup_steps=2",
+    "train.micro_batch_size=1",
     "train.global_batch_size=1",
 ]
 

@@ -59,6 +59,7 @@ ONE_GPU: dict[str, tuple[str, tuple[str, ...], float]] = {
     "attention cudnn": ("one rows", (BF16, ROWS, "train.attention=cudnn"), 0.01),
     "attention plain": ("one rows", (BF16, ROWS, "train.attention=plain"), 0.01),
     "loop over experts": ("one", (BF16, "moe.experts=loop"), 0.01),
+    "experts by CUTLASS": ("one", (BF16, "megatron.grouped_gemm=cutlass"), 0.01),
     "router bf16": ("one", (BF16, "moe.router_dtype=bf16"), 0.02),
     "copies": ("one", (BF16, "megatron.data_parallel=ddp"), 0.01),
     "bf16 moments": (

@@ -229,13 +229,13 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
 
 
 class Stretched(launch.LocalLauncher):
-    """Its first launch says that it took as long as `first`, as one that fills compile caches does."""
+    """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
 
-    first = 0.0
+    first, which = 0.0, "000-"
 
     def run(self, spec, on_step=None):
         result = super().run(spec, on_step)
-        return replace(result, wall_s=self.first) if spec.folder.name.startswith("000-") else result
+        return replace(result, wall_s=self.first) if spec.folder.name.startswith(self.which) else result
 
 
 @pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
@@ -247,6 +247,34 @@ def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, p
     measured = found.evidence.measured
     assert found.status == verdict
     assert len(measured.runs) + len(measured.aa.runs if measured.aa else []) == launches
+
+
+@pytest.mark.parametrize("which", ["000-", "013-"], ids=["before the noise", "between pairs"])
+def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch, which):
+    plant()
+    monkeypatch.setattr(Stretched, "first", 90)
+    monkeypatch.setattr(Stretched, "which", which)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    path = case()
+    cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
+    monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
+    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
+    assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
+
+
+def test_two_cases_share_the_noise_of_one_configuration(case, tmp_path, plant):
+    plant()
+    path = case()
+    first = bench(path, tmp_path).evidence.measured
+    other = Path(path).with_name("planted-too.yaml")
+    other.write_text(Path(path).read_text().replace("id: planted", "id: planted-too"))
+    second = bench(str(other), tmp_path).evidence.measured
+    assert second.aa == first.aa
+    assert sum(r.role == "aa" for r in second.runs) == 2, "a fresh pair"
+    third = bench(case(steps=14), tmp_path).evidence.measured
+    assert third.aa != first.aa, "another configuration has noise of its own"
 
 
 def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):

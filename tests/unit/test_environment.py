@@ -49,6 +49,19 @@ def test_the_platform_is_what_the_driver_reports(said, platform, tmp_path, monke
     assert environment.this_platform({}) == "cpu"
 
 
+def test_one_kernel_for_all_experts_is_transformer_engines_own_switch():
+    chosen, plain = (
+        load(TINY, {"backend": "megatron", "megatron.grouped_gemm": g, "model.hidden_size": 128, "model.expert_ffn_size": 128})
+        for g in ("cutlass", "cublas")
+    )
+    assert environment.apply(chosen, {}, "hopper") == {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+    assert environment.apply(plain, {}, "hopper") == {}
+    for config, said in ((chosen, "0"), (plain, "1")):
+        with pytest.raises(ConfigError, match=rf"NVTE_USE_CUTLASS_GROUPED_GEMM is '{said}' and megatron.grouped_gemm is .*unset"):
+            environment.apply(config, {"NVTE_USE_CUTLASS_GROUPED_GEMM": said}, "hopper")
+    assert environment.apply(chosen, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, "hopper") == {}
+
+
 def test_collectives_keep_to_their_multiprocessors_on_the_torch_backend():
     config = load(TINY, {"parallel.comm_sms": 16})
     assert environment.apply(config, {}, "hopper") == {"NCCL_MAX_CTAS": "16"}

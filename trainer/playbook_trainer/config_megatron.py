@@ -17,6 +17,9 @@ class MegatronConfig(Strict):
     """Layers by Transformer Engine, or by this trainer and megatron-core alone; auto takes Transformer Engine where it is installed."""
     fused: bool = True
     """Fused kernels for rotary embedding, router, permutation, cross-entropy, bias and activation, where the layers have them."""
+    grouped_gemm: Literal["cublas", "cutlass"] = "cublas"
+    """How Transformer Engine multiplies a rank's experts. cublas: a product for each expert. cutlass, on Hopper in 16 bits: one kernel for all
+    experts, forward and for the gradient of the input; gradients of the weights stay a product for each."""
     data_parallel: Literal["ddp", "distributed_optimizer", "megatron_fsdp", "fsdp2"] = "distributed_optimizer"
     """What data-parallel ranks hold. ddp: copies of everything. distributed_optimizer: shares of the optimizer state. megatron_fsdp: what
     sharding_strategy says. fsdp2: shares of everything, by torch."""

@@ -16,6 +16,7 @@ Platform = Literal["cpu", "hopper", "blackwell", "nvl72"]
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 COLLECTIVE_BLOCKS = "NCCL_MAX_CTAS"
 """NCCL's limit of blocks, each of which takes a multiprocessor, in one collective."""
+GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DOMAIN: Mapping[Platform, int] = {"cpu": 1, "hopper": 8, "blackwell": 8, "nvl72": 72}
@@ -32,7 +33,7 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
     start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on
     Blackwell, and with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain (DeepEP's HybridEP);
     `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
-    Megatron-LM's checks; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
+    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
     """
     if platform == "cpu":
         return {}
@@ -44,6 +45,8 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
         found[HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
     if config.backend == "megatron" and config.megatron.offload_modules:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if config.backend == "megatron" and config.megatron.grouped_gemm == "cutlass":
+        found[GROUPED_GEMM] = "1"
     if config.backend == "megatron" and config.train.deterministic:
         found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     whole = config.megatron.cuda_graph_impl == "full_iteration"
@@ -76,13 +79,15 @@ def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = 
     """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open; returns what was set.
 
     Raises:
-        ConfigError: the environment serialises what Megatron-FSDP means to overlap.
+        ConfigError: the environment serialises what Megatron-FSDP means to overlap, or contradicts the configuration about grouped products.
     """
     env = os.environ if environment is None else environment
     if config.backend == "torch":
         wanted = {COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
     elif sharded(config) and env.get(CONNECTIONS) == "1":
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
+    elif (given := env.get(GROUPED_GEMM)) is not None and (given not in ("", "0")) != (config.megatron.grouped_gemm == "cutlass"):
+        raise ConfigError(f"{GROUPED_GEMM} is {given!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable")
     else:
         wanted = variables(config, platform or this_platform(env))
     found = {k: v for k, v in wanted.items() if k not in env}

@@ -22,9 +22,10 @@ from typing import Any, TextIO
 
 from playbook_trainer.config import TrainerConfig
 
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 # What each backend imports before its first use of a GPU; what is missing here is reported by the ranks.
 MODULES: dict[str, tuple[str, ...]] = {
-    "torch": ("playbook_trainer.loop", "playbook_trainer.parallel.setup", "torch.distributed.fsdp"),
+    "torch": ("playbook_trainer.loop", "playbook_trainer.parallel.setup", "torch.distributed.fsdp", *_COMPILER),
     "megatron": (
         "playbook_trainer.loop",
         "playbook_trainer.megatron.engine",
@@ -33,6 +34,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "megatron.core.distributed",
         "megatron.core.pipeline_parallel",
         "transformer_engine.pytorch",
+        *_COMPILER,
     ),
 }
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +71,8 @@ def _imported(path: Path) -> bool:
 
     # So that a question whether there is a GPU leaves CUDA alone.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # The compiler's pool of processes belongs to the rank that compiles: a fork has neither its threads nor a right to its pipes.
+    os.environ["TORCH_WARM_POOL"] = "0"
     config: TrainerConfig = load(path)
     environment.apply(config)  # libraries read some variables when they are imported
     for name in MODULES[config.backend]:

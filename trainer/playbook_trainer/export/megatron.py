@@ -8,7 +8,7 @@ Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`
 from __future__ import annotations
 
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.environment import sharded
+from playbook_trainer.environment import GROUPED_GEMM, sharded
 from playbook_trainer.export.sheet import Sheet, Target
 
 ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
@@ -118,10 +118,11 @@ def _experts(sheet: Sheet) -> None:
     )
     if not model.num_experts:
         sheet.skip(f"{shapes} moe.*", "the model has no experts")
-        sheet.skip("megatron.aux_loss_coeff megatron.shared_expert_overlap", "the model has no experts")
+        sheet.skip("megatron.aux_loss_coeff megatron.shared_expert_overlap megatron.grouped_gemm", "the model has no experts")
         return
     fused = moe.dispatcher in ("deepep", "hybridep")
     sheet.skip("moe.weigh", "megatron-core weighs rows before the second product")
+    sheet.skip("megatron.grouped_gemm", f"Transformer Engine reads {GROUPED_GEMM} of the environment")
     if moe.dispatcher == "dedup":
         sheet.lack("moe.dispatcher", "one copy of a token for each rank; alltoall, set instead, sends one for each expert")
     dispatcher = "flex" if fused else "alltoall" if moe.dispatcher == "dedup" else moe.dispatcher

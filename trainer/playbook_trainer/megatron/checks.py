@@ -39,6 +39,8 @@ _KEYS = {
 
 _VALUES = {name: key for key, name in SHARDING.items()}
 
+_CUTLASS_K = 128
+"""What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
 _TORCH_ONLY: dict[str, Any] = {
     "parallel.cp_comm": "allgather",
     "parallel.reshard_after_forward": True,
@@ -240,6 +242,25 @@ def _precision_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
     if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
         problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    return problems + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
+
+
+def _cutlass_problems(config: TrainerConfig) -> list[str]:
+    """Where Transformer Engine would go back to a product for each expert and say nothing.
+
+    Source: Transformer Engine, `common/gemm/cublaslt_gemm.cu` (nvte_multi_tensor_gemm).
+    """
+    key, model, problems = "megatron.grouped_gemm cutlass", config.model, []
+    if not model.num_experts:
+        return [f"{key} multiplies experts, and this model is dense: leave it at cublas"]
+    if config.precision.fp8 != "none" or config.train.dtype != "bf16":
+        problems.append(f"{key} multiplies 16-bit numbers: set train.dtype: bf16 and precision.fp8: none, or leave it at cublas")
+    if config.moe.experts == "loop":
+        problems.append(f"{key} is for grouped experts: set moe.experts: grouped, or leave it at cublas")
+    ffn = model.expert_ffn_size // (config.parallel.etp or config.parallel.tp)
+    for name, size in (("model.hidden_size", model.hidden_size), ("a rank's share of model.expert_ffn_size", ffn)):
+        if size % _CUTLASS_K:
+            problems.append(f"{key} needs {name} in a multiple of {_CUTLASS_K}, found {size}: leave it at cublas")
     return problems
 
 
@@ -371,6 +392,7 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
         "train.cuda_graphs": bool(train.cuda_graphs) and mg.cuda_graph_impl != "local",
         "moe.experts grouped": config.moe.experts == "grouped",
         "megatron.tp_comm_overlap": mg.tp_comm_overlap,
+        "megatron.grouped_gemm cutlass": mg.grouped_gemm == "cutlass",
         "megatron.delay_wgrad": mg.delay_wgrad,
         "megatron.offload_modules": bool(mg.offload_modules),
         "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,

@@ -34,6 +34,9 @@ from playbook_trainer.nvtx import range_
 from playbook_trainer.parallel.axes import Axes
 from playbook_trainer.parallel.setup import part_of
 
+_HOPPER = 9
+"""The major number of its compute capability."""
+
 
 class MegatronEngine:
     """What the loop asks of the megatron backend."""
@@ -255,6 +258,8 @@ def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
         return [f"precision.fp8 {recipe}: {name} has no units for {unit}, which GPUs have from Blackwell on; set blockwise or tensorwise"]
     if recipe != "none" and have < (9, 0):
         return [f"precision.fp8 {recipe} needs a Hopper GPU or a later one, and this is {name}; set it to none"]
+    if config.megatron.grouped_gemm == "cutlass" and have[0] != _HOPPER:
+        return [f"megatron.grouped_gemm cutlass: Transformer Engine has that kernel for Hopper alone, and this is {name}; set it to cublas"]
     return []
 
 
