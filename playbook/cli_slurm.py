@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -120,9 +119,10 @@ def journal(folder: Path | None, slurm: SrunLauncher | None) -> Journal | None:
     Raises:
         StoreError: it cannot be used.
     """
+    from playbook_bench import preflight
     from playbook_bench.journal import Journal
 
-    return Journal(folder, slurm.allocation.hosts if slurm else [socket.gethostname()]) if folder else None
+    return Journal(folder, slurm.allocation.hosts if slurm else preflight.place()) if folder else None
 
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:

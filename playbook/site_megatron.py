@@ -55,10 +55,11 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
         f"## {title}",
         "",
         f"{_software(rows)} Step time and memory against the row `plain`; loss: the largest relative difference of any step's loss from that row's. Seen: how many "
-        "of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds.",
+        "of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. Computes: the share of a step in which the GPU "
+        "does anything but communicate; where it is small, the step time is the host's.",
         "",
-        "| | switch | step | | peak memory | | loss | seen |",
-        "| --- | --- | --: | --: | --: | --: | --: | --- |",
+        "| | switch | step | | computes | peak memory | | loss | seen |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --- |",
     ]
     return [*out, *(_switch(r, plain) for r in rows), ""]
 
@@ -66,14 +67,14 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
 def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     begin = f"| {text(row['group'])} | {text(row['name'])} |"
     if row["outcome"] != "ok":
-        return f"{begin} {text(row['outcome'])} | | | | | {text(_short(str(row.get('message', ''))))} |"
+        return f"{begin} {text(row['outcome'])} | | | | | | {text(_short(str(row.get('message', ''))))} |"
     step, memory = float(row["step_s"]), float(row["peak_memory_bytes"])
     own = row is plain or not plain
     slower = "" if own else f"{100 * (step / float(plain['step_s']) - 1):+.1f} %"
+    share = row.get("gpu_computing_percent")
+    computes = f"{share:.0f} %" if isinstance(share, int | float) else ""
     more = "" if own else f"{(memory - float(plain['peak_memory_bytes'])) / 2**30:+.1f} GiB"
-    return (
-        f"{begin} {1000 * step:.0f} ms | {slower} | {memory / 2**30:.1f} GiB | {more} | {'' if own else _loss(row, plain)} | {_seen(row)} |"
-    )
+    return f"{begin} {1000 * step:.0f} ms | {slower} | {computes} | {memory / 2**30:.1f} GiB | {more} | {'' if own else _loss(row, plain)} | {_seen(row)} |"
 
 
 def _loss(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:

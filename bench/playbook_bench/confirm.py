@@ -256,9 +256,10 @@ def _closing(launcher: Launcher) -> Iterator[None]:
 
 
 def _from_before(tasks: Sequence[Task], journal: Journal | None) -> list[Outcome]:
-    """The outcomes of one case's claims where the command that was stopped had them all, else none."""
+    """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
     paths = [journal.settled.get(_key(t)) for t in tasks] if journal else []
-    return [Outcome(store.load(p), p) for p in paths if p] if all(paths) else []
+    there = [p for p in paths if p is not None and p.is_file()]
+    return [Outcome(store.load(p), p) for p in there] if len(there) == len(paths) else []
 
 
 def _cut(outcome: Outcome) -> bool:

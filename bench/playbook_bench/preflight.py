@@ -61,6 +61,12 @@ def detect() -> Machine:
     return machine_of(gpus, topology, cpu_model(), cores())
 
 
+def place() -> list[str]:
+    """This machine, by host name and GPUs: machines that are rented share a name, their GPUs' numbers are their own."""
+    rows = _nvidia_smi(["--query-gpu=uuid", "--format=csv,noheader"])
+    return [socket.gethostname(), *sorted(line.strip() for line in rows.splitlines() if line.startswith("GPU-"))]
+
+
 def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int) -> Machine:
     """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix."""
     if not gpus:

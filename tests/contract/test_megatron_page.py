@@ -25,13 +25,13 @@ def written(folder, name, rows):
 
 def test_a_switch_stands_against_the_plain_row(tmp_path):
     proof = [{"rule": "require kernel a|b", "observed": 0.0, "expected": ">= 1", "ok": False}]
-    faster = row("attn", "graphs", step_s=0.19, peak_memory_bytes=42 * GIB, losses=[12.0, 11.11], proof=proof)
+    faster = row("attn", "graphs", step_s=0.19, peak_memory_bytes=42 * GIB, losses=[12.0, 11.11], proof=proof, gpu_computing_percent=61.4)
     refused = row("mxfp8", "FP8", outcome="refused", message="error: needs | Blackwell")
     written(tmp_path, SWITCHES, [row("plain", "plain"), faster, refused])
     page = megatron_page(tmp_path)
-    assert "| graphs | attn | 190 ms | -5.0 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0 of 1; not" in page
+    assert "| graphs | attn | 190 ms | -5.0 % | 61 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0 of 1; not" in page
     assert "a&#124;b" in page
-    assert "| FP8 | mxfp8 | refused | | | | | error: needs &#124; Blackwell |" in page
+    assert "| FP8 | mxfp8 | refused | | | | | | error: needs &#124; Blackwell |" in page
     assert "NVIDIA H200, torch 2" in page
 
 

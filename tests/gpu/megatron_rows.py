@@ -16,7 +16,7 @@ CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
 
 # Random tokens in rows of one document: every run gets the same load on its experts, and graphs may hold attention.
 _COMMON: dict[str, Any] = {"backend": "megatron", "data.kind": "mock", "data.pack": False, "train.log_every": 3}
-_SHORT = {"model.num_layers": 4, "train.steps": 10, "train.warmup_steps": 4, "train.micro_batch_size": 2}
+_SHORT = {"model.num_layers": 4, "train.steps": 10, "train.warmup_steps": 4}
 
 _LONG: dict[str, Any] = {
     "train.micro_batch_size": 1,
@@ -29,14 +29,20 @@ _LONG: dict[str, Any] = {
     "optimizer.moments_dtype": "bf16",
 }
 
-# As many experts on each rank as 128 over four. Transformer Engine launches a product for each, so with all of them on one GPU the host is what is timed.
+# As many experts on each rank as 128 over four, in one kernel, and long micro-batches: a product for each expert and little work in it would time the host.
+_CUBLAS = {"megatron.grouped_gemm": "cublas"}
+_EXPERTS = {"megatron.grouped_gemm": "cutlass"}
 TABLES: dict[str, dict[str, Any]] = {
-    "one": {**_COMMON, **_SHORT, "model.num_experts": 32, "parallel.ep": 1, "train.global_batch_size": 2},
-    "two": {**_COMMON, **_SHORT, "model.num_experts": 64, "parallel.ep": 2, "train.global_batch_size": 8},
-    "four": {**_COMMON, **_SHORT, "parallel.ep": 4, "train.global_batch_size": 8},
-    "cp": {**_COMMON, **_LONG, "parallel.ep": 4},
-    "cp2": {**_COMMON, **_LONG, "parallel.ep": 2},
-}
+    "one": {
+        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 32, "parallel.ep": 1, "train.micro_batch_size": 8, "train.global_batch_size": 8
+    },
+    "two": {
+        **_COMMON, **_EXPERTS, **_SHORT, "model.num_experts": 64, "parallel.ep": 2, "train.micro_batch_size": 4, "train.global_batch_size": 16
+    },
+    "four": {**_COMMON, **_EXPERTS, **_SHORT, "parallel.ep": 4, "train.micro_batch_size": 4, "train.global_batch_size": 16},
+    "cp": {**_COMMON, **_EXPERTS, **_LONG, "parallel.ep": 4},
+    "cp2": {**_COMMON, **_EXPERTS, **_LONG, "parallel.ep": 2},
+}  # fmt: skip
 """What all rows of a table share, on top of the configuration file."""
 
 GPUS = {"one": 1, "two": 2, "four": 4, "cp": 4, "cp2": 2}
@@ -44,6 +50,8 @@ GPUS = {"one": 1, "two": 2, "four": 4, "cp": 4, "cp2": 2}
 FUSED_ATTENTION = Rule(kernel="sdpa|flash|fmha|fused_attn", count="layers", op=">=")
 GRAPHS = Rule(counter="graph_launches", count="layers", op=">=")
 NO_GRAPHS = Rule(counter="graph_launches", count=0)
+ONE_KERNEL = Rule(kernel="cutlass.*device_kernel", count="2 * moe_layers * microbatches", op=">=")
+NO_KERNEL = Rule(kernel="cutlass.*device_kernel", count=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def _one() -> Iterator[Row]:
         return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
 
     norms = Rule(kernel="rmsnorm.*fwd", count="4.5 * layers * microbatches", op="<=")
-    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, norms, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
+    yield row("plain", "plain", FUSED_ATTENTION, NO_GRAPHS, norms, ONE_KERNEL, Rule(kernel="fp8|e4m3|e5m2|block_scaled", count=0))
     for parts in (
         ["moe_router"],
         ["moe_router", "moe_preprocess"],
@@ -95,14 +103,14 @@ def _one() -> Iterator[Row]:
         ["attn", "moe_router", "moe_preprocess"],
     ):
         yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
-    cutlass = Rule(kernel="cutlass.*device_kernel", count="2 * moe_layers * microbatches", op=">=")
-    yield row("CUTLASS, forward and for inputs", "products of experts", cutlass, megatron__grouped_gemm="cutlass")
+    yield Row("one", "a product for each (cuBLAS)", "experts", dict(_CUBLAS), (NO_KERNEL,))
     yield row(
         "full iteration, capacity factor 1.25",
         "CUDA graphs (full iteration)",
         Rule(counter="graph_launches", count=1, op=">="),
         megatron__cuda_graph_impl="full_iteration",
         moe__capacity_factor=1.25,
+        megatron__grouped_gemm="cublas",
     )
     again = {
         "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
@@ -120,13 +128,16 @@ def _one() -> Iterator[Row]:
         "tensorwise": "amax|cast_transpose|quantize",
         "delayed": "delayed_scaling|amax_and_scale",
     }
+    eight = {"megatron__grouped_gemm": "cublas"}  # the one kernel takes 16-bit numbers
     for recipe, kernel in casts.items():
         # Delayed scaling finds all scales of a pass at once.
-        yield row(recipe, "FP8", Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">="), precision__fp8=recipe)
-    yield row("tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True)
-    yield row("delayed, weights in FP8", "FP8", precision__fp8="delayed", megatron__fp8_param=True)
-    yield row("mxfp8", "FP8", precision__fp8="mxfp8")
-    yield row("nvfp4", "FP8", precision__fp8="nvfp4")
+        yield row(recipe, "FP8", Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">="), precision__fp8=recipe, **eight)
+    yield row(
+        "tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True, **eight
+    )
+    yield row("delayed, weights in FP8", "FP8", precision__fp8="delayed", megatron__fp8_param=True, **eight)
+    yield row("mxfp8", "FP8", precision__fp8="mxfp8", **eight)
+    yield row("nvfp4", "FP8", precision__fp8="nvfp4", **eight)
     yield Row("one", "moments BF16", "optimizer", {**_megatron(precision_aware_optimizer=True), "optimizer.moments_dtype": "bf16"})
     yield Row("one", "gradients BF16", "optimizer", _megatron(grad_reduce_dtype="bf16"))
     both = {**_megatron(precision_aware_optimizer=True, grad_reduce_dtype="bf16"), "optimizer.moments_dtype": "bf16"}
@@ -148,7 +159,7 @@ def _one() -> Iterator[Row]:
     yield row("cudnn", "attention", Rule(kernel="cudnn.*sdpa", count="layers", op=">="), train__attention="cudnn")
     yield row("plain", "attention", Rule(kernel="sdpa|flash_fwd|fmha", count=0), train__attention="plain")
     yield Row("one", "off", "fusions", _megatron(fused=False))
-    yield Row("one", "local", "kernels", _megatron(kernels="local"))
+    yield Row("one", "local", "kernels", _megatron(kernels="local", grouped_gemm="cublas"))
 
 
 def _two() -> Iterator[Row]:

@@ -41,15 +41,6 @@ from playbook_trainer import template  # noqa: E402
 
 FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
 FILE = "megatron-switches.jsonl"
-HEAVY = (
-    "torch.distributed.fsdp",
-    "playbook_trainer.loop",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.distributed",
-    "megatron.core.pipeline_parallel",
-    "transformer_engine.pytorch",
-)
 _NO_FORK = ("initialization error", "Cannot re-initialize CUDA", "CUDA error: not initialized")
 _TAIL = 20_000
 
@@ -210,7 +201,8 @@ def can_fork() -> bool:
     """Import everything heavy; whether processes may be forked after that."""
     # So that a question whether there is a GPU leaves CUDA alone.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in HEAVY:
+    os.environ["TORCH_WARM_POOL"] = "0"  # as in playbook_trainer.template
+    for name in template.MODULES["megatron"]:
         with suppress(ImportError):
             importlib.import_module(name)
     import torch
@@ -257,6 +249,8 @@ def main() -> int:
         figures = (
             f"{1000 * found['step_s']:.0f} ms  {found['peak_memory_bytes'] / 2**30:.1f} GiB" if "step_s" in found else found["message"]
         )
+        if found.get("gpu_computing_percent"):
+            figures += f"  the GPU computes {found['gpu_computing_percent']:.0f} %"
         unproven = "".join(f"  NOT SHOWN: {p['rule']} (found {p['observed']})" for p in found.get("proof", []) if not p["ok"])
         print(
             f"{found['table']}  {found['group']}: {found['name']}  {found['outcome']}  {figures}{unproven}  [{found['wall_s']} s]",

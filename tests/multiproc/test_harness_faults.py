@@ -521,3 +521,6 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
     before = len(launched)
     bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(launched) == before, "a settled case is not run again"
+    found.path.unlink()
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"

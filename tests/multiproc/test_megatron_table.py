@@ -21,6 +21,7 @@ from playbook_trainer.megatron import checks as megatron
 
 TINY = {
     "backend": "torch",
+    "megatron.grouped_gemm": "cublas",
     "model": "qwen3_moe_tiny",
     "data.seq_len": 64,
     "train.dtype": "fp32",

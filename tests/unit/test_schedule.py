@@ -66,6 +66,20 @@ def four():
     return preflight.machine_of([H200] * 4, TOPOLOGY, "cpu", 64)
 
 
+def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch):
+    found = []
+    for uuid in ("GPU-aa", "GPU-bb"):
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho {uuid}\n", encoding="ascii")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        found.append(preflight.place())
+    assert [p[1:] for p in found] == [["GPU-aa"], ["GPU-bb"]]
+    assert found[0][0] == found[1][0]
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert preflight.place() == found[0][:1]
+
+
 def test_a_machine_is_described_by_what_nvidia_smi_says():
     machine = four()
     assert (machine.name, machine.gpus, machine.interconnect) == ("h200x4", 4, "nvlink")
