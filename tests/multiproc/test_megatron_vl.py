@@ -110,6 +110,13 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ),
     ),
     "rows of unequal length": (MOE, 2, ("data.pad=false",)),
+    "two rows in a micro-batch": (MOE, 1, ("train.micro_batch_size=2",)),
+    "tp 2, ep 2, two rows in a micro-batch": (
+        MOE,
+        2,
+        ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2", "parallel.etp=1", "train.micro_batch_size=2"),
+    ),
+    "pp 2, two rows in a micro-batch": (MOE, 2, ("parallel.pp=2", "train.micro_batch_size=2")),
     "frozen": (MOE, 2, ("train.freeze=[vision]", "parallel.ep=2")),
     "tower alone": (DENSE, 1, ("train.freeze=[language_model]", "train.recompute=full")),
 }
