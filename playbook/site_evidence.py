@@ -154,7 +154,10 @@ def _checks(record: Record) -> str:
         parts.append(computing)
     gates = record.get("derived", "gates", default=[])
     if gates:
-        rows = [[text(str(g.get("name")).replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")] for g in gates]
+        rows = [
+            [text(str(g.get("name")).replace("a_a", "A/A").replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")]
+            for g in gates
+        ]
         parts.append("## Conditions\n\n" + table(["Condition", "", "Detail"], rows))
     missing = record.get("measured", "missing", default=[])
     if missing:

@@ -118,7 +118,7 @@ def run(
     tasks = [task for target in targets for task in tasks_of(target)]
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
-    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s)]) if from_file else ""
+    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s, fork)]) if from_file else ""
     return _run_all(
         tasks, _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal), progress or Quiet()
     )
@@ -146,7 +146,7 @@ def bench_run(
     case = load_case(case_id)
     naming = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id]
     tasks = naming or [Task(None, case_id)]
-    shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s)])
+    shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s, fork)])
     return _run_all(
         tasks,
         _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal),
@@ -238,7 +238,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
             for i, (measured, derived, seconds) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
-                evidence = store.evidence_of(measured, derived, options.command or _repeat(measured), seconds)
+                evidence = store.evidence_of(measured, derived, options.command or _repeat(measured, options), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
             if options.journal and not any(_cut(outcomes[i]) for i in group):
@@ -273,10 +273,10 @@ def _key(task: Task) -> str:
     return f"{task.claim.card}/{task.claim.id}" if task.claim else task.case or ""
 
 
-def _repeat(measured: Measured) -> str:
+def _repeat(measured: Measured, options: Options) -> str:
     """The command that tests this claim alone, wherever it was one of many."""
-    claim = measured.claim
-    return shlex.join(["playbook", "confirm", f"{claim.card}/{claim.id}" if claim else "", *_flags(measured.profile, None, None)])
+    claim, fork = measured.claim, bool(measured.runs) and isinstance(options.launcher, ForkLauncher)
+    return shlex.join(["playbook", "confirm", f"{claim.card}/{claim.id}" if claim else "", *_flags(measured.profile, None, None, fork)])
 
 
 def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
@@ -484,13 +484,13 @@ def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None, fork: b
     return LocalLauncher() if command is None else LocalLauncher(tuple(command))
 
 
-def _flags(profile: str | None, pairs: int | None, budget_s: float | None) -> list[str]:
+def _flags(profile: str | None, pairs: int | None, budget_s: float | None, fork: bool = False) -> list[str]:
     given: list[tuple[str, Any]] = [
         ("--profile", profile),
         ("--pairs", pairs),
         ("--budget", None if budget_s is None else f"{budget_s:g}s"),
     ]
-    return [word for flag, value in given if value is not None for word in (flag, str(value))]
+    return [word for flag, value in given if value is not None for word in (flag, str(value))] + ["--fork"] * fork
 
 
 def _remove_if_empty(work: Path) -> None:

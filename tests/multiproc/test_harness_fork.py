@@ -123,4 +123,5 @@ def test_evidence_says_that_ranks_were_forked(tmp_path):
     assert found.status in ("confirmed", "refuted")
     measured = found.evidence.measured
     assert {s["launch"] for s in measured.strict.values()} == {"fork"}
+    assert found.evidence.command.endswith(" --fork"), "or a fresh process would be what repeats it"
     assert all(r.outcome == "ok" for r in measured.runs)
