@@ -60,6 +60,8 @@ def test_one_kernel_for_all_experts_is_transformer_engines_own_switch():
         with pytest.raises(ConfigError, match=rf"NVTE_USE_CUTLASS_GROUPED_GEMM is '{said}' and megatron.grouped_gemm is .*unset"):
             environment.apply(config, {"NVTE_USE_CUTLASS_GROUPED_GEMM": said}, "hopper")
     assert environment.apply(chosen, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, "hopper") == {}
+    dense = load(data_root("configs") / "qwen3_tiny.yaml", {"backend": "megatron"})
+    assert environment.apply(dense, {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, "hopper") == {}
 
 
 def test_collectives_keep_to_their_multiprocessors_on_the_torch_backend():

@@ -86,13 +86,20 @@ def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = 
         wanted = {COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
     elif sharded(config) and env.get(CONNECTIONS) == "1":
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
-    elif (given := env.get(GROUPED_GEMM)) is not None and (given not in ("", "0")) != (config.megatron.grouped_gemm == "cutlass"):
-        raise ConfigError(f"{GROUPED_GEMM} is {given!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable")
+    elif _contradicts(env.get(GROUPED_GEMM), config):
+        raise ConfigError(
+            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, which follows from that field"
+        )
     else:
         wanted = variables(config, platform or this_platform(env))
     found = {k: v for k, v in wanted.items() if k not in env}
     env.update(found)
     return found
+
+
+def _contradicts(given: str | None, config: TrainerConfig) -> bool:
+    on = given not in ("", "0")
+    return given is not None and config.model.num_experts > 0 and on != (config.megatron.grouped_gemm == "cutlass")
 
 
 def this_platform(environment: Mapping[str, str]) -> Platform:
