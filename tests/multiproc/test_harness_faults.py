@@ -11,44 +11,12 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planted_case import FAKE, REAL, bench, only
 
-from playbook_bench import aa, confirm, launch, report, store
-from playbook_bench.journal import Journal
-
-HERE = Path(__file__).parent
-FAKE = (sys.executable, str(HERE / "planted.py"))
-REAL = (*FAKE, "--real")
-
-CASE = """
-id: planted
-summary: Planted runs of two dispatchers
-trainer: trainer/configs/qwen3_moe_tiny.yaml
-baseline: {moe.dispatcher: alltoall}
-candidate: {moe.dispatcher: allgather}
-metric: METRIC
-profiles:
-  cpu: {ranks: 2, parallel.ep: 2, train.steps: 12, train.warmup_steps: 2, data.seq_len: 64, train.global_batch_size: 2}
-activation:
-  baseline: {require: [{collective: all_to_all, inside: dispatch}]}
-  candidate: {require: [{collective: all_gather, inside: dispatch}], forbid: [{collective: all_to_all, inside: dispatch}]}
-budget: {pairs: [4, 8], minutes: 5, launch_timeout_s: TIMEOUT}
-"""
-
-
-@pytest.fixture
-def case(tmp_path):
-    def write(metric="useful_tokens_per_s_per_gpu", timeout=60, steps=12):
-        folder = tmp_path / "bench" / "cases"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "planted.yaml"
-        path.write_text(CASE.replace("METRIC", metric).replace("TIMEOUT", str(timeout)).replace("train.steps: 12", f"train.steps: {steps}"))
-        return str(path)
-
-    return write
+from playbook_bench import aa, confirm, report, store
 
 
 @pytest.fixture
@@ -80,23 +48,6 @@ claims:
         return str(path)
 
     return write
-
-
-@pytest.fixture
-def plant(monkeypatch):
-    def set_(**variants):
-        monkeypatch.setenv("PLANT", json.dumps(variants))
-
-    return set_
-
-
-def only(outcomes):
-    assert len(outcomes) == 1
-    return outcomes[0]
-
-
-def bench(case, tmp_path, command=FAKE, **options):
-    return only(confirm.bench_run(case, results=tmp_path / "results", command=command, profile="cpu", seed=1, **options))
 
 
 def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tmp_path, plant):
@@ -228,42 +179,6 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
 
 
-class Stretched(launch.LocalLauncher):
-    """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
-
-    first, which = 0.0, "000-"
-
-    def run(self, spec, on_step=None):
-        result = super().run(spec, on_step)
-        return replace(result, wall_s=self.first) if spec.folder.name.startswith(self.which) else result
-
-
-@pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
-def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
-    plant()
-    monkeypatch.setattr(Stretched, "first", first)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    found = bench(case(), tmp_path, budget_s=290.0)
-    measured = found.evidence.measured
-    assert found.status == verdict
-    assert len(measured.runs) + len(measured.aa.runs if measured.aa else []) == launches
-
-
-@pytest.mark.parametrize("which", ["000-", "013-"], ids=["before the noise", "between pairs"])
-def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch, which):
-    plant()
-    monkeypatch.setattr(Stretched, "first", 90)
-    monkeypatch.setattr(Stretched, "which", which)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    path = case()
-    cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
-    assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
-    monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
-    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
-    assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
-    assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
-
-
 def test_two_cases_share_the_noise_of_one_configuration(case, tmp_path, plant):
     plant()
     path = case()
@@ -275,20 +190,6 @@ def test_two_cases_share_the_noise_of_one_configuration(case, tmp_path, plant):
     assert sum(r.role == "aa" for r in second.runs) == 2, "a fresh pair"
     third = bench(case(steps=14), tmp_path).evidence.measured
     assert third.aa != first.aa, "another configuration has noise of its own"
-
-
-def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
-    plant()
-    notes = []
-
-    class Noting(confirm.Quiet):
-        def note(self, text):
-            notes.append(text)
-
-    monkeypatch.setattr(Stretched, "first", 100)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    bench(case(), tmp_path, budget_s=250.0, progress=Noting())
-    assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
 
 
 def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
@@ -493,34 +394,3 @@ def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, 
     found = confirmed(curve_card("interaction", "{op: excludes, infeasible: [s2+r1]}", "fits"), tmp_path)
     assert found.status == status
     assert store.replay(found.path)[0]
-
-
-def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
-    plant(candidate={"slower": 0.2})
-    launched = []
-
-    class StopsOnce(launch.LocalLauncher):
-        def run(self, spec, on_step=None):
-            launched.append(spec.folder.name)
-            if len(launched) == 14:
-                raise launch.Interrupted(signal.SIGTERM)
-            return super().run(spec, on_step)
-
-    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
-    path = case()
-    with pytest.raises(launch.Interrupted):
-        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
-    found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
-    measured = found.evidence.measured
-    assert found.status == "measured"
-    assert len(launched) == 14 + 6, "two burn-ins, eight of the noise and one pair are kept; the pair that was cut is whole"
-    kept = [r.run_id for r in measured.runs if r.role == "measure"][:2]
-    assert set(kept) <= set(launched[:13])
-    assert [r.position for r in measured.runs] == list(range(len(measured.runs)))
-    assert store.replay(found.path) == (True, [])
-    before = len(launched)
-    bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
-    assert len(launched) == before, "a settled case is not run again"
-    found.path.unlink()
-    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
-    assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"

@@ -1,0 +1,34 @@
+"""A case whose ranks are planted.py, which invents its step times; and how tests run it."""
+
+import sys
+from pathlib import Path
+
+from playbook_bench import confirm
+
+HERE = Path(__file__).parent
+FAKE = (sys.executable, str(HERE / "planted.py"))
+REAL = (*FAKE, "--real")
+
+CASE = """
+id: planted
+summary: Planted runs of two dispatchers
+trainer: trainer/configs/qwen3_moe_tiny.yaml
+baseline: {moe.dispatcher: alltoall}
+candidate: {moe.dispatcher: allgather}
+metric: METRIC
+profiles:
+  cpu: {ranks: 2, parallel.ep: 2, train.steps: 12, train.warmup_steps: 2, data.seq_len: 64, train.global_batch_size: 2}
+activation:
+  baseline: {require: [{collective: all_to_all, inside: dispatch}]}
+  candidate: {require: [{collective: all_gather, inside: dispatch}], forbid: [{collective: all_to_all, inside: dispatch}]}
+budget: {pairs: [4, 8], minutes: 5, launch_timeout_s: TIMEOUT}
+"""
+
+
+def only(outcomes):
+    assert len(outcomes) == 1
+    return outcomes[0]
+
+
+def bench(case, tmp_path, command=FAKE, **options):
+    return only(confirm.bench_run(case, results=tmp_path / "results", command=command, profile="cpu", seed=1, **options))

@@ -1,0 +1,91 @@
+"""Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
+
+import signal
+from dataclasses import replace
+
+import pytest
+from planted_case import bench
+
+from playbook_bench import confirm, launch, store
+from playbook_bench.journal import Journal
+
+
+class Stretched(launch.LocalLauncher):
+    """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
+
+    first, which = 0.0, "000-"
+
+    def run(self, spec, on_step=None):
+        result = super().run(spec, on_step)
+        return replace(result, wall_s=self.first) if spec.folder.name.startswith(self.which) else result
+
+
+@pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
+def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
+    plant()
+    monkeypatch.setattr(Stretched, "first", first)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    found = bench(case(), tmp_path, budget_s=290.0)
+    measured = found.evidence.measured
+    assert found.status == verdict
+    assert len(measured.runs) + len(measured.aa.runs if measured.aa else []) == launches
+
+
+@pytest.mark.parametrize("which", ["000-", "013-"], ids=["before the noise", "between pairs"])
+def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch, which):
+    plant()
+    monkeypatch.setattr(Stretched, "first", 90)
+    monkeypatch.setattr(Stretched, "which", which)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    path = case()
+    cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
+    monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
+    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
+    assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
+
+
+def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    monkeypatch.setattr(Stretched, "first", 100)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    bench(case(), tmp_path, budget_s=250.0, progress=Noting())
+    assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
+
+
+def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
+    plant(candidate={"slower": 0.2})
+    launched = []
+
+    class StopsOnce(launch.LocalLauncher):
+        def run(self, spec, on_step=None):
+            launched.append(spec.folder.name)
+            if len(launched) == 14:
+                raise launch.Interrupted(signal.SIGTERM)
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
+    path = case()
+    with pytest.raises(launch.Interrupted):
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    measured = found.evidence.measured
+    assert found.status == "measured"
+    assert len(launched) == 14 + 6, "two burn-ins, eight of the noise and one pair are kept; the pair that was cut is whole"
+    kept = [r.run_id for r in measured.runs if r.role == "measure"][:2]
+    assert set(kept) <= set(launched[:13])
+    assert [r.position for r in measured.runs] == list(range(len(measured.runs)))
+    assert store.replay(found.path) == (True, [])
+    before = len(launched)
+    bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(launched) == before, "a settled case is not run again"
+    found.path.unlink()
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"
