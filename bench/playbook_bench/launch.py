@@ -39,6 +39,7 @@ GRACE_S = 3.0
 DRAIN_S = 20.0
 """How long the other ranks may take to end after the first has finished well."""
 _POLL_S = 0.25
+_REFUSAL_S = 5.0
 _TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
 _PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
@@ -323,7 +324,13 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
     finished: float | None = None
     while True:
         alive = [r for r in ranks if r.process.poll() is None]
-        if not alive or any(r.process.returncode not in _IN_ORDER for r in ranks if r not in alive):
+        failed = [r.process.returncode for r in ranks if r not in alive and r.process.returncode not in _IN_ORDER]
+        # What one rank refuses all refuse, and rank 0 alone says why: it gets a moment to.
+        if failed and set(failed) == {exit_codes.REFUSED}:
+            deadline = time.monotonic() + _REFUSAL_S
+            while time.monotonic() < deadline and any(r.process.poll() is None for r in alive):
+                time.sleep(_POLL_S / 5)
+        if failed or not alive:
             watch.look(began)
             return ""
         if len(alive) < len(ranks):

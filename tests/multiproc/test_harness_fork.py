@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -89,6 +90,13 @@ def test_what_a_run_gets_wrong_is_said_as_by_a_fresh_rank(launcher, tmp_path):
     assert result.message == LocalLauncher().run(replace(wrong, folder=tmp_path / "again")).message
     nan = launcher.run(spec(tmp_path / "nan", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=8"))
     assert nan.outcome == "nan"
+
+
+def test_a_refusal_is_told_by_the_rank_that_says_why_even_if_it_ends_last(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(1)\n    print('error: why')\nsys.exit(2)\n")
+    result = LocalLauncher(command=(sys.executable, str(slow))).run(spec(tmp_path / "run"))
+    assert (result.outcome, result.message) == ("refused", "rank 0 ended with exit code 2\nerror: why")
 
 
 @pytest.mark.parametrize("whose", ["rank", "template"])
