@@ -13,7 +13,6 @@ else each is a process of its own, which costs its imports.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -197,19 +196,6 @@ def run(todo: list[Row], *, num_gpus: int, deadline: float, limit_s: float, fork
         time.sleep(0.1)
 
 
-def can_fork() -> bool:
-    """Import everything heavy; whether processes may be forked after that."""
-    # So that a question whether there is a GPU leaves CUDA alone.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ["TORCH_WARM_POOL"] = "0"  # as in playbook_trainer.template
-    for name in template.MODULES["megatron"]:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    import torch
-
-    return not torch.cuda.is_initialized()
-
-
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -233,7 +219,7 @@ def main() -> int:
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
         and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
-    fork = not arguments.no_fork and can_fork()
+    fork = not arguments.no_fork and template.import_all("megatron")
     print(
         f"{len(todo)} rows on {num_gpus} GPUs, {'forked' if fork else 'each a process'}, imports {time.monotonic() - began:.0f} s",
         flush=True,

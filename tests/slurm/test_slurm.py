@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from planted_case import CASE
+from planted_case import FAKE as PLANTED
 
 from playbook.paths import repo_root
 from playbook_bench import confirm, store
@@ -15,21 +17,6 @@ from playbook_bench import confirm, store
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 HERE = Path(__file__).parent
-PLANTED = (sys.executable, str(HERE.parent / "multiproc" / "planted.py"))
-CASE = """
-id: planted
-summary: Planted runs of two dispatchers
-trainer: trainer/configs/qwen3_moe_tiny.yaml
-baseline: {moe.dispatcher: alltoall}
-candidate: {moe.dispatcher: allgather}
-metric: METRIC
-profiles:
-  cpu: {ranks: 2, parallel.ep: 2, train.steps: 12, train.warmup_steps: 2, data.seq_len: 64, train.global_batch_size: 2}
-activation:
-  baseline: {require: [{collective: all_to_all, inside: dispatch}]}
-  candidate: {require: [{collective: all_gather, inside: dispatch}], forbid: [{collective: all_to_all, inside: dispatch}]}
-budget: {pairs: [4, 8], minutes: 10, launch_timeout_s: TIMEOUT}
-"""
 # One core of the two for the harness, so that ranks run with a thread each.
 CLUSTER = 'platform: cpu\npartition: p\nnodes: 2\ntime: 20m\nsetup: ["taskset --pid --cpu-list 0 $$ > /dev/null"]\n'
 
@@ -44,7 +31,8 @@ def environment(slurm):
 def case(tmp_path):
     def write(metric, timeout=60):
         path = tmp_path / "planted.yaml"
-        path.write_text(CASE.replace("METRIC", metric).replace("TIMEOUT", str(timeout)), encoding="utf-8")
+        text = CASE.replace("METRIC", metric).replace("TIMEOUT", str(timeout)).replace("minutes: 5", "minutes: 10")
+        path.write_text(text, encoding="utf-8")
         return str(path)
 
     return write

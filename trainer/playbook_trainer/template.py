@@ -69,13 +69,18 @@ def _imported(path: Path) -> bool:
     from playbook_trainer import environment
     from playbook_trainer.config import load
 
+    config: TrainerConfig = load(path)
+    environment.apply(config)  # libraries read some variables when they are imported
+    return import_all(config.backend)
+
+
+def import_all(backend: str) -> bool:
+    """Import what ranks of a backend import; whether this process can be forked after that."""
     # So that a question whether there is a GPU leaves CUDA alone.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # The compiler's pool of processes belongs to the rank that compiles: a fork has neither its threads nor a right to its pipes.
     os.environ["TORCH_WARM_POOL"] = "0"
-    config: TrainerConfig = load(path)
-    environment.apply(config)  # libraries read some variables when they are imported
-    for name in MODULES[config.backend]:
+    for name in MODULES[backend]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     torch = sys.modules.get("torch")
