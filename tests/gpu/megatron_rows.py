@@ -212,10 +212,11 @@ def _four() -> Iterator[Row]:
     yield Row("four", "CP 4 a2a+p2p (2 x 2)", "layout", nested)
 
 
-def _cp(table: str, layers: int, lengths: Sequence[int]) -> Iterator[Row]:
+def _cp(table: str, layers: int, lengths: Sequence[int], most: int) -> Iterator[Row]:
+    """Every length with every CP of a table, as long as a rank gets at most `most` tokens of a row."""
     gpus = GPUS[table]
     for length in lengths:
-        for cp in (n for n in (1, 2, 4) if n <= gpus):
+        for cp in (n for n in (1, 2, 4) if n <= gpus and length <= most * n):
             settings = {"model.num_layers": layers, "data.seq_len": length, "parallel.cp": cp, "train.global_batch_size": gpus // cp}
             ring = (Rule(collective="send", group="cp", count="layers * microbatches", op=">="),) if cp > 1 else ()
             yield Row(table, f"{length // 1024}K CP {cp}", f"{length // 1024}K", settings, ring)
@@ -224,4 +225,4 @@ def _cp(table: str, layers: int, lengths: Sequence[int]) -> Iterator[Row]:
 def rows() -> list[Row]:
     """All of them, in the order in which they run."""
     # Half as deep on half as many GPUs, so that a rank holds as much of the experts.
-    return [*_one(), *_two(), *_four(), *_cp("cp", 24, (8192, 32768, 65536)), *_cp("cp2", 12, (8192, 32768, 65536, 98304))]
+    return [*_one(), *_two(), *_four(), *_cp("cp", 24, (8192, 32768, 65536, 131072), 65536), *_cp("cp2", 12, (8192, 32768, 65536, 98304), 98304)]
