@@ -71,10 +71,14 @@ def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     step, memory = float(row["step_s"]), float(row["peak_memory_bytes"])
     own = row is plain or not plain
     slower = "" if own else f"{100 * (step / float(plain['step_s']) - 1):+.1f} %"
-    share = row.get("gpu_computing_percent")
-    computes = f"{share:.0f} %" if isinstance(share, int | float) else ""
+    computes = _computes(row)
     more = "" if own else f"{(memory - float(plain['peak_memory_bytes'])) / 2**30:+.1f} GiB"
     return f"{begin} {1000 * step:.0f} ms | {slower} | {computes} | {memory / 2**30:.1f} GiB | {more} | {'' if own else _loss(row, plain)} | {_seen(row)} |"
+
+
+def _computes(row: Mapping[str, Any]) -> str:
+    share = row.get("gpu_computing_percent")
+    return f"{share:.0f} %" if isinstance(share, int | float) else ""
 
 
 def _loss(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
@@ -98,17 +102,18 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"## Context parallelism by length, on {gpus} GPUs",
         "",
         f"{_software(rows)} Qwen3-30B-A3B cut to {layers} layers over {gpus} GPUs, EP {gpus}, norms and expert activations recomputed; each rank of dp reads "
-        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result.",
+        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. Computes: as above; where it is small, the host is too slow for a GPU's share "
+        "of the row, and more of it would cost little.",
         "",
-        "| length | CP | tokens/s per GPU | step | peak memory |",
-        "| --- | --: | --: | --: | --: |",
+        "| length | CP | tokens/s per GPU | step | computes | peak memory |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
     for row in rows:
         length, cp = row["settings"]["data.seq_len"], row["settings"]["parallel.cp"]
         if row["outcome"] == "ok":
-            figures = f"{row['tokens_per_s_per_gpu']:,.0f} | {row['step_s']:.2f} s | {row['peak_memory_bytes'] / 2**30:.1f} GiB |"
+            figures = f"{row['tokens_per_s_per_gpu']:,.0f} | {row['step_s']:.2f} s | {_computes(row)} | {row['peak_memory_bytes'] / 2**30:.1f} GiB |"
         else:
-            figures = f"{_outcome(row)} | | |"
+            figures = f"{_outcome(row)} | | | |"
         out.append(f"| {length:,} | {cp} | {figures}")
     out += ["", _largest(rows), ""]
     for group, found in groupby(rows, key=lambda r: str(r["group"])):
@@ -126,14 +131,13 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
     """The largest length that fitted, for each size of the group."""
-    sizes = sorted({int(r["settings"]["parallel.cp"]) for r in rows})
-    fits = {
-        cp: max(
-            (int(r["settings"]["data.seq_len"]) for r in rows if r["outcome"] == "ok" and r["settings"]["parallel.cp"] == cp), default=0
-        )
-        for cp in sizes
-    }
-    return "The longest row that fitted: " + ", ".join(f"CP {cp} {n:,} tokens" if n else f"CP {cp} none" for cp, n in fits.items()) + "."
+    said = []
+    for cp in sorted({int(r["settings"]["parallel.cp"]) for r in rows}):
+        tried = {int(r["settings"]["data.seq_len"]): r["outcome"] == "ok" for r in rows if r["settings"]["parallel.cp"] == cp}
+        most = max((n for n, fits in tried.items() if fits), default=0)
+        more = ", and no longer one was tried" if most == max(tried) else ""
+        said.append(f"CP {cp} {most:,} tokens{more}" if most else f"CP {cp} none")
+    return "The longest row that fitted: " + "; ".join(said) + "."
 
 
 def _point(row: Mapping[str, Any], key: str, unit: str) -> tuple[str, float | None, str]:

@@ -58,7 +58,7 @@ def run(
     row = metrics.get(case.metric or "")
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
     work = launch.new_folder(folder / "work", f"{case.id}-aa")
-    with launch.interruptible(), Telemetry(machine, work) as telemetry:
+    with launch.interruptible(), Telemetry(machine, chosen, work) as telemetry:
         running = Series(
             case=case,
             profile=chosen,

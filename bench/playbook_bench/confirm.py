@@ -338,7 +338,7 @@ def _run_series(
     work = launch.new_folder(options.results / "work", case.id)
     settled: dict[int, Settled] = {}
     try:
-        with Telemetry(machine, work) as telemetry:
+        with Telemetry(machine, profile, work) as telemetry:
             running = _series(case, machine, profile, options, progress, work, telemetry)
             running.infeasible = frozenset(n for r in records if r.claim for n in rules.named(r.claim.expect.infeasible))
             timed = [r for r in records if not _metric(r, case).deterministic]

@@ -106,7 +106,7 @@ def run(
     tree = (root or repo_root()).resolve()
     work = launch.new_folder(folder / "work", f"{case.id}-gate")
     shared = resolve_variant(case, "baseline", chosen)
-    with launch.interruptible(), worktree(tree, baseline_ref) as other, Telemetry(machine, work) as telemetry:
+    with launch.interruptible(), worktree(tree, baseline_ref) as other, Telemetry(machine, chosen, work) as telemetry:
         inner = LocalLauncher() if command is None else LocalLauncher(tuple(command))
         running = Series(
             case=case,

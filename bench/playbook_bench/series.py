@@ -100,7 +100,7 @@ class Series:
         if self.journal and (kept := self.journal.take(spec, resolved.sha)):
             return self._again(kept, resolved)
         folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
-        threads = max(1, self.machine.cores // -(-max(r.ranks for r in self.variants.values()) // self.machine.nodes))
+        threads = threads_per_rank(self.machine, list(self.variants.values()))
         environment = {**preflight.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
         number = len(self.launched) + 1
         self.progress.launch(number, max(self.expected, number), spec)
@@ -198,6 +198,14 @@ class Series:
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+
+
+def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:
+    """Threads for operators on the host, the same for all variants: a rank's share of the cores; beside a GPU one, as torchrun sets, unless the host updates weights."""
+    if machine.gpus and not any(r.config.offload.optimizer or r.config.megatron.optimizer_offload_fraction for r in variants):
+        return 1
+    per_node = -(-max(r.ranks for r in variants) // machine.nodes)
+    return max(1, machine.cores // per_node)
 
 
 @dataclass(frozen=True)

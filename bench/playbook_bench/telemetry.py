@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from playbook_bench import preflight
 from playbook_bench.records import Machine
 
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
@@ -16,18 +17,18 @@ _NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
 
 
 class Telemetry:
-    """A context: nvidia-smi writes a line per GPU and second into a file. Without GPUs it does nothing."""
+    """A context: nvidia-smi writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
 
-    def __init__(self, machine: Machine, folder: Path) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
+        self.devices = preflight.visible_devices(preflight.restrict(machine, profile), profile)["CUDA_VISIBLE_DEVICES"]
         self.path = folder / "telemetry.csv"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Telemetry:
-        if self.machine.gpus:
+        if self.devices:
             try:
                 with self.path.open("wb") as out:
-                    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
+                    command = ["nvidia-smi", "-i", self.devices, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
                     self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
             except OSError:
                 self._process = None

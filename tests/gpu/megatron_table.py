@@ -80,6 +80,7 @@ def start(row: Row, gpus: tuple[int, ...], fork: bool) -> Job:
             # The compiler's pool of processes would cost more than the few functions that it compiles.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(launch.import_paths()),
+            "OMP_NUM_THREADS": "1",  # as torchrun sets
         }
         start_rank = template.fork if fork else _spawn
         job.pids.append(start_rank(words(row, job.folder), {**os.environ, **env}, job.folder / f"rank{rank}.log"))
@@ -203,7 +204,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the files")
     parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that nvidia-smi lists, if not given")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no row is started")
-    parser.add_argument("--limit", type=float, default=75, help="seconds that a row may take")
+    parser.add_argument("--limit", type=float, default=150, help="seconds that a row may take")
     parser.add_argument("--again", action="store_true", help="run rows that the file already holds")
     parser.add_argument("--only", nargs="*", default=[], help="words that a row's group and name must hold")
     parser.add_argument("--no-fork", action="store_true", help="a process of its own for each rank")

@@ -18,7 +18,7 @@ from torch import Tensor
 from playbook_trainer import engine as backends
 from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.data.batch import Batch
+from playbook_trainer.data.batch import Batch, to_device
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
 from playbook_trainer.engine import Engine
 from playbook_trainer.metrics import Recorder, StepStats, write_summary
@@ -109,7 +109,10 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
     if dist.is_initialized():
         return device
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        # With a device every group gets its communicator at once; megatron-core makes one for each purpose, most of which never send, and
+        # Megatron-LM names no device either.
+        at_once = cuda and config.backend == "torch"
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if at_once else None)
     elif config.train.dtype == "bf16" or config.offload.optimizer or config.backend == "megatron":
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
@@ -155,7 +158,8 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
             on_cpu = next(trainer.batches)
             batches = engine.local(on_cpu)
         data_seconds = time.perf_counter() - began
-        labels = torch.tensor(float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
+        # Filled, not copied: the host would wait for the step before.
+        labels = torch.full((), float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
         loss = engine.forward_backward(batches, labels)
@@ -199,9 +203,7 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
         *ledger.counts(batches),
     ]
     own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
-    own = torch.tensor(
-        [*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], device=trainer.device, dtype=torch.float64
-    )
+    own = to_device(torch.tensor([*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], dtype=torch.float64), trainer.device)
     totals = torch.cat([torch.stack([trainer.engine.squared_norm(), own_loss]), own])
     if axes.world.size > 1:
         dist.all_reduce(totals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,15 @@ class StepStats:
     """No update was made, since loss or gradient norm are not finite."""
 
 
+def lengths(began: float, ends: Sequence[float]) -> list[float]:
+    """How long each step lasted, from when the last rank had ended the one before to when the last rank ended it.
+
+    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each step
+    would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
+    """
+    return [end - start for start, end in itertools.pairwise([began, *ends])]
+
+
 @dataclass
 class Recorder:
     """Times steps without stopping the device, and writes them down every `log_every` steps."""
@@ -76,7 +86,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
         self.phases["start_up"] = self.began - process_start()
-        self._mark = self._now()
+        self._restart()
         self._compiled = compile_counters()
         self._timed = False
         if self.axes.world.rank == 0:
@@ -91,7 +101,7 @@ class Recorder:
         self.flush()
         self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
         self.phases["warm_up"] = time.time() - self.began
-        self._mark = self._now()
+        self._restart()
 
     def add(self, stats: StepStats) -> None:
         """A step has been issued."""
@@ -107,7 +117,7 @@ class Recorder:
         self.flush()
         self.evals[step] = loss
         self.say(f"step {step}  eval loss {loss:.4f}")
-        self._mark = self._now()
+        self._restart()
 
     def note_ranks(self, step: int, times: dict[str, Any]) -> None:
         """The ranks' own times in a step."""
@@ -116,24 +126,28 @@ class Recorder:
     def pause(self) -> None:
         """What came since the last step belongs to no step."""
         self.flush()
-        self._mark = self._now()
+        self._restart()
 
     def flush(self) -> None:
         """Wait for the device and write what is pending."""
         if not self.pending:
             return
         rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
-        seconds = torch.tensor([r["seconds"] for r in rows], dtype=torch.float64, device=self.device)
+        own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
+        ends = torch.tensor(own, dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        for row, step, longest in zip(rows, steps, seconds.tolist(), strict=True):
-            row["seconds"] = longest
-            row["mfu"] = self.utilisation(row["flops"], longest)
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        latest = ends.tolist()
+        lasted = lengths(self._latest_s, latest)
+        self._own_s, self._latest_s = own[-1], latest[-1]
+        for row, step, seconds in zip(rows, steps, lasted, strict=True):
+            row["seconds"] = seconds
+            row["mfu"] = self.utilisation(row["flops"], seconds)
             self.nan = self.nan or ("nan" in row and "skipped" not in row)
             self.nan_steps += "nan" in row
             self.skipped_steps += "skipped" in row
             if row["timed"]:
-                self.timed_seconds += longest
+                self.timed_seconds += seconds
                 self.timed_steps += 1
                 self.model_flops.update(self.ledger.model(step))
                 self.hardware_flops.update(self.ledger.hardware(step))
@@ -172,6 +186,11 @@ class Recorder:
             "peak_memory_bytes": peak_memory(self.device),
             **compiled,
         }
+
+    def _restart(self) -> None:
+        """All ranks, which have just met or are about to begin, count from here."""
+        self._mark = self._now()
+        self._own_s = self._latest_s = 0.0
 
     def _now(self) -> Any:
         if self.device.type != "cuda":

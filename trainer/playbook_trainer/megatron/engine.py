@@ -102,7 +102,7 @@ class MegatronEngine:
         self.optim.prepare_grads()
         self._norm = float(self.optim.get_grad_norm() or 0.0)
         squared = self._norm**2 if self.axes.world.rank == 0 else 0.0
-        return torch.tensor(squared, device=self.device, dtype=torch.float64)
+        return torch.full((), squared, device=self.device, dtype=torch.float64)
 
     def update(self, rate: float, norm: Tensor) -> None:
         """Gradients are dropped when the next step begins."""

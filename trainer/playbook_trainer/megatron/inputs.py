@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of
+from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch, share_of, to_device
 from playbook_trainer.parallel import sequence
 from playbook_trainer.parallel.axes import Axes, Axis
 
@@ -46,12 +46,10 @@ class Inputs:
 
     def to(self, device: Any) -> Inputs:
         """The same on `device`."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         vision = self.vision
         if vision is not None:
-            moved["vision"] = VisionBatch(
-                **{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(vision).items()}
-            )
+            moved["vision"] = VisionBatch(**{k: to_device(v, device) if isinstance(v, Tensor) else v for k, v in vars(vision).items()})
         return Inputs(**{**vars(self), **moved})
 
 

@@ -1,0 +1,67 @@
+"""Clocks are read of the GPUs that a profile uses, and of no others."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from playbook_bench import preflight
+from playbook_bench.series import threads_per_rank
+from playbook_bench.telemetry import Telemetry, summarize
+from playbook_bench.variants import Resolved
+from playbook_trainer import config as trainer_config
+
+TOOL = """#!/bin/sh
+echo "$@" > {said}
+while true; do echo "$(date '+%Y/%m/%d %H:%M:%S.000'), 1980, 431.58, 47, 0x0000000000000000"; sleep 0.1; done
+"""
+FOUR = preflight.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a processor", 64)
+
+
+@pytest.mark.parametrize(("visible", "profile", "devices"), [("", "h200x4", "0,1,2,3"), ("3", "h200x1", "3"), ("2,3", "h200x1", "2")])
+def test_only_the_gpus_of_the_profile_are_read(
+    visible: str, profile: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(TOOL.format(said=tmp_path / "said"))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    began = time.time()
+    with Telemetry(FOUR, profile, tmp_path) as telemetry:
+        deadline = time.monotonic() + 20
+        while not telemetry.between(began - 2, time.time() + 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = telemetry.between(began - 2, time.time() + 2)
+    assert f"-i {devices} " in (tmp_path / "said").read_text()
+    assert found["clock_sm_mhz"]["p50"] == 1980
+
+
+def test_nothing_is_started_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Telemetry(FOUR, "cpu", tmp_path) as telemetry:
+        assert telemetry.between(0.0, time.time()) == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_of_other_times_and_shapes_do_not_count() -> None:
+    when = datetime(2026, 11, 22, 9, 0, 0)
+    lines = ["2026/11/22 09:00:00.000, 1980, 400.0, 47, 0x0", "2026/11/22 08:00:00.000, 345, 80.0, 30, 0x1", "rubbish", "1, 2", ""]
+    seen = summarize(lines, when.timestamp() - 1, when.timestamp() + 1)
+    assert seen["clock_sm_mhz"] == {"p5": 1980.0, "p50": 1980.0, "p95": 1980.0}
+    assert seen["throttle_reasons"] == ["0x0"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "words", "ranks", "threads"),
+    [("h200x4", {}, 4, 1), ("h200x1", {}, 1, 1), ("h200x4", {"offload.optimizer": True}, 4, 16), ("cpu", {}, 2, 32), ("cpu", {}, 1, 64)],
+)
+def test_a_rank_beside_a_gpu_has_one_thread(profile: str, words: dict[str, object], ranks: int, threads: int) -> None:
+    """As torchrun would have it, unless the host updates the weights."""
+    plain = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {})
+    other = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), words)
+    variants = [Resolved("baseline", plain, ranks, {}), Resolved("candidate", other, ranks, {})]
+    assert threads_per_rank(preflight.restrict(FOUR, profile), variants) == threads
