@@ -135,7 +135,7 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
     for cp in sorted({int(r["settings"]["parallel.cp"]) for r in rows}):
         tried = {int(r["settings"]["data.seq_len"]): r["outcome"] == "ok" for r in rows if r["settings"]["parallel.cp"] == cp}
         most = max((n for n, fits in tried.items() if fits), default=0)
-        more = ", and no longer one was tried" if most == max(tried) else ""
+        more = ", and no longer one has been measured" if most == max(tried) else ""
         said.append(f"CP {cp} {most:,} tokens{more}" if most else f"CP {cp} none")
     return "The longest row that fitted: " + "; ".join(said) + "."
 

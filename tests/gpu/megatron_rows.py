@@ -89,6 +89,10 @@ def _megatron(**fields: Any) -> dict[str, Any]:
     return {f"megatron.{k}": v for k, v in fields.items()}
 
 
+def _fp8(recipe: str, **fields: Any) -> dict[str, Any]:
+    return {**_CUBLAS, "precision.fp8": recipe, **_megatron(**fields)}  # the one kernel takes 16-bit numbers
+
+
 def _one() -> Iterator[Row]:
     def row(name: str, group: str, *proof: Rule, **settings: Any) -> Row:
         return Row("one", name, group, {k.replace("__", "."): v for k, v in settings.items()}, proof)
@@ -104,14 +108,9 @@ def _one() -> Iterator[Row]:
     ):
         yield row(" ".join(parts), "CUDA graphs (Transformer Engine)", GRAPHS, train__cuda_graphs=parts)
     yield Row("one", "a product for each (cuBLAS)", "experts", dict(_CUBLAS), (NO_KERNEL,))
-    yield row(
-        "full iteration, capacity factor 1.25",
-        "CUDA graphs (full iteration)",
-        Rule(counter="graph_launches", count=1, op=">="),
-        megatron__cuda_graph_impl="full_iteration",
-        moe__capacity_factor=1.25,
-        megatron__grouped_gemm="cublas",
-    )
+    whole = {**_CUBLAS, **_megatron(cuda_graph_impl="full_iteration"), "moe.capacity_factor": 1.25}
+    launched = (Rule(counter="graph_launches", count=1, op=">="),)
+    yield Row("one", "full iteration, capacity factor 1.25", "CUDA graphs (full iteration)", whole, launched)
     again = {
         "layernorm": [Rule(kernel="rmsnorm.*fwd", count="4.9 * layers * microbatches", op=">=")],
         "core_attn": [Rule(kernel="sdpa.*fprop|flash_fwd|fmha.*fwd", count="2 * layers * microbatches", op=">=")],
@@ -128,16 +127,14 @@ def _one() -> Iterator[Row]:
         "tensorwise": "amax|cast_transpose|quantize",
         "delayed": "delayed_scaling|amax_and_scale",
     }
-    eight = {"megatron__grouped_gemm": "cublas"}  # the one kernel takes 16-bit numbers
     for recipe, kernel in casts.items():
         # Delayed scaling finds all scales of a pass at once.
-        yield row(recipe, "FP8", Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">="), precision__fp8=recipe, **eight)
-    yield row(
-        "tensorwise, first and last layer in BF16", "FP8", precision__fp8="tensorwise", megatron__first_last_layers_bf16=True, **eight
-    )
-    yield row("delayed, weights in FP8", "FP8", precision__fp8="delayed", megatron__fp8_param=True, **eight)
-    yield row("mxfp8", "FP8", precision__fp8="mxfp8", **eight)
-    yield row("nvfp4", "FP8", precision__fp8="nvfp4", **eight)
+        cast = Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">=")
+        yield Row("one", recipe, "FP8", _fp8(recipe), (cast,))
+    yield Row("one", "tensorwise, first and last layer in BF16", "FP8", _fp8("tensorwise", first_last_layers_bf16=True))
+    yield Row("one", "delayed, weights in FP8", "FP8", _fp8("delayed", fp8_param=True))
+    yield Row("one", "mxfp8", "FP8", _fp8("mxfp8"))
+    yield Row("one", "nvfp4", "FP8", _fp8("nvfp4"))
     yield Row("one", "moments BF16", "optimizer", {**_megatron(precision_aware_optimizer=True), "optimizer.moments_dtype": "bf16"})
     yield Row("one", "gradients BF16", "optimizer", _megatron(grad_reduce_dtype="bf16"))
     both = {**_megatron(precision_aware_optimizer=True, grad_reduce_dtype="bf16"), "optimizer.moments_dtype": "bf16"}
@@ -159,7 +156,7 @@ def _one() -> Iterator[Row]:
     yield row("cudnn", "attention", Rule(kernel="cudnn.*sdpa", count="layers", op=">="), train__attention="cudnn")
     yield row("plain", "attention", Rule(kernel="sdpa|flash_fwd|fmha", count=0), train__attention="plain")
     yield Row("one", "off", "fusions", _megatron(fused=False))
-    yield Row("one", "local", "kernels", _megatron(kernels="local", grouped_gemm="cublas"))
+    yield Row("one", "local", "kernels", {**_CUBLAS, **_megatron(kernels="local")})
 
 
 def _two() -> Iterator[Row]:
@@ -225,4 +222,10 @@ def _cp(table: str, layers: int, lengths: Sequence[int], most: int) -> Iterator[
 def rows() -> list[Row]:
     """All of them, in the order in which they run."""
     # Half as deep on half as many GPUs, so that a rank holds as much of the experts.
-    return [*_one(), *_two(), *_four(), *_cp("cp", 24, (8192, 32768, 65536, 131072), 65536), *_cp("cp2", 12, (8192, 32768, 65536, 98304), 98304)]
+    return [
+        *_one(),
+        *_two(),
+        *_four(),
+        *_cp("cp", 24, (8192, 32768, 65536, 131072), 65536),
+        *_cp("cp2", 12, (8192, 32768, 65536, 98304), 98304),
+    ]

@@ -207,7 +207,8 @@ WAYS: dict[int, dict[str, list[str]]] = {
     },
     4: {
         **FSDP,
-        "TP 2 x PP 2 x EP 2": [*MEGATRON, *SEQUENCE, "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"],
+        # One rank of dp reads all four rows: two at a time keep both stages busy.
+        "TP 2 x PP 2 x EP 2": [*MEGATRON, *SEQUENCE, "parallel.pp=2", "parallel.ep=2", "parallel.etp=1", "train.micro_batch_size=2"],
         "PP 2 x EP 2": [*MEGATRON, "parallel.pp=2", "parallel.ep=2"],
     },
 }

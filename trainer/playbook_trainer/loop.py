@@ -203,7 +203,9 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
         *ledger.counts(batches),
     ]
     own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
-    own = to_device(torch.tensor([*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], dtype=torch.float64), trainer.device)
+    own = to_device(
+        torch.tensor([*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], dtype=torch.float64), trainer.device
+    )
     totals = torch.cat([torch.stack([trainer.engine.squared_norm(), own_loss]), own])
     if axes.world.size > 1:
         dist.all_reduce(totals)

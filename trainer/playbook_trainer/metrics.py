@@ -82,6 +82,10 @@ class Recorder:
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Comparisons of the ranks' own times, by step."""
     trackers: list[Tracker] = field(default_factory=list)
+    _own_s: float = 0.0
+    """Seconds of this rank since all began to count."""
+    _latest_s: float = 0.0
+    """The same of the rank that was last to end the step before."""
 
     def __post_init__(self) -> None:
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
