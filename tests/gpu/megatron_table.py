@@ -49,7 +49,7 @@ class Job:
     """A row that runs."""
 
     row: Row
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     folder: Path
     pids: list[int] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def words(row: Row, folder: Path) -> list[str]:
     return [CONFIG, *(f"{k}={json.dumps(v)}" for k, v in row.overrides.items()), f"output={folder}"]
 
 
-def start(row: Row, gpus: tuple[int, ...], fork: bool) -> Job:
+def start(row: Row, gpus: tuple[str, ...], fork: bool) -> Job:
     """All ranks of a row, on these GPUs."""
     job = Job(row, gpus, Path(tempfile.mkdtemp(prefix="megatron-row-")), forked=fork)
     port = launch.free_port()
@@ -76,7 +76,7 @@ def start(row: Row, gpus: tuple[int, ...], fork: bool) -> Job:
             "LOCAL_WORLD_SIZE": str(row.gpus),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             # The compiler's pool of processes would cost more than the few functions that it compiles.
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(launch.import_paths()),
@@ -170,13 +170,13 @@ def reason(ranks: Sequence[launch.Ended]) -> str:
     return re.sub(r"(/[\w.+-]+){2,}", "...", said or f"ended with code {failed.own}")[:400]
 
 
-def run(todo: list[Row], *, num_gpus: int, deadline: float, limit_s: float, fork: bool, done: Any) -> None:
+def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: float, fork: bool, done: Any) -> None:
     """Every row for which there is time, as many at once as there are GPUs for."""
-    free, running, waiting = list(range(num_gpus)), list[Job](), list(todo)
+    free, running, waiting = list(devices), list[Job](), list(todo)
     while waiting or running:
         for job in [j for j in running if is_done(j, limit_s)]:
             running.remove(job)
-            free = sorted([*free, *job.gpus])
+            free = sorted([*free, *job.gpus], key=devices.index)
             found = record(job)
             logs = "".join(p.read_text(errors="replace")[-_TAIL:] for p in job.folder.glob("rank*.log"))
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -202,7 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="+", choices=sorted(GPUS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the files")
-    parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that nvidia-smi lists, if not given")
+    parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that are visible, if not given")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no row is started")
     parser.add_argument("--limit", type=float, default=150, help="seconds that a row may take")
     parser.add_argument("--again", action="store_true", help="run rows that the file already holds")
@@ -210,7 +210,9 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="a process of its own for each rank")
     arguments = parser.parse_args()
     began = time.monotonic()
-    num_gpus = arguments.gpus or preflight.detect().gpus
+    shown = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    devices = (shown or [str(i) for i in range(preflight.detect().gpus)])[: arguments.gpus]
+    num_gpus = len(devices)
     held = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
     todo = [
         r
@@ -244,7 +246,7 @@ def main() -> int:
             flush=True,
         )
 
-    run(todo, num_gpus=num_gpus, deadline=began + arguments.budget, limit_s=arguments.limit, fork=fork, done=done)
+    run(todo, devices=devices, deadline=began + arguments.budget, limit_s=arguments.limit, fork=fork, done=done)
     return 0
 
 
