@@ -37,13 +37,21 @@ def test_a_switch_stands_against_the_plain_row(tmp_path):
 
 def test_lengths_are_drawn_and_the_longest_that_fits_is_named(tmp_path):
     rows = [
-        row(f"64K CP {cp}", "64K", "cp", "oom" if cp == 1 else "ok", settings={"data.seq_len": 65536, "parallel.cp": cp}) for cp in (1, 2)
+        row(
+            f"64K CP {cp}",
+            "64K",
+            "cp",
+            "oom" if cp == 1 else "ok",
+            settings={"data.seq_len": 65536, "parallel.cp": cp},
+            gpu_computing_percent=82.2,
+        )
+        for cp in (1, 2)
     ]
     written(tmp_path, CONTEXT, [row("8K CP 1", "8K", "cp", settings={"data.seq_len": 8192, "parallel.cp": 1}), *rows])
     page = megatron_page(tmp_path)
-    assert "| 65,536 | 1 | out of memory | | |" in page
-    assert "| 65,536 | 2 | 20,480 | 0.20 s | 40.0 GiB |" in page
-    assert "CP 1 8,192 tokens, CP 2 65,536 tokens" in page
+    assert "| 65,536 | 1 | out of memory | | | |" in page
+    assert "| 65,536 | 2 | 20,480 | 0.20 s | 82 % | 40.0 GiB |" in page
+    assert "CP 1 8,192 tokens; CP 2 65,536 tokens, and no longer one has been measured." in page
     assert page.count("<svg") == 4
 
 
