@@ -142,7 +142,7 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _point(row: Mapping[str, Any], key: str, unit: str) -> tuple[str, float | None, str]:
     name = f"CP {row['settings']['parallel.cp']}"
-    return (name, float(row[key]), quantity(row[key], unit)) if row["outcome"] == "ok" else (name, None, _outcome(row))
+    return (name, float(row[key]), quantity(round(row[key]), unit)) if row["outcome"] == "ok" else (name, None, _outcome(row))
 
 
 def _outcome(row: Mapping[str, Any]) -> str:
