@@ -58,10 +58,12 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
         "of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. Computes: the share of a step in which the GPU "
         "does anything but communicate; where it is small, the step time is the host's.",
         "",
+        '<div class="pb-wide" markdown="1">',
+        "",
         "| | switch | step | | computes | peak memory | | loss | seen |",
         "| --- | --- | --: | --: | --: | --: | --: | --: | --- |",
     ]
-    return [*out, *(_switch(r, plain) for r in rows), ""]
+    return [*out, *(_switch(r, plain) for r in rows), "", "</div>", ""]
 
 
 def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
