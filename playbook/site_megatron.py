@@ -104,8 +104,8 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"## Context parallelism by length, on {gpus} GPUs",
         "",
         f"{_software(rows)} Qwen3-30B-A3B cut to {layers} layers over {gpus} GPUs, EP {gpus}, norms and expert activations recomputed; each rank of dp reads "
-        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. Computes: as above; where it is small, the host is too slow for a GPU's share "
-        "of the row, and more of it would cost little.",
+        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. Computes: the share of a step in which "
+        "the GPU does anything but communicate; the rest is communication, and waiting for the host or for other ranks.",
         "",
         "| length | CP | tokens/s per GPU | step | computes | peak memory |",
         "| --- | --: | --: | --: | --: | --: |",
