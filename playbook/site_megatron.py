@@ -22,6 +22,7 @@ INTRO = """# The megatron backend, switch by switch
 One run of each switch on Qwen3-30B-A3B cut down in depth, with random tokens in rows of 4096: a **screening**. It shows that a switch works, roughly what
 it costs, and what of it was seen to run. One run says nothing about differences of a few percent; the claims on the cards do, from matched runs.
 """
+COMPUTES = "Computes: the share of a step in which the GPU does anything but communicate; the rest is communication, and waiting for the host or for other ranks."
 NONE = "No table has been made yet: `python tests/gpu/megatron_table.py one two four` makes it on a machine with GPUs."
 _TABLES = {
     "one": "On one GPU",
@@ -55,8 +56,7 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
         f"## {title}",
         "",
         f"{_software(rows)} Step time and memory against the row `plain`; loss: the largest relative difference of any step's loss from that row's. Seen: how many "
-        "of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. Computes: the share of a step in which the GPU "
-        "does anything but communicate; where it is small, the step time is the host's.",
+        f"of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. {COMPUTES}",
         "",
         '<div class="pb-wide" markdown="1">',
         "",
@@ -104,8 +104,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"## Context parallelism by length, on {gpus} GPUs",
         "",
         f"{_software(rows)} Qwen3-30B-A3B cut to {layers} layers over {gpus} GPUs, EP {gpus}, norms and expert activations recomputed; each rank of dp reads "
-        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. Computes: the share of a step in which "
-        "the GPU does anything but communicate; the rest is communication, and waiting for the host or for other ranks.",
+        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. {COMPUTES}",
         "",
         "| length | CP | tokens/s per GPU | step | computes | peak memory |",
         "| --- | --: | --: | --: | --: | --: |",

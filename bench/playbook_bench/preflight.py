@@ -333,13 +333,16 @@ def commit(folder: Path | None = None) -> str | None:
     return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]).strip() else "")
 
 
-def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
-    """The variable that hides from the ranks what the profile may not use."""
-    if profile == CPU:
-        return {"CUDA_VISIBLE_DEVICES": ""}
+def device_ids(machine: Machine) -> list[str]:
+    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, if it names some."""
     have = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     gpus = gpus_per_node(machine)
-    return {"CUDA_VISIBLE_DEVICES": ",".join((have or [str(i) for i in range(gpus)])[:gpus])}
+    return (have or [str(i) for i in range(gpus)])[:gpus]
+
+
+def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
+    """The variable that hides from the ranks what the profile may not use."""
+    return {"CUDA_VISIBLE_DEVICES": "" if profile == CPU else ",".join(device_ids(machine))}
 
 
 def _nvidia_smi(arguments: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ class Telemetry:
     """A context: nvidia-smi writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
 
     def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
-        self.devices = preflight.visible_devices(preflight.restrict(machine, profile), profile)["CUDA_VISIBLE_DEVICES"]
+        self.devices = preflight.device_ids(preflight.restrict(machine, profile))
         self.path = folder / "telemetry.csv"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -28,7 +28,15 @@ class Telemetry:
         if self.devices:
             try:
                 with self.path.open("wb") as out:
-                    command = ["nvidia-smi", "-i", self.devices, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "1000"]
+                    command = [
+                        "nvidia-smi",
+                        "-i",
+                        ",".join(self.devices),
+                        f"--query-gpu={_QUERY}",
+                        "--format=csv,noheader,nounits",
+                        "-lms",
+                        "1000",
+                    ]
                     self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
             except OSError:
                 self._process = None

@@ -210,8 +210,7 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="a process of its own for each rank")
     arguments = parser.parse_args()
     began = time.monotonic()
-    shown = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    devices = (shown or [str(i) for i in range(preflight.detect().gpus)])[: arguments.gpus]
+    devices = preflight.device_ids(preflight.detect())[: arguments.gpus]
     num_gpus = len(devices)
     held = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
     todo = [

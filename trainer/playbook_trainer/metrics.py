@@ -164,7 +164,10 @@ class Recorder:
             for each in self.trackers:
                 each.log(row["step"], figures(row))
         self.say(self._line(rows[-1]))
-        self._mark = self.pending[-1][1] if self.device.type == "cuda" else self._now()
+        if self.device.type == "cuda":
+            self._mark = self.pending[-1][1]  # the device's clock runs on while the host writes
+        else:
+            self._restart()
         self.pending.clear()
 
     def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
