@@ -13,8 +13,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -208,8 +208,11 @@ class _Packet:
     lanes: dict[str, LaneState] = field(default_factory=dict)
 
     def pin_memory(self) -> _Packet:
-        """Called by the DataLoader's pinning thread."""
-        return replace(self, batch=_map_tensors(self.batch, lambda tensor: tensor.pin_memory()))
+        """Called by the DataLoader's pinning thread. Pixels alone: a rank first takes its share of everything else, and the host may read pinned memory slowly."""
+        if self.batch is None or self.batch.vision is None:
+            return self
+        vision = replace(self.batch.vision, pixels_PC=self.batch.vision.pixels_PC.pin_memory())
+        return replace(self, batch=replace(self.batch, vision=vision))
 
 
 class _MicroBatches(Dataset[_Packet]):
@@ -248,14 +251,6 @@ class _Endless(Sampler[int]):
 
 def _uses_cuda(config: TrainerConfig) -> bool:
     return config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
-
-
-def _map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: _map_tensors(getattr(value, f.name), function) for f in fields(value)})
-    return value
 
 
 def _die_with(parent: int, _worker: int) -> None:

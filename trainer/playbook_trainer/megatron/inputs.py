@@ -65,8 +65,10 @@ def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     rows = config.train.micro_batch_size
     if batch.tokens_N.numel() % rows:
         raise AssertionError("rows of unequal length in a batch of rows")
-    take = slices(batch.tokens_N.numel() // rows, axes.cp)
-    tokens, labels, positions = (t.view(rows, -1)[:, take] for t in (batch.tokens_N, batch.labels_N, batch.positions))
+    tokens, labels, positions = (t.view(rows, -1) for t in (batch.tokens_N, batch.labels_N, batch.positions))
+    if axes.cp.size > 1:
+        take = slices(tokens.shape[1], axes.cp)
+        tokens, labels, positions = tokens[:, take], labels[:, take], positions[:, take]
     return _inputs(tokens, labels, positions, None, 0, batch)
 
 

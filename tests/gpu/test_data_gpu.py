@@ -1,0 +1,35 @@
+"""What of a batch lies in pinned memory, and that it reaches the GPU whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+from ranks import ROOT
+
+from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.data.loader import build_loader
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pixels_alone_are_pinned(workers: int) -> None:
+    config = load(ROOT / "trainer/configs/qwen3_vl_moe_tiny.yaml", parse_overrides([f"data.num_workers={workers}"]))
+    loader = build_loader(config, dp_rank=0, dp_size=1)
+    batch = next(iter(loader))[0]
+    loader.close()
+    assert batch.vision is not None
+    assert batch.vision.pixels_PC.is_pinned()
+    # Ranks take their shares of these, and so read them.
+    for read in (batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens, batch.vision.visual_index_V):
+        assert not read.is_pinned()
+    there = batch.to(torch.device("cuda", 0))
+    assert there.vision is not None
+    assert there.tokens_N.is_cuda
+    assert torch.equal(there.tokens_N.cpu(), batch.tokens_N)
+    assert torch.equal(there.vision.pixels_PC.cpu(), batch.vision.pixels_PC)
