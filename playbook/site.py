@@ -87,7 +87,7 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(reference or Reference()),
         "_generated/parity.md": parity_page(out / "parity"),
-        "_generated/megatron.md": megatron_page(out / "parity"),
+        "_generated/megatron.md": megatron_page(out / "parity", reference.revision if reference else None),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}

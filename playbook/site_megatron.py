@@ -1,10 +1,12 @@
-"""The page on the megatron backend's switches: one short run each, against the plain one, and context parallelism by length.
+"""The page on the megatron backend's switches: one short run each, against the plain one; context parallelism by length; and bare megatron-core.
 
-The rows come from `tests/gpu/megatron_table.py`, on a machine that has the GPUs.
+The rows come from `tests/gpu/megatron_table.py` and `tests/gpu/beside_bare.py`, on a machine that has the GPUs.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +18,7 @@ from playbook.site_text import attribute, code, quantity, text
 
 SWITCHES = "megatron-switches.jsonl"
 CONTEXT = "megatron-cp.jsonl"
+BARE = "megatron-bare.jsonl"
 
 INTRO = """# The megatron backend, switch by switch
 
@@ -32,23 +35,68 @@ _TABLES = {
 _PLAIN = "plain"
 _LAYERS = 24
 _WANTED = ["table", "group", "name", "gpus", "settings", "outcome"]
+_UNMARKED = 2
+"""The performance revision of rows that do not name theirs."""
 
 
-def megatron_page(folder: Path) -> str:
-    """The page, from the rows below `folder`.
+def megatron_page(folder: Path, revision: int | None = None) -> str:
+    """The page, from the rows below `folder`; rows of a revision of the trainer before `revision` are marked.
 
     Raises:
         FileError: rows of another shape.
     """
     rows, lengths = (read_rows(folder / name, _WANTED) for name in (SWITCHES, CONTEXT))
+    bare = read_rows(folder / BARE, ["setting", "side", "pair", "gpus", "words", "outcome"])
     parts = [INTRO, *([] if rows else [NONE, ""])]
     for table, title in _TABLES.items():
-        parts += _switches([r for r in rows if r["table"] == table], title)
-    by_table = groupby(lengths, key=lambda r: str(r["table"]))
-    return "\n".join([*parts, *(line for _, found in by_table for line in _lengths(list(found)))])
+        parts += _switches([r for r in rows if r["table"] == table], title, revision)
+    for _, found in groupby(lengths, key=lambda r: str(r["table"])):
+        parts += _lengths(list(found), revision)
+    for _, runs in groupby(bare, key=lambda r: (r["gpus"], r["words"])):
+        parts += _beside_bare(list(runs), revision)
+    return "\n".join(parts)
 
 
-def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
+def _older(rows: Sequence[Mapping[str, Any]], revision: int | None) -> str:
+    """What has to be known of rows that the trainer as it is did not make."""
+    made = {int(r.get("revision") or _UNMARKED) for r in rows if r["outcome"] == "ok" and r.get("side") != "bare"}
+    if revision is None or not made or min(made) >= revision:
+        return ""
+    return f" **Made before performance revision {revision} of the trainer ({text(min(made))}): its steps have become shorter since, as the log tells.**"
+
+
+def _beside_bare(rows: Sequence[Mapping[str, Any]], revision: int | None) -> list[str]:
+    """The trainer beside a loop of megatron-core's own classes around its own model, in turns."""
+    out = [
+        f"## Beside megatron-core by itself, on {int(rows[0]['gpus'])} GPUs",
+        "",
+        f"{_software(rows)} The same configuration in turns on the same GPUs: a loop of megatron-core's own classes around its own model, and this trainer. Tokens per "
+        "second and GPU over all timed seconds, the median of the launches; the ratio is the geometric mean over pairs, with the lowest and highest. Seen: what the "
+        f"receipt must show of the dispatcher.{_older(rows, revision)}",
+        "",
+        "| setting | pairs | by itself | this trainer | ratio | | seen |",
+        "| --- | --: | --: | --: | --: | --- | --- |",
+    ]
+    if rows[0]["words"]:
+        out[2] += f" With {', '.join(code(w) for w in rows[0]['words'])}."
+    for setting, each in groupby(rows, key=lambda r: str(r["setting"])):
+        runs = list(each)
+        speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in runs if r["outcome"] == "ok"}
+        pairs = sorted({p for _, p in speeds if ("bare", p) in speeds and ("ours", p) in speeds})
+        if not pairs:
+            continue
+        bare, ours = ([speeds[(side, p)] for p in pairs] for side in ("bare", "ours"))
+        ratios = [b / a for a, b in zip(bare, ours, strict=True)]
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        seen = next((_seen(r) for r in runs if r.get("proof")), "")
+        out.append(
+            f"| {text(setting)} | {len(pairs)} | {statistics.median(bare):,.0f} | {statistics.median(ours):,.0f} | {mean:.3f} | "
+            f"{min(ratios):.2f} to {max(ratios):.2f} | {seen} |"
+        )
+    return [*out, ""]
+
+
+def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | None) -> list[str]:
     if not rows:
         return []
     plain = next((r for r in rows if r["group"] == r["name"] == _PLAIN and r["outcome"] == "ok"), {})
@@ -56,7 +104,7 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str) -> list[str]:
         f"## {title}",
         "",
         f"{_software(rows)} Step time and memory against the row `plain`; loss: the largest relative difference of any step's loss from that row's. Seen: how many "
-        f"of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. {COMPUTES}",
+        f"of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. {COMPUTES}{_older(rows, revision)}",
         "",
         '<div class="pb-wide" markdown="1">',
         "",
@@ -98,13 +146,13 @@ def _seen(row: Mapping[str, Any]) -> str:
     )
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _lengths(rows: Sequence[Mapping[str, Any]], revision: int | None) -> list[str]:
     gpus, layers = int(rows[0]["gpus"]), int(rows[0]["settings"].get("model.num_layers", _LAYERS))
     out = [
         f"## Context parallelism by length, on {gpus} GPUs",
         "",
         f"{_software(rows)} Qwen3-30B-A3B cut to {layers} layers over {gpus} GPUs, EP {gpus}, norms and expert activations recomputed; each rank of dp reads "
-        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. {COMPUTES}",
+        f"one row a step, so CP 1 reads {gpus} rows and CP {gpus} one. Out of memory is a result. {COMPUTES}{_older(rows, revision)}",
         "",
         "| length | CP | tokens/s per GPU | step | computes | peak memory |",
         "| --- | --: | --: | --: | --: | --: |",

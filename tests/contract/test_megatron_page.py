@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook.site_megatron import CONTEXT, SWITCHES, megatron_page
+from playbook.site_megatron import BARE, CONTEXT, SWITCHES, megatron_page
 
 GIB = 2**30
 
@@ -53,6 +53,26 @@ def test_lengths_are_drawn_and_the_longest_that_fits_is_named(tmp_path):
     assert "| 65,536 | 2 | 20,480 | 0.20 s | 82 % | 40.0 GiB |" in page
     assert "CP 1 8,192 tokens; CP 2 65,536 tokens, and no longer one has been measured." in page
     assert page.count("<svg") == 4
+
+
+def test_the_trainer_stands_beside_megatron_core_by_whole_pairs(tmp_path):
+    def run(pair, side, speed, **more):
+        about = {"setting": "all-to-all", "side": side, "pair": pair, "gpus": 4, "words": [], "outcome": "ok"}
+        return about | {"tokens_per_s_per_gpu": speed, "versions": {"torch": "2.11.0"}} | more
+
+    proof = [{"rule": "require all_to_all on ep", "observed": 96.0, "expected": ">= 96", "ok": True}]
+    rows = [run(0, "bare", 20_000.0), run(0, "ours", 19_600.0, proof=proof, revision=3), run(1, "ours", 20_400.0), run(1, "bare", 20_000.0)]
+    written(tmp_path, BARE, [*rows, run(2, "bare", 10.0), run(2, "ours", 0.0, outcome="failed", message="no")])
+    page = megatron_page(tmp_path)
+    assert "| all-to-all | 2 | 20,000 | 20,000 | 1.000 | 0.98 to 1.02 | 1 of 1 |" in page
+
+
+def test_rows_of_an_older_revision_say_so(tmp_path):
+    written(tmp_path, SWITCHES, [row("plain", "plain"), row("attn", "graphs", revision=3)])
+    assert "Made before performance revision 3 of the trainer (2)" in megatron_page(tmp_path, 3)
+    assert "Made before" not in megatron_page(tmp_path, 2)
+    written(tmp_path, SWITCHES, [row("plain", "plain", revision=3)])
+    assert "Made before" not in megatron_page(tmp_path, 3)
 
 
 def test_the_shipped_rows_make_a_page():

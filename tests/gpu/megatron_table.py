@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 
 from playbook_bench import launch, preflight, receipt, series  # noqa: E402
+from playbook_bench.case import Rule  # noqa: E402
 from playbook_bench.records import Observed  # noqa: E402
 from playbook_trainer import template  # noqa: E402
 
@@ -69,22 +70,27 @@ def start(row: Row, gpus: tuple[str, ...], fork: bool) -> Job:
     job = Job(row, gpus, Path(tempfile.mkdtemp(prefix="megatron-row-")), forked=fork)
     port = launch.free_port()
     for rank in range(row.gpus):
-        env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(row.gpus),
-            "LOCAL_WORLD_SIZE": str(row.gpus),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # The compiler's pool of processes would cost more than the few functions that it compiles.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(launch.import_paths()),
-            "OMP_NUM_THREADS": "1",  # as torchrun sets
-        }
         start_rank = template.fork if fork else _spawn
-        job.pids.append(start_rank(words(row, job.folder), {**os.environ, **env}, job.folder / f"rank{rank}.log"))
+        job.pids.append(start_rank(words(row, job.folder), environment(rank, gpus, port), job.folder / f"rank{rank}.log"))
     return job
+
+
+def environment(rank: int, gpus: Sequence[str], port: int) -> dict[str, str]:
+    """The environment of one of as many ranks as there are GPUs."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(len(gpus)),
+        "LOCAL_WORLD_SIZE": str(len(gpus)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        # The compiler's pool of processes would cost more than the few functions that it compiles.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(launch.import_paths()),
+        "OMP_NUM_THREADS": "1",  # as torchrun sets
+    }
 
 
 def _spawn(arguments: list[str], env: dict[str, str], log: Path) -> int:
@@ -133,24 +139,32 @@ def record(job: Job) -> dict[str, Any]:
     }
     if out["outcome"] != "ok":
         return out | {"message": job.ended or reason(ranks)}
-    seen = series.read_run(job.folder)
+    return out | measured(job.folder, row.gpus, row.proof)
+
+
+def measured(folder: Path, gpus: int, proof: Sequence[Rule]) -> dict[str, Any]:
+    """What a run that came to its end has left in its folder, and whether its receipt shows what it must."""
+    seen = series.read_run(folder)
     timed = [s for s in seen.fields["samples"] if s.timed]
-    tokens = sum(s.useful_tokens for s in timed) / sum(s.seconds for s in timed) / row.gpus
-    checks = [receipt.judge_rule(rule, False, "row", seen.fields["observed"] or Observed()) for rule in row.proof]
-    out |= {
+    observed = seen.fields["observed"]
+    checks = [receipt.judge_rule(rule, False, "row", observed or Observed()) for rule in proof]
+    return {
         "step_s": round(statistics.median(s.seconds for s in timed), 5),
-        "tokens_per_s_per_gpu": round(tokens, 1),
+        "tokens_per_s_per_gpu": round(sum(s.useful_tokens for s in timed) / sum(s.seconds for s in timed) / gpus, 1),
         "peak_memory_bytes": max(s.peak_memory_bytes for s in timed),
         "losses": [s.loss for s in seen.fields["samples"]],
         "grad_norm": seen.fields["samples"][0].grad_norm,
         "proof": [{"rule": c.rule, "observed": c.observed, "expected": c.expected, "ok": c.ok} for c in checks],
-        "gpu_computing_percent": round(seen.fields["observed"].counters.get("gpu_computing_percent", 0.0), 1)
-        if seen.fields["observed"]
-        else None,
-        "versions": {k: v for k, v in preflight.versions().items() if k in ("torch", "megatron-core", "transformer-engine")},
+        "gpu_computing_percent": round(observed.counters.get("gpu_computing_percent", 0.0), 1) if observed else None,
+        "versions": versions(),
         "device": seen.fingerprint.strict.get("device_name"),
+        "revision": seen.fields["performance_revision"],
     }
-    return out
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a row is about."""
+    return {k: v for k, v in preflight.versions().items() if k in ("torch", "megatron-core", "transformer-engine")}
 
 
 def reason(ranks: Sequence[launch.Ended]) -> str:

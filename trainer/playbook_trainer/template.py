@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -87,8 +87,17 @@ def import_all(backend: str) -> bool:
     return torch is not None and not torch.cuda.is_initialized()
 
 
-def fork(words: list[str], environment: Mapping[str, str], log: Path, answers: TextIO | None = None) -> int:
-    """The process id of a new rank, in a session of its own, that dies with this process; it closes `answers`, which are not its own."""
+def fork(
+    words: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    answers: TextIO | None = None,
+    run: Callable[[list[str]], int] | None = None,
+) -> int:
+    """The process id of a new rank, in a session of its own, that dies with this process; it closes `answers`, which are not its own.
+
+    The rank is the trainer's, or whatever `run` does with the words.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -108,7 +117,7 @@ def fork(words: list[str], environment: Mapping[str, str], log: Path, answers: T
         os.environ.update(environment)
         from playbook_trainer.__main__ import main as rank
 
-        code = rank(words)
+        code = (run or rank)(words)
     except BaseException:
         traceback.print_exc()
     finally:

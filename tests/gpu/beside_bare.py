@@ -1,0 +1,164 @@
+"""The megatron backend beside megatron-core by itself: the same configuration in turns on the same GPUs, into docs/parity/megatron-bare.jsonl.
+
+    python tests/gpu/beside_bare.py --pairs 4 --budget 500                          # all settings
+    python tests/gpu/beside_bare.py --only all-to-all --pairs 4 parallel.ep=2 model.num_layers=16   # on two GPUs
+
+Words of the form key.path=value go to both sides. Which side is first changes from pair to pair; all ranks are forks of one process. Both count all
+seconds between the first timed step and the last, on all ranks. Pairs that the file holds are not run again, unless `--again` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
+
+import bare_megatron  # noqa: E402
+from megatron_rows import ONE_KERNEL  # noqa: E402
+from megatron_table import Job, environment, is_done, measured, reason, versions  # noqa: E402
+
+from playbook_bench import launch, preflight, stats  # noqa: E402
+from playbook_bench.case import Rule  # noqa: E402
+from playbook_trainer import template  # noqa: E402
+from playbook_trainer.config import load, parse_overrides  # noqa: E402
+
+CONFIG = "trainer/configs/qwen3_30b_a3b_24l_megatron.yaml"
+FILE = "megatron-bare.jsonl"
+SIDES = ("bare", "ours")
+
+_RECOMPUTE = ("train.recompute=selective", "train.recompute_modules=[layernorm,moe_act]")
+_EXCHANGES = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
+SETTINGS: dict[str, tuple[tuple[str, ...], tuple[Rule, ...]]] = {
+    "all-to-all": (("moe.dispatcher=alltoall",), (_EXCHANGES,)),
+    "all-gather": (
+        ("moe.dispatcher=allgather",),
+        (Rule(collective="reduce_scatter", group="etp_ep", count="moe_layers * microbatches", op=">="),),
+    ),
+    "all-to-all, one kernel for all experts": (("moe.dispatcher=alltoall", "megatron.grouped_gemm=cutlass"), (_EXCHANGES, ONE_KERNEL)),
+    "all-to-all, micro-batch 6, norms and expert activations recomputed": (
+        ("moe.dispatcher=alltoall", "rows=6", *_RECOMPUTE),
+        (_EXCHANGES,),
+    ),
+}
+"""The words of each, and what the receipt of our side must show; `rows` stands for a micro-batch of so many rows on each GPU, and one of them a step."""
+
+
+def words(setting: str, more: Sequence[str], gpus: int) -> list[str]:
+    """The arguments of both sides."""
+    own, rows = [], 4
+    for word in SETTINGS[setting][0]:
+        if word.startswith("rows="):
+            rows = int(word.removeprefix("rows="))
+        else:
+            own.append(word)
+    batch = [f"train.micro_batch_size={rows}", f"train.global_batch_size={rows * gpus}"]
+    return [str(ROOT / CONFIG), f"parallel.ep={gpus}", *batch, "train.receipt=false", *own, *more]
+
+
+def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Rule], limit_s: float) -> dict[str, Any]:
+    """One launch of one side; its figures, or why it has none."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{side}-"))
+    job, port = Job(None, tuple(gpus), folder), launch.free_port()  # type: ignore[arg-type]  # of no table
+    start: Callable[[list[str]], int] | None = bare_megatron.main if side == "bare" else None
+    config = load(Path(arguments[0]), parse_overrides(arguments[1:]))
+    kernel = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if side == "bare" and config.megatron.grouped_gemm == "cutlass" else {}
+    for rank in range(len(gpus)):
+        env = {**environment(rank, gpus, port), **kernel}
+        job.pids.append(template.fork([*arguments, f"output={folder}"], env, folder / f"rank{rank}.log", run=start))
+    while not is_done(job, limit_s):
+        time.sleep(0.1)
+    ranks = [launch.Ended(r, code, folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
+    out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1)}
+    try:
+        if job.ended or any(job.codes.values()):
+            return out | {"outcome": "failed", "message": job.ended or reason(ranks)}
+        if side == "ours":
+            return out | {"outcome": "ok"} | measured(folder, len(gpus), proof)
+        found = json.loads((folder / bare_megatron.RESULT).read_text())
+        return out | {"outcome": "ok"} | found | {"versions": versions()}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], setting: str) -> list[float]:
+    """Tokens per second of our side over those of bare megatron-core, pair by pair."""
+    by = {(r["side"], r["pair"]): r for r in rows if r["setting"] == setting and r["outcome"] == "ok"}
+    pairs = sorted({pair for _, pair in by})
+    both = [(by[("bare", i)], by[("ours", i)]) for i in pairs if all((side, i) in by for side in SIDES)]
+    return [ours["tokens_per_s_per_gpu"] / bare["tokens_per_s_per_gpu"] for bare, ours in both]
+
+
+def summary(found: Sequence[float]) -> str:
+    """Their geometric mean, with its interval of 95 % from two pairs on."""
+    mean = math.exp(math.fsum(map(math.log, found)) / len(found))
+    if len(found) < 2:
+        return f"{mean:.3f} (one pair)"
+    sure = stats.interval([math.log(r) for r in found], 0.05)
+    return f"{mean:.3f} [{math.exp(sure.low):.3f}, {math.exp(sure.high):.3f}], {len(found)} pairs"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="key.path=value for both sides")
+    parser.add_argument(
+        "--only", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING", help=f"of: {'; '.join(SETTINGS)}"
+    )
+    parser.add_argument("--pairs", type=int, default=4, help="of each setting")
+    parser.add_argument("--budget", type=float, default=500, help="seconds after which nothing is started")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that a launch may take")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity", help="folder of the file")
+    parser.add_argument("--again", action="store_true", help="run pairs that the file already holds")
+    arguments = parser.parse_intermixed_args(argv)
+    began, path = time.monotonic(), arguments.out / FILE
+    gpus = preflight.device_ids(preflight.detect())
+    if not gpus or not template.import_all("megatron"):
+        print("needs GPUs that no import has touched yet", file=sys.stderr)
+        return 2
+    print(f"{len(gpus)} GPUs, imports {time.monotonic() - began:.0f} s", flush=True)
+    compare(arguments, gpus, began, path)
+    return 0
+
+
+def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, path: Path) -> None:
+    """Every pair of every setting for which there is time, written down launch by launch."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    about = {"gpus": len(gpus), "words": arguments.words}
+    for setting in arguments.only:
+        for pair in range(arguments.pairs):
+            held = [r for r in rows if (r["setting"], r["pair"]) == (setting, pair) and r["outcome"] == "ok"]
+            if len(held) == 2 and not arguments.again:
+                continue
+            rows = [r for r in rows if (r["setting"], r["pair"]) != (setting, pair)]
+            for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
+                if time.monotonic() - began > arguments.budget:
+                    print("the budget leaves out the rest", flush=True)
+                    return
+                proof = SETTINGS[setting][1] if side == "ours" and pair == 0 else ()
+                asked = [*words(setting, arguments.words, len(gpus)), *(["train.receipt=true"] if proof else [])]
+                found = {"setting": setting, "side": side, "pair": pair, **about, **run(side, asked, gpus, proof, arguments.limit)}
+                rows.append(found)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+                figures = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU" if found["outcome"] == "ok" else found["message"]
+                shown = "".join(f"  {p['rule']}: {p['observed']}{'' if p['ok'] else ' NOT SHOWN'}" for p in found.get("proof", []))
+                print(f"{setting}  pair {pair}  {side}  {figures}{shown}  [{found['wall_s']} s]", flush=True)
+        if now := ratios(rows, setting):
+            print(f"{setting}: ours / bare {summary(now)}", flush=True)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

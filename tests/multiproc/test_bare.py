@@ -1,0 +1,84 @@
+"""The comparison of the megatron backend with megatron-core by itself, on a CPU: both sides train the same model, and a second call goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+from ranks import ROOT
+
+pytest.importorskip("megatron.core")
+
+import beside_bare
+
+from playbook_trainer import checks, config
+from playbook_trainer.megatron import checks as megatron
+
+TINY = [
+    "model=qwen3_moe_tiny",
+    "data.seq_len=64",
+    "train.dtype=fp32",
+    "moe.router_dtype=bf16",
+    "optimizer.moments_dtype=fp32",
+    "megatron.precision_aware_optimizer=false",
+    "megatron.grad_reduce_dtype=fp32",
+    "train.steps=5",
+    "train.warmup_steps=2",
+]
+
+
+def compare(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
+    """What a call says, and the rows that it leaves."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "bench", ROOT / "trainer")))
+    command = [sys.executable, str(Path(__file__).with_name("bare_ranks.py")), str(folder), "2", *TINY, *words]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, [json.loads(line) for line in (folder / beside_bare.FILE).read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
+    said, rows = compare(tmp_path, "--pairs", "1")
+    assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said
+    # As likely any token as another, on both sides: the first loss is the logarithm of the vocabulary.
+    expected = math.log(config.load(Path(beside_bare.words("all-to-all", [], 2)[0]), config.parse_overrides(TINY)).model.vocab_size)
+    assert all(r["losses"][0] == pytest.approx(expected, rel=0.2) and len(r["losses"]) == 5 for r in rows)
+    assert all(r["tokens_per_s_per_gpu"] > 0 for r in rows)
+    assert [p["ok"] for p in rows[1]["proof"]] == [True]
+    said, more = compare(tmp_path, "--pairs", "2")
+    assert [(r["pair"], r["side"]) for r in more] == [(0, "bare"), (0, "ours"), (1, "ours"), (1, "bare")]
+    assert more[:2] == rows
+    assert "2 pairs" in said
+    said, refused = compare(tmp_path, "--pairs", "1", "--again", "train.recompute=full")
+    assert [(r["pair"], r["side"], r["outcome"]) for r in refused[-2:]] == [(0, "bare", "failed"), (0, "ours", "ok")]
+    assert "not told: train.recompute" in refused[-2]["message"]
+    assert refused[:2] == more[2:]
+
+
+@pytest.mark.parametrize("setting", beside_bare.SETTINGS)
+def test_every_setting_is_a_legal_configuration(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "installed", lambda module: True)
+    words = beside_bare.words(setting, [], 4)
+    resolved = config.load(Path(words[0]), config.parse_overrides(words[1:]))
+    checks.check(resolved, 4)
+    assert resolved.train.global_batch_size == 4 * resolved.train.micro_batch_size
+
+
+def test_the_ratio_is_of_whole_pairs() -> None:
+    def row(pair: int, side: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
+        return {"setting": "all-to-all", "pair": pair, "side": side, "outcome": outcome, "tokens_per_s_per_gpu": speed}
+
+    rows = [row(0, "bare", 100.0), row(0, "ours", 98.0), row(1, "ours", 100.0), row(1, "bare", 100.0), row(2, "bare", 1.0)]
+    assert beside_bare.ratios(rows, "all-to-all") == [0.98, 1.0]
+    assert beside_bare.ratios([*rows, row(2, "ours", 5.0, "failed")], "all-to-all") == [0.98, 1.0]
+    assert beside_bare.summary([0.98, 1.0]).startswith("0.990 [0.8")
+    assert beside_bare.summary([0.98]) == "0.980 (one pair)"
