@@ -30,6 +30,9 @@ from playbook.site_text import (
     text,
 )
 
+NOTABLE_DATA = 0.03
+"""The share of a step at data from which it is said; the terminal says it from the same share on."""
+
 
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
@@ -150,8 +153,8 @@ def _checks(record: Record) -> str:
             for c in receipts
         ]
         parts.append("## Receipt: did the tested path run\n\n" + table(["Variant", "Rule", "Observed>", "Expected", "", "Launches>"], rows))
-    if computing := _computing(record):
-        parts.append(computing)
+    if spent := " ".join(filter(None, [_computing(record), _on_data(record)])):
+        parts.append(spent)
     gates = record.get("derived", "gates", default=[])
     if gates:
         rows = [
@@ -174,6 +177,23 @@ def _computing(record: Record) -> str:
             shares.setdefault(str(run.get("variant")), []).append(float(share))
     shown = ", ".join(f"{number(round(statistics.median(s)))} % of the step in {text(v)}" for v, s in sorted(shares.items()))
     return f"By a trace of one step, the GPU computed {shown}. The rest waited for other ranks or for the host." if shown else ""
+
+
+def _on_data(record: Record) -> str:
+    """What went by before batches were on their way to the device, of the variants for which it is worth a look."""
+    shares: dict[str, list[float]] = {}
+    for run in record.get("measured", "runs", default=[]):
+        timed = [s for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")] if run.get("role") == "measure" else []
+        if seconds := math.fsum(_seconds(s, "seconds") for s in timed):
+            shares.setdefault(str(run.get("variant")), []).append(math.fsum(_seconds(s, "data_seconds") for s in timed) / seconds)
+    medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
+    shown = ", ".join(f"{number(round(100 * m))} % of the step in {text(v)}" for v, m in medians.items() if m >= NOTABLE_DATA)
+    return f"The host spent {shown} on data." if shown else ""
+
+
+def _seconds(sample: Mapping[str, Any], name: str) -> float:
+    value = sample.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _yes(ok: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook.cli_text import plain
-from playbook_bench import confirm, receipt, schedule, verdict
+from playbook.site_evidence import NOTABLE_DATA
+from playbook_bench import confirm, metrics, receipt, schedule, verdict
 from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
 from playbook_bench.case import Case
@@ -123,6 +125,8 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     if shares := _computing(evidence):
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
+    if shares := _on_data(evidence):
+        out.print(Text(f"{_INDENT}the host spends {shares} on data"))
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
@@ -235,6 +239,16 @@ def _computing(evidence: Evidence) -> str:
     """How much of a step each variant's GPU computes, where that is known."""
     shares = {v: receipt.computing(evidence.measured.runs, v) for v in ("baseline", "candidate")}
     return ", ".join(f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None)
+
+
+def _on_data(evidence: Evidence) -> str:
+    """The part of a step that goes by before a batch is on its way to the device, of the variants for which it is worth a look."""
+    share, found = metrics.get("data_time_share").value, []
+    for variant in ("baseline", "candidate"):
+        each = [s for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (s := share(run)) is not None]
+        if each and (median := statistics.median(each)) >= NOTABLE_DATA:
+            found.append(f"{100 * median:.0f} % of the step in {variant}")
+    return ", ".join(found)
 
 
 def _receipts(checks: Sequence[Check]) -> str:

@@ -89,6 +89,7 @@ def fake(config, planted):
                 "seconds": STEP_S * factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step,
                 "useful_tokens": 1000,
                 "raw_tokens": 1024,
+                "data_seconds": planted.get("data", 0.0) * STEP_S,
             }
             f.write(json.dumps(row) + "\n")
             f.flush()

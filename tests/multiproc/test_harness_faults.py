@@ -199,6 +199,14 @@ def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
     assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
 
 
+def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
+    plant(baseline={"data": 0.12}, candidate={"data": 0.01})
+    out = io.StringIO()
+    report.print_outcome(bench(case(), tmp_path), report.console(out))
+    assert "the host spends 12 % of the step in baseline on data" in out.getvalue()
+    assert "in candidate on data" not in out.getvalue()
+
+
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
     plant(candidate={"slower": -0.5})
     found = only(

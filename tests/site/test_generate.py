@@ -157,6 +157,20 @@ def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) 
     assert "the GPU computed 31 % of the step in baseline, 98 % of the step in candidate" in page(tree, f"evidence/{ID}.md")
 
 
+def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path) -> None:
+    generate(tree)
+    assert "on data." not in page(tree, f"evidence/{ID}.md"), "too little to speak of"
+
+    def spend(data: dict[str, Any]) -> None:
+        for run in data["measured"]["runs"]:
+            for sample in run["samples"]:
+                sample["data_seconds"] = sample["seconds"] * (0.11 if run["variant"] == "candidate" else 0.001)
+
+    reseal(record(tree), spend)
+    generate(tree)
+    assert "The host spent 11 % of the step in candidate on data." in page(tree, f"evidence/{ID}.md")
+
+
 def trace(**changes: Any) -> dict[str, Any]:
     row = {"path": "decoder/dispatch", "phase": "forward", "count": 4.0, "num_ops": 8.0, "host_ms": 3.0, "busy_ms": 12.34, "sum_ms": 13.0}
     rows = [
