@@ -7,6 +7,7 @@ checkpoint, 6 hung, 1 any other error.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -44,6 +45,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 
+    gc.disable()  # imports make objects by the hundred thousand, and none of them is garbage
     import torch
 
     from playbook_trainer import tracker
@@ -51,6 +53,8 @@ def _run(words: list[str], rank: int, world: int) -> int:
     from playbook_trainer.loop import train
     from playbook_trainer.models import hf
 
+    gc.freeze()
+    gc.enable()
     tracker.check(config)
     loader.check(config)
     if config.init.weights is not None:

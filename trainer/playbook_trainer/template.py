@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -83,6 +84,9 @@ def import_all(backend: str) -> bool:
     for name in MODULES[backend]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # What is imported stays: collections in ranks need not look at it, nor copy its pages to mark it.
+    gc.collect()
+    gc.freeze()
     torch = sys.modules.get("torch")
     return torch is not None and not torch.cuda.is_initialized()
 
