@@ -12,21 +12,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import ROOT
 
 from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.data.loader import build_loader
+from playbook_trainer.data.loader import OF_PATCHES, build_loader
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_pixels_alone_are_pinned(workers: int) -> None:
+def test_what_is_of_patches_is_pinned_and_nothing_else(workers: int) -> None:
     config = load(ROOT / "trainer/configs/qwen3_vl_moe_tiny.yaml", parse_overrides([f"data.num_workers={workers}"]))
     loader = build_loader(config, dp_rank=0, dp_size=1)
     batch = next(iter(loader))[0]
     loader.close()
     assert batch.vision is not None
-    assert batch.vision.pixels_PC.is_pinned()
+    assert all(getattr(batch.vision, name).is_pinned() for name in OF_PATCHES)
     # Ranks take their shares of these, and so read them.
-    for read in (batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens, batch.vision.visual_index_V):
+    for read in (batch.tokens_N, batch.labels_N, batch.positions, batch.cu_seqlens, batch.vision.visual_index_V, batch.vision.cu_seqlens):
         assert not read.is_pinned()
     there = batch.to(torch.device("cuda", 0))
     assert there.vision is not None

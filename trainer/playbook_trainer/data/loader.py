@@ -36,6 +36,8 @@ PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
 COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", "samples_shortened")
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
+OF_PATCHES = ("pixels_PC", "rotary_P2", "pos_index_4P", "pos_weight_4P")
+"""What a batch's images have for each patch."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -208,15 +210,16 @@ class _Packet:
     lanes: dict[str, LaneState] = field(default_factory=dict)
 
     def pin_memory(self) -> _Packet:
-        """Called by the DataLoader's pinning thread. Pixels alone, which the host never reads again.
+        """Called by the DataLoader's pinning thread. Only what is of every patch, which is large and which the host never reads again.
 
         Of everything else a rank first takes its share, and in a running job that took 1 to 3 us for each number in pinned memory on machines
         where we have measured it, a tenth of a step; why is not known (an idle process reads it at full speed).
         """
-        if self.batch is None or self.batch.vision is None:
+        vision = self.batch.vision if self.batch is not None else None
+        if self.batch is None or vision is None:
             return self
-        vision = replace(self.batch.vision, pixels_PC=self.batch.vision.pixels_PC.pin_memory())
-        return replace(self, batch=replace(self.batch, vision=vision))
+        pinned = {name: getattr(vision, name).pin_memory() for name in OF_PATCHES}
+        return replace(self, batch=replace(self.batch, vision=replace(vision, **pinned)))
 
 
 class _MicroBatches(Dataset[_Packet]):
