@@ -135,12 +135,16 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
     """Every pair of every setting for which there is time, written down launch by launch."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     about = {"gpus": len(gpus), "words": arguments.words}
+
+    def alike(row: Mapping[str, Any]) -> bool:
+        return {k: row[k] for k in about} == about
+
     for setting in arguments.only:
         for pair in range(arguments.pairs):
-            held = [r for r in rows if (r["setting"], r["pair"]) == (setting, pair) and r["outcome"] == "ok"]
-            if len(held) == 2 and not arguments.again:
+            held = [r for r in rows if alike(r) and (r["setting"], r["pair"]) == (setting, pair)]
+            if sum(r["outcome"] == "ok" for r in held) == len(SIDES) and not arguments.again:
                 continue
-            rows = [r for r in rows if (r["setting"], r["pair"]) != (setting, pair)]
+            rows = [r for r in rows if r not in held]
             for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
                 if time.monotonic() - began > arguments.budget:
                     print("the budget leaves out the rest", flush=True)
@@ -148,13 +152,13 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
                 proof = SETTINGS[setting][1] if side == "ours" and pair == 0 else ()
                 asked = [*words(setting, arguments.words, len(gpus)), *(["train.receipt=true"] if proof else [])]
                 found = {"setting": setting, "side": side, "pair": pair, **about, **run(side, asked, gpus, proof, arguments.limit)}
-                rows.append(found)
+                rows = sorted([*rows, found], key=lambda r: (r["gpus"], r["words"], list(SETTINGS).index(r["setting"]), r["pair"]))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
                 figures = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU" if found["outcome"] == "ok" else found["message"]
                 shown = "".join(f"  {p['rule']}: {p['observed']}{'' if p['ok'] else ' NOT SHOWN'}" for p in found.get("proof", []))
                 print(f"{setting}  pair {pair}  {side}  {figures}{shown}  [{found['wall_s']} s]", flush=True)
-        if now := ratios(rows, setting):
+        if now := ratios([r for r in rows if alike(r)], setting):
             print(f"{setting}: ours / bare {summary(now)}", flush=True)
 
 
