@@ -11,7 +11,8 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from playbook.errors import ConfigError, PlaybookError
@@ -45,16 +46,14 @@ def _run(words: list[str], rank: int, world: int) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 
-    gc.disable()  # imports make objects by the hundred thousand, and none of them is garbage
-    import torch
+    with _uncollected():
+        import torch
 
-    from playbook_trainer import tracker
-    from playbook_trainer.data import loader
-    from playbook_trainer.loop import train
-    from playbook_trainer.models import hf
+        from playbook_trainer import tracker
+        from playbook_trainer.data import loader
+        from playbook_trainer.loop import train
+        from playbook_trainer.models import hf
 
-    gc.freeze()
-    gc.enable()
     tracker.check(config)
     loader.check(config)
     if config.init.weights is not None:
@@ -68,6 +67,23 @@ def _run(words: list[str], rank: int, world: int) -> int:
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
         return OUT_OF_MEMORY
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Imports make objects by the hundred thousand, which stay: the collector looks at none of them, now or later.
+
+    Where the process has imported torch before, it has more than imports, and nothing is done.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _check_output(folder: Path) -> None:
