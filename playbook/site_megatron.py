@@ -67,18 +67,17 @@ def _older(rows: Sequence[Mapping[str, Any]], revision: int | None) -> str:
 
 def _beside_bare(rows: Sequence[Mapping[str, Any]], revision: int | None) -> list[str]:
     """The trainer beside a loop of megatron-core's own classes around its own model, in turns."""
+    words = ", ".join(code(w) for w in rows[0]["words"])
     out = [
         f"## Beside megatron-core by itself, on {int(rows[0]['gpus'])} GPUs",
         "",
         f"{_software(rows)} The same configuration in turns on the same GPUs: a loop of megatron-core's own classes around its own model, and this trainer. Tokens per "
         "second and GPU over all timed seconds, the median of the launches; the ratio is the geometric mean over pairs, with the lowest and highest. Seen: what the "
-        f"receipt must show of the dispatcher.{_older(rows, revision)}",
+        f"receipt must show of the dispatcher.{f' With {words}.' if words else ''}{_older(rows, revision)}",
         "",
         "| setting | pairs | by itself | this trainer | ratio | | seen |",
         "| --- | --: | --: | --: | --: | --- | --- |",
     ]
-    if rows[0]["words"]:
-        out[2] += f" With {', '.join(code(w) for w in rows[0]['words'])}."
     for setting, each in groupby(rows, key=lambda r: str(r["setting"])):
         runs = list(each)
         speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in runs if r["outcome"] == "ok"}

@@ -65,6 +65,9 @@ def test_the_trainer_stands_beside_megatron_core_by_whole_pairs(tmp_path):
     written(tmp_path, BARE, [*rows, run(2, "bare", 10.0), run(2, "ours", 0.0, outcome="failed", message="no")])
     page = megatron_page(tmp_path)
     assert "| all-to-all | 2 | 20,000 | 20,000 | 1.000 | 0.98 to 1.02 | 1 of 1 |" in page
+    assert " With " not in page
+    written(tmp_path, BARE, [r | {"words": ["parallel.ep=2"]} for r in rows])
+    assert " With <code>parallel.ep=2</code>." in megatron_page(tmp_path)
 
 
 def test_rows_of_an_older_revision_say_so(tmp_path):
