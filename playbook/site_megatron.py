@@ -80,19 +80,25 @@ def _beside_bare(rows: Sequence[Mapping[str, Any]], revision: int | None) -> lis
     ]
     for setting, each in groupby(rows, key=lambda r: str(r["setting"])):
         runs = list(each)
-        speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in runs if r["outcome"] == "ok"}
-        pairs = sorted({p for _, p in speeds if ("bare", p) in speeds and ("ours", p) in speeds})
-        if not pairs:
+        found = pairs(runs)
+        if not found:
             continue
-        bare, ours = ([speeds[(side, p)] for p in pairs] for side in ("bare", "ours"))
-        ratios = [b / a for a, b in zip(bare, ours, strict=True)]
+        ratios = [ours / bare for bare, ours in found]
+        bare, ours = (statistics.median(side) for side in zip(*found, strict=True))
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         seen = next((_seen(r) for r in runs if r.get("proof")), "")
         out.append(
-            f"| {text(setting)} | {len(pairs)} | {statistics.median(bare):,.0f} | {statistics.median(ours):,.0f} | {mean:.3f} | "
-            f"{min(ratios):.2f} to {max(ratios):.2f} | {seen} |"
+            f"| {text(setting)} | {len(found)} | {bare:,.0f} | {ours:,.0f} | {mean:.3f} | {min(ratios):.2f} to {max(ratios):.2f} | {seen} |"
         )
     return [*out, ""]
+
+
+def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Tokens per second and GPU of bare megatron-core and of this trainer, for each pair of one setting of which both have come to their end."""
+    speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in rows if r["outcome"] == "ok"}
+    return [
+        (speed, speeds[("ours", pair)]) for (side, pair), speed in sorted(speeds.items()) if side == "bare" and ("ours", pair) in speeds
+    ]
 
 
 def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | None) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from playbook.errors import ConfigError
-from playbook_trainer.config import TrainerConfig, load, parse_overrides
+from playbook_trainer.config import TrainerConfig, dump, load, parse_overrides
 
 RESULT = "bare.json"
 
@@ -63,20 +64,57 @@ def everyone_is_here(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+READ = {
+    *(f"data.{k}" for k in ("kind", "pack", "seq_len")),
+    *(f"parallel.{k}" for k in ("tp", "cp", "ep", "etp", "sequence_parallel")),
+    *(f"moe.{k}" for k in ("dispatcher", "router_dtype")),
+    *(f"optimizer.{k}" for k in ("lr", "weight_decay", "clip_norm", "schedule", "moments_dtype")),
+    *(f"megatron.{k}" for k in ("aux_loss_coeff", "precision_aware_optimizer", "grad_reduce_dtype")),
+    *(f"train.{k}" for k in ("steps", "warmup_steps", "micro_batch_size", "global_batch_size", "dtype", "recompute", "recompute_modules")),
+    *("backend", "seed", "output"),
+    "megatron.grouped_gemm",  # by the environment, as the trainer too
+}
+"""What this script makes of the configuration, beside the model."""
+NO_MATTER = {"train.log_every", "train.receipt", "train.straggler_every", "train.hang_timeout_s", "data.num_workers"}
+"""What changes nothing in a step."""
+MODEL = {"qk_norm", "num_experts", "top_k", "expert_ffn_size", "ffn_size", "rms_norm_eps", "rope_theta", "tie_word_embeddings"}
+"""Of the model, what it reads beside the sizes that every model has."""
+IDS = {"eos_token_id", "pad_token_id"}
+
+
 def refuse(config: TrainerConfig) -> None:
-    """Stop at what this script would leave out."""
-    model, par, train = config.model, config.parallel, config.train
-    said = {
-        "data.kind": config.data.kind == "mock" and not config.data.pack,
-        "a decoder of text with experts and grouped queries": model.vision is None and model.num_experts > 0 and model.attention == "gqa",
-        "parallel": par.pp == 1 and par.vpp == 1,
-        "train.recompute": train.recompute in ("none", "selective"),
-        "precision.fp8": config.precision.fp8 == "none",
-        "train.cuda_graphs": not train.cuda_graphs,
+    """Stop at whatever the configuration asks for that this script would leave out.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    usual = flat(dump(TrainerConfig(model=config.model)))
+    wrong = [k for k, v in flat(dump(config)).items() if v != usual.get(k) and k not in READ | NO_MATTER and not k.startswith("model.")]
+    for name, field in type(config.model).model_fields.items():
+        if (
+            name not in MODEL | IDS
+            and not field.is_required()
+            and getattr(config.model, name) != field.get_default(call_default_factory=True)
+        ):
+            wrong.append(f"model.{name}")
+    fine = {
+        "data.kind": config.data.kind == "mock",
+        "data.pack": not config.data.pack,
+        "model.num_experts": config.model.num_experts > 0,
+        "optimizer.schedule": config.optimizer.schedule == "constant",
+        "train.recompute": config.train.recompute in ("none", "selective"),
         "moe.dispatcher": config.moe.dispatcher in ("alltoall", "allgather"),
     }
-    if wrong := [name for name, fine in said.items() if not fine]:
+    if wrong := [*wrong, *(name for name, holds in fine.items() if not holds)]:
         raise ConfigError(f"bare megatron-core is not told: {', '.join(wrong)}")
+
+
+def flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested settings by their keys with dots."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
 
 
 def transformer(config: TrainerConfig, with_engine: bool) -> Any:
@@ -110,7 +148,7 @@ def transformer(config: TrainerConfig, with_engine: bool) -> Any:
         moe_ffn_hidden_size=model.expert_ffn_size,
         moe_router_topk=model.top_k,
         moe_router_dtype="fp32" if config.moe.router_dtype == "fp32" else None,
-        moe_router_load_balancing_type="aux_loss",
+        moe_router_load_balancing_type="aux_loss" if config.megatron.aux_loss_coeff else "none",
         moe_aux_loss_coeff=config.megatron.aux_loss_coeff,
         moe_token_dispatcher_type=config.moe.dispatcher,
         moe_grouped_gemm=with_engine,
@@ -161,7 +199,9 @@ def build(config: TrainerConfig, device: torch.device) -> Any:
     )
     model = model.to(device=device, dtype=torch.bfloat16 if low else torch.float32)
     overlap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-    wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=not low, **overlap), model)
+    wrapped = DistributedDataParallel(
+        settings, DistributedDataParallelConfig(grad_reduce_in_fp32=config.megatron.grad_reduce_dtype == "fp32", **overlap), model
+    )
     halves: dict[str, Any] = {}
     if config.megatron.precision_aware_optimizer:
         moments = torch.bfloat16 if config.optimizer.moments_dtype == "bf16" else torch.float32

@@ -17,7 +17,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 
 import bare_megatron  # noqa: E402
 from megatron_rows import ONE_KERNEL  # noqa: E402
-from megatron_table import Job, environment, is_done, measured, reason, versions  # noqa: E402
+from megatron_table import LEFT_OUT, ended, measured, reason, run_forked, versions  # noqa: E402
 
-from playbook_bench import launch, preflight, stats  # noqa: E402
+from playbook.site_megatron import pairs  # noqa: E402
+from playbook_bench import preflight, stats  # noqa: E402
 from playbook_bench.case import Rule  # noqa: E402
 from playbook_trainer import template  # noqa: E402
-from playbook_trainer.config import load, parse_overrides  # noqa: E402
 
 CONFIG = "trainer/configs/qwen3_30b_a3b_24l_megatron.yaml"
 FILE = "megatron-bare.jsonl"
@@ -39,64 +40,52 @@ SIDES = ("bare", "ours")
 
 _RECOMPUTE = ("train.recompute=selective", "train.recompute_modules=[layernorm,moe_act]")
 _EXCHANGES = Rule(collective="all_to_all", group="ep", count="4 * moe_layers * microbatches", op=">=")
-SETTINGS: dict[str, tuple[tuple[str, ...], tuple[Rule, ...]]] = {
-    "all-to-all": (("moe.dispatcher=alltoall",), (_EXCHANGES,)),
-    "all-gather": (
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides are told, and what the receipt of ours must show of it."""
+
+    words: tuple[str, ...]
+    proof: tuple[Rule, ...]
+    rows: int = 4
+    """Of a micro-batch on each GPU; a step has one."""
+
+
+SETTINGS = {
+    "all-to-all": Setting(("moe.dispatcher=alltoall",), (_EXCHANGES,)),
+    "all-gather": Setting(
         ("moe.dispatcher=allgather",),
         (Rule(collective="reduce_scatter", group="etp_ep", count="moe_layers * microbatches", op=">="),),
     ),
-    "all-to-all, one kernel for all experts": (("moe.dispatcher=alltoall", "megatron.grouped_gemm=cutlass"), (_EXCHANGES, ONE_KERNEL)),
-    "all-to-all, micro-batch 6, norms and expert activations recomputed": (
-        ("moe.dispatcher=alltoall", "rows=6", *_RECOMPUTE),
-        (_EXCHANGES,),
+    "all-to-all, one kernel for all experts": Setting(
+        ("moe.dispatcher=alltoall", "megatron.grouped_gemm=cutlass"), (_EXCHANGES, ONE_KERNEL)
+    ),
+    "all-to-all, micro-batch 6, norms and expert activations recomputed": Setting(
+        ("moe.dispatcher=alltoall", *_RECOMPUTE), (_EXCHANGES,), rows=6
     ),
 }
-"""The words of each, and what the receipt of our side must show; `rows` stands for a micro-batch of so many rows on each GPU, and one of them a step."""
 
 
-def words(setting: str, more: Sequence[str], gpus: int) -> list[str]:
+def words(setting: Setting, more: Sequence[str], gpus: int) -> list[str]:
     """The arguments of both sides."""
-    own, rows = [], 4
-    for word in SETTINGS[setting][0]:
-        if word.startswith("rows="):
-            rows = int(word.removeprefix("rows="))
-        else:
-            own.append(word)
-    batch = [f"train.micro_batch_size={rows}", f"train.global_batch_size={rows * gpus}"]
-    return [str(ROOT / CONFIG), f"parallel.ep={gpus}", *batch, "train.receipt=false", *own, *more]
+    batch = [f"train.micro_batch_size={setting.rows}", f"train.global_batch_size={setting.rows * gpus}"]
+    return [str(ROOT / CONFIG), f"parallel.ep={gpus}", *batch, "train.receipt=false", *setting.words, *more]
 
 
 def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Rule], limit_s: float) -> dict[str, Any]:
     """One launch of one side; its figures, or why it has none."""
     folder = Path(tempfile.mkdtemp(prefix=f"{side}-"))
-    job, port = Job(None, tuple(gpus), folder), launch.free_port()  # type: ignore[arg-type]  # of no table
-    start: Callable[[list[str]], int] | None = bare_megatron.main if side == "bare" else None
-    config = load(Path(arguments[0]), parse_overrides(arguments[1:]))
-    kernel = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if side == "bare" and config.megatron.grouped_gemm == "cutlass" else {}
-    for rank in range(len(gpus)):
-        env = {**environment(rank, gpus, port), **kernel}
-        job.pids.append(template.fork([*arguments, f"output={folder}"], env, folder / f"rank{rank}.log", run=start))
-    while not is_done(job, limit_s):
-        time.sleep(0.1)
-    ranks = [launch.Ended(r, code, folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
-    out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1)}
     try:
+        job = run_forked(arguments, gpus, folder, limit_s, bare_megatron.main if side == "bare" else None)
+        out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
         if job.ended or any(job.codes.values()):
-            return out | {"outcome": "failed", "message": job.ended or reason(ranks)}
+            return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
         if side == "ours":
-            return out | {"outcome": "ok"} | measured(folder, len(gpus), proof)
-        found = json.loads((folder / bare_megatron.RESULT).read_text())
-        return out | {"outcome": "ok"} | found | {"versions": versions()}
+            return out | measured(folder, len(gpus), proof)
+        return out | json.loads((folder / bare_megatron.RESULT).read_text()) | {"versions": versions()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def ratios(rows: Sequence[Mapping[str, Any]], setting: str) -> list[float]:
-    """Tokens per second of our side over those of bare megatron-core, pair by pair."""
-    by = {(r["side"], r["pair"]): r for r in rows if r["setting"] == setting and r["outcome"] == "ok"}
-    pairs = sorted({pair for _, pair in by})
-    both = [(by[("bare", i)], by[("ours", i)]) for i in pairs if all((side, i) in by for side in SIDES)]
-    return [ours["tokens_per_s_per_gpu"] / bare["tokens_per_s_per_gpu"] for bare, ours in both]
 
 
 def summary(found: Sequence[float]) -> str:
@@ -127,12 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs GPUs that no import has touched yet", file=sys.stderr)
         return 2
     print(f"{len(gpus)} GPUs, imports {time.monotonic() - began:.0f} s", flush=True)
-    compare(arguments, gpus, began, path)
-    return 0
+    return 0 if compare(arguments, gpus, began, path) else LEFT_OUT
 
 
-def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, path: Path) -> None:
-    """Every pair of every setting for which there is time, written down launch by launch."""
+def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, path: Path) -> bool:
+    """Every pair of every setting for which there is time, written down launch by launch; whether there was time for all."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     about = {"gpus": len(gpus), "words": arguments.words}
 
@@ -148,9 +136,9 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
             for side in SIDES if pair % 2 == 0 else SIDES[::-1]:
                 if time.monotonic() - began > arguments.budget:
                     print("the budget leaves out the rest", flush=True)
-                    return
-                proof = SETTINGS[setting][1] if side == "ours" and pair == 0 else ()
-                asked = [*words(setting, arguments.words, len(gpus)), *(["train.receipt=true"] if proof else [])]
+                    return False
+                proof = SETTINGS[setting].proof if side == "ours" and pair == 0 else ()
+                asked = [*words(SETTINGS[setting], arguments.words, len(gpus)), *(["train.receipt=true"] if proof else [])]
                 found = {"setting": setting, "side": side, "pair": pair, **about, **run(side, asked, gpus, proof, arguments.limit)}
                 rows = sorted([*rows, found], key=lambda r: (r["gpus"], r["words"], list(SETTINGS).index(r["setting"]), r["pair"]))
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,8 +146,9 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
                 figures = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU" if found["outcome"] == "ok" else found["message"]
                 shown = "".join(f"  {p['rule']}: {p['observed']}{'' if p['ok'] else ' NOT SHOWN'}" for p in found.get("proof", []))
                 print(f"{setting}  pair {pair}  {side}  {figures}{shown}  [{found['wall_s']} s]", flush=True)
-        if now := ratios([r for r in rows if alike(r)], setting):
-            print(f"{setting}: ours / bare {summary(now)}", flush=True)
+        if now := pairs([r for r in rows if alike(r) and r["setting"] == setting]):
+            print(f"{setting}: ours / bare {summary([ours / bare for bare, ours in now])}", flush=True)
+    return True
 
 
 if __name__ == "__main__":

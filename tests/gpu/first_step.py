@@ -23,9 +23,9 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
 
-from megatron_table import Job, environment, is_done  # noqa: E402
+from megatron_table import run_forked  # noqa: E402
 
-from playbook_bench import launch, preflight  # noqa: E402
+from playbook_bench import preflight  # noqa: E402
 from playbook_trainer import template  # noqa: E402
 from playbook_trainer.__main__ import main as train  # noqa: E402
 from playbook_trainer.config import load  # noqa: E402
@@ -106,12 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("an import has touched a GPU; nothing can be forked", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="first-step-"))
-    job, port = Job(None, tuple(gpus[:ranks]) or ("",) * ranks, folder), launch.free_port()  # type: ignore[arg-type]  # of no table
-    words = [str(arguments.config), "train.receipt=false", *arguments.words, f"output={folder}"]
-    for rank in range(ranks):
-        job.pids.append(template.fork(words, environment(rank, job.gpus, port), folder / f"rank{rank}.log", run=sampled))
-    while not is_done(job, arguments.limit):
-        time.sleep(0.1)
+    words = [str(arguments.config), "train.receipt=false", *arguments.words]
+    job = run_forked(words, gpus[:ranks] or [""] * ranks, folder, arguments.limit, sampled)
     print((folder / "rank0.log").read_text(errors="replace"))
     shutil.rmtree(folder, ignore_errors=True)
     return 1 if job.ended or any(job.codes.values()) else 0

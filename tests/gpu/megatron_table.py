@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,19 +37,24 @@ from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 from playbook_bench import launch, preflight, receipt, series  # noqa: E402
 from playbook_bench.case import Rule  # noqa: E402
 from playbook_bench.records import Observed  # noqa: E402
+from playbook_trainer import config as trainer  # noqa: E402
+from playbook_trainer import environment as variables  # noqa: E402
 from playbook_trainer import template  # noqa: E402
 
 FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
 FILE = "megatron-switches.jsonl"
 _NO_FORK = ("initialization error", "Cannot re-initialize CUDA", "CUDA error: not initialized")
 _TAIL = 20_000
+LEFT_OUT = 3
+"""Exit code where the budget has left something out: the next call goes on."""
 
 
 @dataclass
 class Job:
     """A row that runs."""
 
-    row: Row
+    row: Row | None
+    """None for a run of no table."""
     gpus: tuple[str, ...]
     folder: Path
     pids: list[int] = field(default_factory=list)
@@ -101,6 +106,26 @@ def _spawn(arguments: list[str], env: dict[str, str], log: Path) -> int:
     return process.pid
 
 
+def run_forked(
+    arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float, run: Callable[[list[str]], int] | None = None
+) -> Job:
+    """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have ended."""
+    job, port = Job(None, tuple(gpus), folder), launch.free_port()
+    config = trainer.load(Path(arguments[0]), trainer.parse_overrides(arguments[1:]))
+    for rank in range(len(gpus)):
+        env = environment(rank, gpus, port)
+        variables.apply(config, env)
+        job.pids.append(template.fork([*arguments, f"output={folder}"], env, folder / f"rank{rank}.log", run=run))
+    while not is_done(job, limit_s):
+        time.sleep(0.1)
+    return job
+
+
+def ended(job: Job) -> list[launch.Ended]:
+    """How its ranks ended."""
+    return [launch.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
+
+
 def is_done(job: Job, limit_s: float) -> bool:
     """Whether all ranks have ended; where one failed or the time is up, the rest are ended first."""
     for rank, pid in enumerate(job.pids):
@@ -125,8 +150,8 @@ def is_done(job: Job, limit_s: float) -> bool:
 
 def record(job: Job) -> dict[str, Any]:
     """The row as a JSON object."""
-    row = job.row
-    ranks = [launch.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
+    row, ranks = job.row, ended(job)
+    assert row is not None
     result = launch.judge(ranks, job.folder, 0.0, time.monotonic() - job.began)
     out: dict[str, Any] = {
         "table": row.table,
@@ -184,9 +209,9 @@ def reason(ranks: Sequence[launch.Ended]) -> str:
     return re.sub(r"(/[\w.+-]+){2,}", "...", said or f"ended with code {failed.own}")[:400]
 
 
-def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: float, fork: bool, done: Any) -> None:
-    """Every row for which there is time, as many at once as there are GPUs for."""
-    free, running, waiting = list(devices), list[Job](), list(todo)
+def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: float, fork: bool, done: Any) -> int:
+    """Every row for which there is time, as many at once as there are GPUs for; how many were left out."""
+    free, running, waiting, left_out = list(devices), list[Job](), list(todo), 0
     while waiting or running:
         for job in [j for j in running if is_done(j, limit_s)]:
             running.remove(job)
@@ -203,12 +228,14 @@ def run(todo: list[Row], *, devices: Sequence[str], deadline: float, limit_s: fl
             done(found)
         if time.monotonic() > deadline and waiting:
             print(f"the budget leaves out {len(waiting)} rows: {', '.join(f'{r.table}/{r.name}' for r in waiting)}", flush=True)
+            left_out += len(waiting)
             waiting.clear()
         while waiting and waiting[0].gpus <= len(free):
             row = waiting.pop(0)
             running.append(start(row, tuple(free[: row.gpus]), fork and row.can_fork))
             del free[: row.gpus]
         time.sleep(0.1)
+    return left_out
 
 
 def main() -> int:
@@ -259,8 +286,8 @@ def main() -> int:
             flush=True,
         )
 
-    run(todo, devices=devices, deadline=began + arguments.budget, limit_s=arguments.limit, fork=fork, done=done)
-    return 0
+    left_out = run(todo, devices=devices, deadline=began + arguments.budget, limit_s=arguments.limit, fork=fork, done=done)
+    return LEFT_OUT if left_out else 0
 
 
 def key_of(row: Row) -> tuple[str, str, str]:

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTLED = {0, 1, 3, 4}
-"""Exit codes of tasks that came to their end: of tests that failed, and of claims that were refuted or stayed undecided, as well."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,20 @@ class Task:
     """With fewer seconds left it is not begun."""
     margin_s: int = 12
     """Of the seconds left, it is told so many fewer: what it begins last has to end, too."""
+    settled: frozenset[int] = frozenset({0})
+    """Exit codes after which it is not to be done again. Commands that their time has cut end with another, and go on when they are called again."""
 
 
 def claims(names: str, gpus: int, least_s: int) -> Task:
     """Verdicts, one after the other."""
     command = f"python -m playbook confirm {names} --profile h200x{gpus} --fork --journal {{out}}/journal --results {{out}}/results --budget {{left}}s"
-    return Task(gpus, command, least_s)
+    return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}))  # confirmed, refuted, not applicable
 
 
 def tests(words: str, gpus: int, least_s: int) -> Task:
     """Tests that need GPUs."""
     marker = "gpu" if gpus == 1 else "multigpu"
-    return Task(gpus, f"python -m pytest -q -s -p no:cacheprovider -m {marker} {words}", least_s)
+    return Task(gpus, f"python -m pytest -q -s -p no:cacheprovider -m {marker} {words}", least_s, settled=frozenset({0, 1}))
 
 
 TASKS: dict[str, Task] = {
@@ -105,7 +105,7 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
             for job in [j for j in running if j.process.poll() is not None or time.monotonic() > j.ends]:
                 running.remove(job)
                 free = sorted([*free, *job.gpus], key=list(gpus).index)
-                became[job.name] = _end(job, out)
+                became[job.name] = _end(job, tasks[job.name], out)
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
                 task, left = tasks[name], seconds - (time.monotonic() - began)
@@ -120,7 +120,7 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
             time.sleep(0.1)
     finally:
         for job in running:
-            _end(job, out)
+            _end(job, tasks[job.name], out)
     return became
 
 
@@ -142,14 +142,14 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
     return Running(name, gpus, process, now, now + left)
 
 
-def _end(job: Running, out: Path) -> str:
+def _end(job: Running, task: Task, out: Path) -> str:
     code = job.process.poll()
     with suppress(ProcessLookupError):
         os.killpg(job.process.pid, signal.SIGKILL)
     job.process.wait()
     if code is None:
         return "ended at its limit"
-    if code in SETTLED:
+    if code in task.settled:
         (out / f"{job.name}.done").touch()
     return str(code)
 

@@ -17,8 +17,11 @@ from ranks import ROOT
 
 pytest.importorskip("megatron.core")
 
+import bare_megatron
 import beside_bare
 
+from playbook.errors import ConfigError
+from playbook.site_megatron import pairs
 from playbook_trainer import checks, config
 from playbook_trainer.megatron import checks as megatron
 
@@ -50,7 +53,9 @@ def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path)
     said, rows = compare(tmp_path, "--pairs", "1")
     assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said
     # As likely any token as another, on both sides: the first loss is the logarithm of the vocabulary.
-    expected = math.log(config.load(Path(beside_bare.words("all-to-all", [], 2)[0]), config.parse_overrides(TINY)).model.vocab_size)
+    expected = math.log(
+        config.load(Path(beside_bare.words(beside_bare.SETTINGS["all-to-all"], [], 2)[0]), config.parse_overrides(TINY)).model.vocab_size
+    )
     assert all(r["losses"][0] == pytest.approx(expected, rel=0.2) and len(r["losses"]) == 5 for r in rows)
     assert all(r["tokens_per_s_per_gpu"] > 0 for r in rows)
     assert [p["ok"] for p in rows[1]["proof"]] == [True]
@@ -73,20 +78,44 @@ def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("setting", beside_bare.SETTINGS)
-def test_every_setting_is_a_legal_configuration(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_is_a_legal_configuration_that_the_bare_side_can_say(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "installed", lambda module: True)
-    words = beside_bare.words(setting, [], 4)
+    words = beside_bare.words(beside_bare.SETTINGS[setting], [], 4)
     resolved = config.load(Path(words[0]), config.parse_overrides(words[1:]))
     checks.check(resolved, 4)
+    bare_megatron.refuse(resolved)
     assert resolved.train.global_batch_size == 4 * resolved.train.micro_batch_size
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "megatron.data_parallel=megatron_fsdp",
+        "megatron.overlap_grad_reduce=false",
+        "optimizer.schedule=cosine",
+        "parallel.pp=2",
+        "train.cuda_graphs=[attn]",
+        "train.attention=flash",
+        "precision.fp8=blockwise",
+        "data.pack=true",
+        "moe.dispatcher=deepep",
+        "moe.capacity_factor=1.5",
+        "model.shared_expert_ffn_size=768",
+        "offload.optimizer=true",
+    ],
+)
+def test_the_bare_side_refuses_what_it_would_leave_out(word: str) -> None:
+    words = beside_bare.words(beside_bare.SETTINGS["all-to-all"], [word], 4)
+    with pytest.raises(ConfigError, match=word.split("=")[0].replace(".", r"\.")):
+        bare_megatron.refuse(config.load(Path(words[0]), config.parse_overrides(words[1:])))
 
 
 def test_the_ratio_is_of_whole_pairs() -> None:
     def row(pair: int, side: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
-        return {"setting": "all-to-all", "pair": pair, "side": side, "outcome": outcome, "tokens_per_s_per_gpu": speed}
+        return {"pair": pair, "side": side, "outcome": outcome, "tokens_per_s_per_gpu": speed}
 
     rows = [row(0, "bare", 100.0), row(0, "ours", 98.0), row(1, "ours", 100.0), row(1, "bare", 100.0), row(2, "bare", 1.0)]
-    assert beside_bare.ratios(rows, "all-to-all") == [0.98, 1.0]
-    assert beside_bare.ratios([*rows, row(2, "ours", 5.0, "failed")], "all-to-all") == [0.98, 1.0]
+    assert pairs(rows) == [(100.0, 98.0), (100.0, 100.0)]
+    assert pairs([*rows, row(2, "ours", 5.0, "failed")]) == pairs(rows)
     assert beside_bare.summary([0.98, 1.0]).startswith("0.990 [0.8")
     assert beside_bare.summary([0.98]) == "0.980 (one pair)"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from ranks import ROOT, run, steps, summary
+
+from playbook_trainer.metrics import SHOWN_DATA
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 
@@ -131,3 +134,22 @@ def test_help_needs_no_torch() -> None:
     assert results[0][0] == 0, results[0][2]
     assert "nowhere.yaml" in results[0][2]
     assert ROOT.is_dir()
+
+
+def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
+    """Pictures that the rank decodes itself are a part of the step worth mentioning; random tokens mostly are none."""
+    said: dict[str, int] = {}
+    for name, words in {
+        "pictures": ["trainer/configs/qwen3_vl_moe_tiny.yaml", "data.num_workers=0"],
+        "random": ["trainer/configs/qwen3_moe_tiny.yaml", "data.kind=mock"],
+    }.items():
+        out = tmp_path / name
+        ended = run([*words, "train.steps=4", "train.warmup_steps=1", "train.log_every=1", "train.receipt=false", f"output={out}"], 1)
+        assert ended[0][0] == 0, ended
+        lines = {int(found[1]): line for line in ended[0][1].splitlines() if (found := re.match(r"step (\d+) ", line))}
+        for row in steps(out):
+            share = row["data_seconds"] / row["seconds"]
+            assert ("  data " in lines[row["step"]]) == (share >= SHOWN_DATA), (share, lines[row["step"]])
+            assert share < SHOWN_DATA or f"  data {share:.0%}  mem" in lines[row["step"]]
+        said[name] = sum("  data " in line for line in lines.values())
+    assert said["pictures"] > said["random"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+import megatron_table
 import session
 from session import TASKS, Task
 
@@ -23,15 +25,16 @@ def sleeping(gpus: int, seconds: float, code: int = 0, least_s: int = 0) -> Task
 
 
 def test_tasks_share_the_gpus_and_are_not_done_twice(tmp_path: Path) -> None:
-    tasks = {"a": sleeping(2, 0.5), "b": sleeping(1, 0.5, 3), "c": sleeping(1, 0.5, 2), "d": sleeping(4, 0.0)}
+    refuted = replace(sleeping(1, 0.5, 1), settled=frozenset({0, 1, 4}))
+    tasks = {"a": sleeping(2, 0.5), "b": refuted, "c": sleeping(1, 0.5, 3), "d": sleeping(4, 0.0)}
     began = time.monotonic()
     became = session.run(["a", "b", "c", "d"], tasks, ["0", "1", "2", "3"], 60, tmp_path)
-    assert became == {"a": "0", "b": "3", "c": "2", "d": "0"}
+    assert became == {"a": "0", "b": "1", "c": "3", "d": "0"}
     assert time.monotonic() - began < 5
     used = {name: (tmp_path / f"{name}.log").read_text().strip() for name in tasks}
     assert used == {"a": "0,1", "b": "2", "c": "3", "d": "0,1,2,3"}
-    # What was refused is tried again; verdicts of any kind are not.
-    assert session.run(["a", "b", "c"], tasks, ["0", "1"], 60, tmp_path) == {"a": "done before", "b": "done before", "c": "2"}
+    # What time had cut goes on; what is settled, refuted or not, is left alone.
+    assert session.run(["a", "b", "c"], tasks, ["0", "1"], 60, tmp_path) == {"a": "done before", "b": "done before", "c": "3"}
 
 
 def test_time_ends_a_task_and_keeps_others_from_beginning(tmp_path: Path) -> None:
@@ -47,6 +50,13 @@ def test_an_unknown_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert session.main(["nothing", "--out", str(tmp_path / "s")]) == 2
     assert "no task nothing" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
+
+
+def test_a_series_that_time_has_cut_and_a_tool_that_broke_are_done_again() -> None:
+    assert 3 not in TASKS["graphs"].settled, "no verdict yet"
+    assert 1 in TASKS["graphs"].settled, "refuted"
+    assert 1 not in TASKS["bare"].settled | TASKS["table"].settled, "a traceback"
+    assert megatron_table.LEFT_OUT not in TASKS["bare"].settled | TASKS["table"].settled
 
 
 def test_tasks_name_claims_and_files_that_exist() -> None:

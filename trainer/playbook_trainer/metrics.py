@@ -32,8 +32,8 @@ from playbook_trainer.tracker import Tracker, figures
 PERFORMANCE_REVISION = 3
 """Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
 
-NOTABLE_DATA = 0.05
-"""The share of a step that the host spends on data from which a line of it says so."""
+SHOWN_DATA = 0.05
+"""The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Recorder:
         norm = "nan" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
         images = f"  images {row['images'] / row['seconds']:.1f}/s" if row["images"] else ""
         share = row["data_seconds"] / max(row["seconds"], 1e-9)
-        data = f"  data {share:.0%}" if share >= NOTABLE_DATA else ""
+        data = f"  data {share:.0%}" if share >= SHOWN_DATA else ""
         return (
             f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} tok/s/rank"
             f"  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
