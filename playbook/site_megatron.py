@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t as student
+
 from playbook.site_figures import curve
 from playbook.site_parity import read_rows
 from playbook.site_text import attribute, code, quantity, text
@@ -72,10 +74,10 @@ def _beside_bare(rows: Sequence[Mapping[str, Any]], revision: int | None) -> lis
         f"## Beside megatron-core by itself, on {int(rows[0]['gpus'])} GPUs",
         "",
         f"{_software(rows)} The same configuration in turns on the same GPUs: a loop of megatron-core's own classes around its own model, and this trainer. Tokens per "
-        "second and GPU over all timed seconds, the median of the launches; the ratio is the geometric mean over pairs, with the lowest and highest. Seen: what the "
-        f"receipt must show of the dispatcher.{f' With {words}.' if words else ''}{_older(rows, revision)}",
+        "second and GPU over all timed seconds, the median of the launches; the ratio is the geometric mean over pairs, with its interval of 95 % (paired t). Seen: "
+        f"what the receipt must show of the dispatcher.{f' With {words}.' if words else ''}{_older(rows, revision)}",
         "",
-        "| setting | pairs | by itself | this trainer | ratio | | seen |",
+        "| setting | pairs | by itself | this trainer | ratio | interval | seen |",
         "| --- | --: | --: | --: | --: | --- | --- |",
     ]
     for setting, each in groupby(rows, key=lambda r: str(r["setting"])):
@@ -83,13 +85,11 @@ def _beside_bare(rows: Sequence[Mapping[str, Any]], revision: int | None) -> lis
         found = pairs(runs)
         if not found:
             continue
-        ratios = [ours / bare for bare, ours in found]
         bare, ours = (statistics.median(side) for side in zip(*found, strict=True))
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        mean, low, high = ratio(found)
         seen = next((_seen(r) for r in runs if r.get("proof")), "")
-        out.append(
-            f"| {text(setting)} | {len(found)} | {bare:,.0f} | {ours:,.0f} | {mean:.3f} | {min(ratios):.2f} to {max(ratios):.2f} | {seen} |"
-        )
+        sure = "one pair has none" if low is None else f"{low:.2f} to {high:.2f}"
+        out.append(f"| {text(setting)} | {len(found)} | {bare:,.0f} | {ours:,.0f} | {mean:.3f} | {sure} | {seen} |")
     return [*out, ""]
 
 
@@ -99,6 +99,16 @@ def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     return [
         (speed, speeds[("ours", pair)]) for (side, pair), speed in sorted(speeds.items()) if side == "bare" and ("ours", pair) in speeds
     ]
+
+
+def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
+    """How many times faster the second of each pair is: the geometric mean, and the paired t interval of 95 % where there are two pairs or more."""
+    logs = [math.log(ours / bare) for bare, ours in found]
+    mean, n = statistics.fmean(logs), len(logs)
+    if n < 2:
+        return math.exp(mean), None, None
+    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(logs) / math.sqrt(n)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | None) -> list[str]:
@@ -113,16 +123,25 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
         "",
         '<div class="pb-wide" markdown="1">',
         "",
-        "| | switch | step | | computes | peak memory | | loss | seen |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --- |",
+        "| switch | step | | computes | peak memory | | loss | seen |",
+        "| --- | --: | --: | --: | --: | --: | --: | --- |",
     ]
-    return [*out, *(_switch(r, plain) for r in rows), "", "</div>", ""]
+    for group, each in groupby(rows, key=lambda r: str(r["group"])):
+        if group != _PLAIN:
+            out.append(f"| **{text(group)}** | | | | | | | |")
+        out += [_switch(r, plain) for r in each]
+    told = [
+        f"- {text(r['group'])}, {text(r['name'])}: {text(_short(str(r['message'])))}"
+        for r in rows
+        if r["outcome"] != "ok" and r.get("message")
+    ]
+    return [*out, "", "</div>", "", *told, ""]
 
 
 def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    begin = f"| {text(row['group'])} | {text(row['name'])} |"
+    begin = f"| {text(row['name'])} |"
     if row["outcome"] != "ok":
-        return f"{begin} {text(row['outcome'])} | | | | | | {text(_short(str(row.get('message', ''))))} |"
+        return f"{begin} {text(row['outcome'])} | | | | | | |"
     step, memory = float(row["step_s"]), float(row["peak_memory_bytes"])
     own = row is plain or not plain
     slower = "" if own else f"{100 * (step / float(plain['step_s']) - 1):+.1f} %"
@@ -146,7 +165,7 @@ def _seen(row: Mapping[str, Any]) -> str:
     missing = [p for p in proof if not p["ok"]]
     if not proof:
         return ""
-    return f"{len(proof) - len(missing)} of {len(proof)}" + "".join(
+    return f"{len(proof) - len(missing)}&nbsp;of&nbsp;{len(proof)}" + "".join(
         f"; not {code(p['rule'])} (found {text(p['observed'])}, expected {text(p['expected'])})" for p in missing
     )
 
@@ -208,7 +227,8 @@ def _software(rows: Sequence[Mapping[str, Any]]) -> str:
     row = next((r for r in rows if r.get("versions")), None)
     if row is None:
         return ""
-    return f"{text(row.get('device') or 'unknown device')}, " + ", ".join(f"{text(k)} {text(v)}" for k, v in row["versions"].items()) + "."
+    device = next((str(r["device"]) for r in rows if r.get("device")), "unknown device")
+    return f"{text(device)}, " + ", ".join(f"{text(k)} {text(v)}" for k, v in row["versions"].items()) + "."
 
 
 def _short(message: str) -> str:

@@ -29,9 +29,11 @@ def test_a_switch_stands_against_the_plain_row(tmp_path):
     refused = row("mxfp8", "FP8", outcome="refused", message="error: needs | Blackwell")
     written(tmp_path, SWITCHES, [row("plain", "plain"), faster, refused])
     page = megatron_page(tmp_path)
-    assert "| graphs | attn | 190 ms | -5.0 % | 61 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0 of 1; not" in page
+    assert "| **graphs** | | | | | | | |\n| attn | 190 ms | -5.0 % | 61 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0&nbsp;of&nbsp;1; not" in page
     assert "a&#124;b" in page
-    assert "| FP8 | mxfp8 | refused | | | | | | error: needs &#124; Blackwell |" in page
+    assert "| **FP8** | | | | | | | |\n| mxfp8 | refused | | | | | | |" in page
+    assert "\n- FP8, mxfp8: error: needs &#124; Blackwell\n" in page
+    assert page.count("**plain**") == 0
     assert "NVIDIA H200, torch 2" in page
 
 
@@ -64,7 +66,9 @@ def test_the_trainer_stands_beside_megatron_core_by_whole_pairs(tmp_path):
     rows = [run(0, "bare", 20_000.0), run(0, "ours", 19_600.0, proof=proof, revision=3), run(1, "ours", 20_400.0), run(1, "bare", 20_000.0)]
     written(tmp_path, BARE, [*rows, run(2, "bare", 10.0), run(2, "ours", 0.0, outcome="failed", message="no")])
     page = megatron_page(tmp_path)
-    assert "| all-to-all | 2 | 20,000 | 20,000 | 1.000 | 0.98 to 1.02 | 1 of 1 |" in page
+    assert (
+        "| all-to-all | 2 | 20,000 | 20,000 | 1.000 | 0.78 to 1.29 | 1&nbsp;of&nbsp;1 |" in page
+    )  # 12.71 * 0.0283 / sqrt(2) on either side of log 1
     assert " With " not in page
     written(tmp_path, BARE, [r | {"words": ["parallel.ep=2"]} for r in rows])
     assert " With <code>parallel.ep=2</code>." in megatron_page(tmp_path)

@@ -34,9 +34,9 @@ def swapped(evidence: Evidence):
 
 
 def turns_over(evidence: Evidence) -> bool:
-    """Only a verdict from measured runs, on a claim with a direction, turns over; and only where the margin lies between the effect and its reverse.
+    """Only a verdict from measured runs, on a claim with a direction, turns over; and only where the margin lies between the interval and its reverse.
 
-    A small effect is "at most 15 %" either way round, and neither way "at least 100 times".
+    A small effect is "at most 15 %" either way round, and neither way "at least 100 times"; a wide interval may settle one way round only.
     """
     claim, comparison = evidence.measured.claim, evidence.derived.comparison
     settled = evidence.derived.verdict.status in ("confirmed", "refuted")
@@ -44,9 +44,10 @@ def turns_over(evidence: Evidence) -> bool:
         return False
     value, unit = claim.expect.margin.value, claim.expect.margin.unit
     margin = {"percent": value / 100, "ratio": value - 1}.get(unit, value)
-    reverse = 1 / (1 + comparison.effect) - 1 if comparison.scale == "log_ratio" else -comparison.effect
-    holds = reverse >= margin if claim.expect.op == ">=" else reverse <= margin
-    return holds != (evidence.derived.verdict.status == "confirmed")
+    ends = (comparison.low, comparison.high)
+    reverse = [1 / (1 + end) - 1 if comparison.scale == "log_ratio" else -end for end in ends]
+    holds = [end >= margin if claim.expect.op == ">=" else end <= margin for end in reverse]
+    return all(held != (evidence.derived.verdict.status == "confirmed") for held in holds)
 
 
 MEASURED = [path for path in RECORDS if turns_over(store.load(path))]

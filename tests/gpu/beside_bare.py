@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -29,8 +28,8 @@ import bare_megatron  # noqa: E402
 from megatron_rows import ONE_KERNEL  # noqa: E402
 from megatron_table import LEFT_OUT, ended, measured, reason, run_forked, versions  # noqa: E402
 
-from playbook.site_megatron import pairs  # noqa: E402
-from playbook_bench import preflight, stats  # noqa: E402
+from playbook.site_megatron import pairs, ratio  # noqa: E402
+from playbook_bench import preflight  # noqa: E402
 from playbook_bench.case import Rule  # noqa: E402
 from playbook_trainer import template  # noqa: E402
 
@@ -88,13 +87,10 @@ def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Ru
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def summary(found: Sequence[float]) -> str:
-    """Their geometric mean, with its interval of 95 % from two pairs on."""
-    mean = math.exp(math.fsum(map(math.log, found)) / len(found))
-    if len(found) < 2:
-        return f"{mean:.3f} (one pair)"
-    sure = stats.interval([math.log(r) for r in found], 0.05)
-    return f"{mean:.3f} [{math.exp(sure.low):.3f}, {math.exp(sure.high):.3f}], {len(found)} pairs"
+def summary(found: Sequence[tuple[float, float]]) -> str:
+    """The ratio of both sides, with its interval."""
+    mean, low, high = ratio(found)
+    return f"{mean:.3f} (one pair)" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}], {len(found)} pairs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +143,7 @@ def compare(arguments: argparse.Namespace, gpus: Sequence[str], began: float, pa
                 shown = "".join(f"  {p['rule']}: {p['observed']}{'' if p['ok'] else ' NOT SHOWN'}" for p in found.get("proof", []))
                 print(f"{setting}  pair {pair}  {side}  {figures}{shown}  [{found['wall_s']} s]", flush=True)
         if now := pairs([r for r in rows if alike(r) and r["setting"] == setting]):
-            print(f"{setting}: ours / bare {summary([ours / bare for bare, ours in now])}", flush=True)
+            print(f"{setting}: ours / bare {summary(now)}", flush=True)
     return True
 
 

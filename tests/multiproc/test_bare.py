@@ -117,5 +117,5 @@ def test_the_ratio_is_of_whole_pairs() -> None:
     rows = [row(0, "bare", 100.0), row(0, "ours", 98.0), row(1, "ours", 100.0), row(1, "bare", 100.0), row(2, "bare", 1.0)]
     assert pairs(rows) == [(100.0, 98.0), (100.0, 100.0)]
     assert pairs([*rows, row(2, "ours", 5.0, "failed")]) == pairs(rows)
-    assert beside_bare.summary([0.98, 1.0]).startswith("0.990 [0.8")
-    assert beside_bare.summary([0.98]) == "0.980 (one pair)"
+    assert beside_bare.summary([(1.0, 0.98), (1.0, 1.0)]).startswith("0.990 [0.8")
+    assert beside_bare.summary([(1.0, 0.98)]) == "0.980 (one pair)"
