@@ -31,6 +31,8 @@ from playbook.site_text import (
 )
 
 NOTABLE_DATA = 0.03
+NOTABLE_STOLEN = 2.0
+"""Percent of the processor time of a run."""
 """The share of a step at data from which it is said; the terminal says it from the same share on."""
 
 
@@ -153,7 +155,7 @@ def _checks(record: Record) -> str:
             for c in receipts
         ]
         parts.append("## Receipt: did the tested path run\n\n" + table(["Variant", "Rule", "Observed>", "Expected", "", "Launches>"], rows))
-    if spent := " ".join(filter(None, [_computing(record), _on_data(record)])):
+    if spent := " ".join(filter(None, [_computing(record), _on_data(record), _stolen(record)])):
         parts.append(spent)
     gates = record.get("derived", "gates", default=[])
     if gates:
@@ -189,6 +191,18 @@ def _on_data(record: Record) -> str:
     medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
     shown = ", ".join(f"{number(round(100 * m))} % of the step in {text(v)}" for v, m in medians.items() if m >= NOTABLE_DATA)
     return f"The host spent {shown} on data." if shown else ""
+
+
+def _stolen(record: Record) -> str:
+    """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
+    shares: dict[str, list[float]] = {}
+    for run in record.get("measured", "runs", default=[]):
+        share = (run.get("telemetry") or {}).get("stolen_percent") if run.get("role") == "measure" else None
+        if isinstance(share, int | float):
+            shares.setdefault(str(run.get("variant")), []).append(float(share))
+    medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
+    shown = ", ".join(f"{number(round(m))} % from {text(v)}" for v, m in medians.items() if m >= NOTABLE_STOLEN)
+    return f"The hypervisor kept processor time from this machine: {shown}." if shown else ""
 
 
 def _seconds(sample: Mapping[str, Any], name: str) -> float:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook.cli_text import plain
-from playbook.site_evidence import NOTABLE_DATA
+from playbook.site_evidence import NOTABLE_DATA, NOTABLE_STOLEN
 from playbook_bench import confirm, metrics, receipt, schedule, verdict
 from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
@@ -127,6 +127,8 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     if shares := _on_data(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
+    if shares := _stolen(evidence):
+        out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
@@ -248,6 +250,17 @@ def _on_data(evidence: Evidence) -> str:
         each = [s for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (s := share(run)) is not None]
         if each and (median := statistics.median(each)) >= NOTABLE_DATA:
             found.append(f"{100 * median:.0f} % of the step in {variant}")
+    return ", ".join(found)
+
+
+def _stolen(evidence: Evidence) -> str:
+    """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
+    found = []
+    for variant in ("baseline", "candidate"):
+        runs = [r for r in evidence.measured.runs if r.variant == variant and r.role == "measure"]
+        each = [float(share) for r in runs if isinstance(share := r.telemetry.get("stolen_percent"), int | float)]
+        if each and (median := statistics.median(each)) >= NOTABLE_STOLEN:
+            found.append(f"{median:.0f} % from {variant}")
     return ", ".join(found)
 
 

@@ -20,7 +20,7 @@ from playbook_bench.journal import Kept, SeriesJournal
 from playbook_bench.launch import Launcher, Result, Spec, read_summary
 from playbook_bench.records import Baseline, CaseRef, Fingerprint, Machine, Measured, Observed, Plan, Run, Sample, Seconds, Variant, digest
 from playbook_bench.schedule import RunSpec
-from playbook_bench.telemetry import Telemetry
+from playbook_bench.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.variants import Resolved, extended
 from playbook_trainer import config as trainer_config
 
@@ -104,13 +104,15 @@ class Series:
         environment = {**preflight.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
         number = len(self.launched) + 1
         self.progress.launch(number, max(self.expected, number), spec)
-        steps = resolved.config.train.steps
+        steps, before = resolved.config.train.steps, ticks()
         result = self.launcher.run(
             Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
             lambda step: self.progress.step(step, steps),
         )
         self._took[spec.variant] = result.wall_s
-        run = self._record(spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)})
+        run = self._record(
+            spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)}, self._meanwhile(result, before)
+        )
         self.runs.append(run)
         self.launched.append(run)
         if self.journal:
@@ -173,7 +175,15 @@ class Series:
     def _caches(self) -> dict[str, str]:
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
 
-    def _record(self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str]) -> Run:
+    def _meanwhile(self, result: Result, before: Ticks | None) -> dict[str, Any]:
+        """What the machine did during a launch that ends now."""
+        found = self.telemetry.between(result.started, result.started + result.wall_s) if self.telemetry else {}
+        stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
+        return found if stolen is None else found | {"stolen_percent": stolen}
+
+    def _record(
+        self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
+    ) -> Run:
         train = resolved.config.train
         self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
         base: dict[str, Any] = {
@@ -187,7 +197,7 @@ class Series:
             "ranks": resolved.ranks,
             "steps_wanted": train.steps - train.warmup_steps,
             "config_sha": resolved.sha,
-            "telemetry": self.telemetry.between(result.started, result.started + result.wall_s) if self.telemetry else {},
+            "telemetry": meanwhile,
         }
         try:
             seen = read_run(folder)

@@ -1,9 +1,10 @@
-"""Clocks, power and temperature of the GPUs while a series runs: one nvidia-smi for all its launches, read when they have ended."""
+"""What the machine does while a series runs: clocks, power and temperature of its GPUs, and the processor time that its hypervisor keeps from it."""
 
 from __future__ import annotations
 
 import subprocess
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,35 @@ from playbook_bench.records import Machine
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
 _NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """Processor time since the machine started, in ticks of all its processors: what they worked or wanted to, and what of it other machines had."""
+
+    wanted: int
+    stolen: int
+
+
+def ticks(path: Path = _STAT) -> Ticks | None:
+    """The present count of a Linux machine; None elsewhere.
+
+    Source: proc_stat(5). Of the first line's fields, idle and iowait are time that nobody wanted, guest and guest_nice are counted in user and nice.
+    """
+    try:
+        label, *fields = path.read_text(encoding="ascii").split("\n", 1)[0].split()
+        user, nice, system, _, _, irq, softirq, stolen = map(int, fields[:8])
+    except (OSError, ValueError):
+        return None
+    return Ticks(user + nice + system + irq + softirq + stolen, stolen) if label == "cpu" else None
+
+
+def stolen_percent(before: Ticks | None, after: Ticks | None) -> float | None:
+    """Of the processor time that was wanted between two counts, the percentage that other machines on the same hardware had."""
+    if before is None or after is None or after.wanted <= before.wanted:
+        return None
+    return round(100 * max(0, after.stolen - before.stolen) / (after.wanted - before.wanted), 2)
 
 
 class Telemetry:

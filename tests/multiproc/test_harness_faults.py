@@ -4,6 +4,7 @@ The ranks are `planted.py`, which invents its step times; the tests under `test_
 """
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from planted_case import FAKE, REAL, bench, only
 
 from playbook_bench import aa, confirm, report, store
+from playbook_bench.telemetry import Ticks
 
 
 @pytest.fixture
@@ -205,6 +207,16 @@ def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
     report.print_outcome(bench(case(), tmp_path), report.console(out))
     assert "the host spends 12 % of the step in baseline on data" in out.getvalue()
     assert "in candidate on data" not in out.getvalue()
+
+
+def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
+    plant()
+    counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
+    monkeypatch.setattr("playbook_bench.series.ticks", lambda: next(counts))
+    out, found = io.StringIO(), bench(case(), tmp_path)
+    assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
+    report.print_outcome(found, report.console(out))
+    assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
 
 
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):

@@ -171,6 +171,19 @@ def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path) -> Non
     assert "The host spent 11 % of the step in candidate on data." in page(tree, f"evidence/{ID}.md")
 
 
+def test_the_evidence_page_says_what_other_machines_took(tree: Path) -> None:
+    generate(tree)
+    assert "hypervisor" not in page(tree, f"evidence/{ID}.md")
+
+    def take(data: dict[str, Any]) -> None:
+        for run in data["measured"]["runs"]:
+            run["telemetry"] = {"stolen_percent": 12.2 if run["variant"] == "baseline" else 0.4}
+
+    reseal(record(tree), take)
+    generate(tree)
+    assert "The hypervisor kept processor time from this machine: 12 % from baseline." in page(tree, f"evidence/{ID}.md")
+
+
 def trace(**changes: Any) -> dict[str, Any]:
     row = {"path": "decoder/dispatch", "phase": "forward", "count": 4.0, "num_ops": 8.0, "host_ms": 3.0, "busy_ms": 12.34, "sum_ms": 13.0}
     rows = [

@@ -10,7 +10,7 @@ import pytest
 
 from playbook_bench import preflight
 from playbook_bench.series import threads_per_rank
-from playbook_bench.telemetry import Telemetry, summarize
+from playbook_bench.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
 from playbook_bench.variants import Resolved
 from playbook_trainer import config as trainer_config
 
@@ -65,3 +65,21 @@ def test_a_rank_beside_a_gpu_has_one_thread(profile: str, words: dict[str, objec
     other = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), words)
     variants = [Resolved("baseline", plain, ranks, {}), Resolved("candidate", other, ranks, {})]
     assert threads_per_rank(preflight.restrict(FOUR, profile), variants) == threads
+
+
+def test_processor_time_that_other_machines_had(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 5 20 9000 30 1 4 10 50 0\ncpu0 1 2 3\n")
+    before = ticks(stat)
+    assert before == Ticks(140, 10), "guest time is in user already, idle and iowait nobody wanted"
+    stat.write_text("cpu  160 5 40 9900 30 1 4 30 50 0\n")
+    assert stolen_percent(before, ticks(stat)) == 20.0
+    assert stolen_percent(before, before) is None
+    assert stolen_percent(before, None) is None
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu 1 2 3", "cpu a b c d e f g h", "intr 1 2 3 4 5 6 7 8"])
+def test_a_system_that_does_not_count_like_linux_says_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text(text)
+    assert ticks(tmp_path / "stat") is None
+    assert ticks(tmp_path / "absent") is None
