@@ -17,6 +17,7 @@ import typer
 from playbook import __version__, cli_exit, cli_lint, cli_slurm
 from playbook.cli_bisect import bisect
 from playbook.cli_config import config_app
+from playbook.cli_evidence import as_shown, evidence_app, latest, status_of
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -35,13 +36,9 @@ if TYPE_CHECKING:
     from playbook_bench.report import TerminalProgress
 
 
-ALTERED = "altered"
-"""Status of a record whose content is not the one that was sealed."""
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__)
 cards_app = typer.Typer(no_args_is_help=True, help="Cards: what is claimed, in which scope, why, and where it stands.")
 bench_app = typer.Typer(no_args_is_help=True, help="Cases: run one, list them, replay a record, measure the noise, trace.")
-evidence_app = typer.Typer(no_args_is_help=True, help="Evidence: records of verdicts.")
 schemas_app = typer.Typer(no_args_is_help=True, help="JSON Schemas of the files.")
 site_app = typer.Typer(no_args_is_help=True, help="The documentation site.")
 for name, sub in (("cards", cards_app), ("bench", bench_app), ("evidence", evidence_app), ("schemas", schemas_app), ("site", site_app)):
@@ -100,9 +97,9 @@ def cards_list(
 
     cards = load_all().values()
     if claims:
-        found = _latest()
+        found = latest()
         rows = [row for card in cards for row in _claim_rows(card, found)]
-        print_json(rows) if as_json else print_table(rows, ("id", "card", "status", "statement"))
+        print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
     keys = ("id", "phase", "wall", "title", "symptoms")
     rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in cards]
@@ -113,10 +110,10 @@ def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Itera
     """Each claim of a card with where it stands, followed by its mechanism check."""
     for claim in card.claims:
         shared = {"card": card.id, "kind": claim.kind}
-        yield {"id": claim.id, **shared, "mechanism_of": None, **_status(claim.id, found), "statement": claim.statement}
+        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim.id, found), "statement": claim.statement}
         check = claim.mechanism_check
         if check:
-            yield {"id": check.id, **shared, "mechanism_of": claim.id, **_status(check.id, found), "statement": check.statement}
+            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check.id, found), "statement": check.statement}
 
 
 @cards_app.command("show")
@@ -129,8 +126,8 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
     if card_id not in cards:
         raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}")
     card = cards[card_id]
-    found = _latest()
-    status = {i: _status(i, found) for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
+    found = latest()
+    status = {i: status_of(i, found) for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
     if as_json:
         print_json({**card.model_dump(mode="json"), "status": status})
     else:
@@ -256,7 +253,8 @@ def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     from playbook_bench import store
 
-    say(f"new record {store.rejudge(file, results or store.DEFAULT_RESULTS)}")
+    made = store.rejudge(file, results or store.DEFAULT_RESULTS)
+    say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 
 @bench_app.command("aa")
@@ -351,50 +349,7 @@ def _outcomes(run: Callable[[TerminalProgress], Sequence[Outcome]], as_json: boo
     raise typer.Exit(harness.exit_code(outcomes))
 
 
-# --- evidence, schemas, site ---------------------------------------------------------------------------------------------------------
-
-
-@evidence_app.command("list")
-def evidence_list(results: Results = None, as_json: AsJson = False) -> None:
-    """List the records: those of this folder's runs and those in the repository."""
-    from playbook_bench import store
-
-    if results is not None and not results.is_dir():
-        raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
-    found = store.records_with_seal(_result_folders(results))
-    rows = [_evidence_row(path, e) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
-    print_json(rows) if as_json else print_table(rows, ("evidence", "claim", "status", "machine", "created", "sentence"))
-
-
-@evidence_app.command("show")
-def evidence_show(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")], as_json: AsJson = False) -> None:
-    """Show one record: what was claimed, what was found, what it rests on."""
-    from playbook_bench import report, store
-    from playbook_bench.confirm import Outcome
-
-    evidence, sealed = store.load_with_seal(file)
-    if as_json:
-        print_json(evidence.model_dump(mode="json"))
-        return
-    if not sealed:
-        complain(f"{file} was altered after it was sealed; it counts for nothing")
-    out = report.console()
-    claim = evidence.measured.claim
-    say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
-    if claim is not None:
-        say(f"{claim.card}/{claim.id}: {claim.statement}")
-    report.print_outcome(Outcome(evidence, file), out)
-    for condition in evidence.derived.gates:
-        say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    say(f"repeat   {evidence.command}")
-
-
-@evidence_app.command("accept")
-def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
-    """Copy a record that replays into bench/results/, to be committed."""
-    from playbook_bench import store
-
-    say(str(store.accept(file)))
+# --- schemas, site --------------------------------------------------------------------------------------------------------------------
 
 
 @schemas_app.command("export")
@@ -444,50 +399,6 @@ def site_build(
     built = site.generate(out or repo_root() / "docs", folders, reference=reference(typer.main.get_command(app)))
     found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
     say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
-
-
-def _status(claim: str, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence."""
-    if claim not in found:
-        return {"status": "untested", "sentence": None, "evidence": None, "stale": []}
-    from playbook_bench import preflight, store
-
-    path, evidence = found[claim]
-    row = _evidence_row(path, evidence)
-    stale = store.staleness(evidence, preflight.performance_revision())
-    if stale:
-        row["sentence"] += f"; stale: {', '.join(stale)}"
-    return {**{k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path")}, "stale": stale}
-
-
-def _latest() -> dict[str, tuple[Path, Evidence]]:
-    """The newest record of each claim that has one."""
-    from playbook_bench import store
-
-    return store.newest(_result_folders(None))
-
-
-def _evidence_row(path: Path, evidence: Evidence) -> dict[str, Any]:
-    measured, verdict = evidence.measured, evidence.derived.verdict
-    return {
-        "evidence": evidence.evidence_id,
-        "claim": measured.claim.id if measured.claim else None,
-        "card": measured.claim.card if measured.claim else None,
-        "case": measured.case.id if measured.case else None,
-        "status": verdict.status,
-        "sentence": verdict.sentence,
-        "machine": measured.machine.name,
-        "created": evidence.created,
-        "expires": evidence.expires,
-        "path": str(path),
-    }
-
-
-def _result_folders(results: Path | None) -> list[Path]:
-    from playbook.paths import data_root
-    from playbook_bench import store
-
-    return [results or store.DEFAULT_RESULTS, data_root("results")]
 
 
 def _seconds(text: str | None) -> float | None:

@@ -169,7 +169,7 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
     claims = [c for card in shelf.cards.values() for c in each(card)]
     found = [(r, c) for c in claims for r in verdicts(shelf.records, c.id) if r.machine == machine]
     found.sort(key=lambda f: f[0].created, reverse=True)
-    found.sort(key=lambda f: (f[0].status not in DECIDED, "." in f[1].id))
+    found.sort(key=lambda f: (f[0].status not in DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
     stands = ["stale" if r.stale(shelf.today, c) else r.status for r, c in found]
     counts = ", ".join(f"{stands.count(s)} {text(s.replace('_', ' '))}" for s in dict.fromkeys(stands))
     described = next((str(r.get("measured", "machine", "description", default="")) for r, _ in found), "") or machine
@@ -177,16 +177,17 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
         [
             link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),
             text(c.statement),
-            link(badge("stale" if r.stale(shelf.today, c) else r.status, r.status), f"evidence/{r.id}.md"),
+            link(badge("stale", f"{r.status}, stale") if r.stale(shelf.today, c) else badge(r.status), f"evidence/{r.id}.md"),
             link(effect(r), f"evidence/{r.id}.md") if effect(r) else "",
         ]
         for r, c in found[:most]
     ]
     more = f"[All {len(found)} on {text(machine)}](_generated/claims.md?hardware={machine})"
+    limit = " A verdict from a CPU speaks for the claim's mechanism, and its size for no GPU." if machine == "cpu" else ""
     return "\n\n".join(
         [
             f"### {text(described)} {{ #on-{attribute(machine)} }}",
-            f"{counts}; {len(claims) - len(found)} of {len(claims)} have no verdict here. {more}.",
+            f"{counts}; {len(claims) - len(found)} of {len(claims)} have no verdict here. {more}.{limit}",
             f'<div class="pb-matrix" markdown="1">\n\n{table(["Claim", "Statement", "Verdict", "Effect"], rows)}\n\n</div>',
         ]
     )

@@ -197,7 +197,10 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     problem = _problem(running, metric)
     if problem:
         return result("error", problem)
-    pairs = gates.pairs_of(running.runs)
+    pairs, first = gates.pairs_of(running.runs), running.plan.looks[0]
+    cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
+    if not pairs:
+        return result("undecided", cut)
     conditions = verdict.pair_gates(measured, running.case, metric, pairs, allowed=gates.SOURCE_KEYS)
     broken = [f"{g.name}: {g.detail}" for g in conditions if not g.ok]
     if broken:
@@ -209,11 +212,8 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     slowdown, limit = _slowdown(running, metric)
     floor = stats.aa_deviation(gates.aa_differences(running.runs, metric))
     found = verdict.compare_launches(metric, pairs, floor, running.plan, None)
-    if slowdown is None:
-        return result("error", "too few pairs for an interval", limit, found, conditions)
-    if found.pairs < running.plan.looks[0]:
-        text = f"stopped after {found.pairs} pairs; the gate needs {running.plan.looks[0]}. Raise --budget or --pairs"
-        return result("error", text, limit, found, conditions)
+    if slowdown is None or found.pairs < first:
+        return result("undecided", cut, limit, found, conditions)
     shown, above = f"{metric.name} {verdict.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
     if slowdown.low > limit:
         return result("regression", f"{shown}: {above} is certain", limit, found, conditions)
@@ -246,8 +246,6 @@ def _problem(running: Series, metric: Metric) -> str:
         problem = None if run.role == "burn_in" else gates.complete(run, metric)
         if problem:
             return f"a run cannot be used: {problem}"
-    if not gates.pairs_of(running.runs):
-        return "the budget ended before the first pair of runs"
     from playbook_bench import receipt
 
     dead = next((c for c in receipt.judge_runs(running.case.activation, running.runs) if not c.ok), None)

@@ -215,18 +215,18 @@ def _differences(a: Any, b: Any, where: str) -> list[str]:
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
 
 
-def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path:
-    """Judge a record's runs again by this version's rules, as a new record that names the old one; the old one stays.
+def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path | None:
+    """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
 
     Raises:
-        StoreError: the record was altered, or the verdict and its figures are the same and nothing is to be written.
+        StoreError: the record was altered.
     """
     evidence, sealed = load_with_seal(path)
     if not sealed:
         raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
     again = verdict.derive(evidence.measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
-        raise StoreError(f"{path}: today's rules give the same verdict; nothing was written")
+        return None
     return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence.evidence_id), results)
 
 

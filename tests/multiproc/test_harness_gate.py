@@ -79,9 +79,14 @@ def test_it_fails_closed(repo, tmp_path, fault):
     assert (found.status, found.exit_code) == ("error", 5), found.sentence
 
 
-def test_too_few_pairs_are_an_error(repo, tmp_path):
+@pytest.mark.parametrize(("options", "pairs"), [({"pairs": 2}, 2), ({"budget_s": 0.01}, 0)])
+def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs):
     repo({"slower": 0.5})
-    assert run(repo, tmp_path, pairs=2).status == "error"
+    found = run(repo, tmp_path, **options)
+    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
+    assert f"stopped after {pairs} of the 4 pairs" in found.sentence
+    assert "--budget" in found.sentence
+    json.dumps(gate.as_json(found))
 
 
 def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):

@@ -1,0 +1,120 @@
+"""`playbook evidence`: records of verdicts, and where a claim stands by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from playbook.cli_text import complain, print_json, print_table, say
+from playbook.errors import PlaybookError
+
+if TYPE_CHECKING:
+    from playbook_bench.records import Evidence
+
+ALTERED = "altered"
+"""Status of a record whose content is not the one that was sealed."""
+
+evidence_app = typer.Typer(no_args_is_help=True, help="Evidence: records of verdicts.")
+
+
+@evidence_app.command("list")
+def evidence_list(
+    results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+) -> None:
+    """List the records: those of this folder's runs and those in the repository."""
+    from playbook_bench import store
+
+    if results is not None and not results.is_dir():
+        raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
+    found = store.records_with_seal(_folders(results))
+    rows = [_row(path, e) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
+    columns = ("evidence", "claim", "status", "machine", "created", "sentence")
+    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
+
+
+@evidence_app.command("show")
+def evidence_show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+) -> None:
+    """Show one record: what was claimed, what was found, what it rests on."""
+    from playbook_bench import preflight, report, store
+    from playbook_bench.confirm import Outcome
+
+    evidence, sealed = store.load_with_seal(file)
+    if as_json:
+        print_json(evidence.model_dump(mode="json"))
+        return
+    if not sealed:
+        complain(f"{file} was altered after it was sealed; it counts for nothing")
+    out = report.console()
+    claim = evidence.measured.claim
+    say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
+    if claim is not None:
+        say(f"{claim.card}/{claim.id}: {claim.statement}")
+    report.print_outcome(Outcome(evidence, file), out)
+    for condition in evidence.derived.gates:
+        say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
+    if stale := store.staleness(evidence, preflight.performance_revision()):
+        say(f"stale    {', '.join(stale)}")
+    say(f"repeat   {evidence.command}")
+
+
+@evidence_app.command("accept")
+def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
+    """Copy a record that replays into bench/results/, to be committed."""
+    from playbook_bench import store
+
+    say(str(store.accept(file)))
+
+
+def latest() -> dict[str, tuple[Path, Evidence]]:
+    """The newest record of each claim that has one."""
+    from playbook_bench import store
+
+    return store.newest(_folders(None))
+
+
+def status_of(claim: str, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence."""
+    if claim not in found:
+        return {"status": "untested", "sentence": None, "evidence": None, "stale": []}
+    row = _row(*found[claim])
+    if row["stale"]:
+        row["sentence"] += f"; stale: {', '.join(row['stale'])}"
+    return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path", "stale")}
+
+
+def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for a table, whose status says when it no longer counts."""
+    return {**row, "status": f"{row['status']}, stale"} if row.get("stale") else dict(row)
+
+
+def _row(path: Path, evidence: Evidence) -> dict[str, Any]:
+    from playbook_bench import preflight, store
+
+    measured, verdict = evidence.measured, evidence.derived.verdict
+    return {
+        "evidence": evidence.evidence_id,
+        "claim": measured.claim.id if measured.claim else None,
+        "card": measured.claim.card if measured.claim else None,
+        "case": measured.case.id if measured.case else None,
+        "status": verdict.status,
+        "stale": store.staleness(evidence, preflight.performance_revision()),
+        "sentence": verdict.sentence,
+        "machine": measured.machine.name,
+        "created": evidence.created,
+        "expires": evidence.expires,
+        "path": str(path),
+    }
+
+
+def _folders(results: Path | None) -> list[Path]:
+    from playbook.paths import data_root
+    from playbook_bench import store
+
+    return [results or store.DEFAULT_RESULTS, data_root("results")]
