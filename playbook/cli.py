@@ -83,8 +83,9 @@ def cards_check(
     from playbook.cli_lint import report
 
     cards, cases, findings = check_all(paths or [])
-    claims = sum(1 for _ in cards.claims())
-    read = f"{count(len(cards.loaded), 'card')}, {count(claims, 'claim')}, {count(len(cases), 'case')}"
+    claims = [claim for _, _, claim in cards.claims()]
+    more = count(sum(c.mechanism_check is not None for c in claims), "mechanism check")
+    read = f"{count(len(cards.loaded), 'card')}, {count(len(claims), 'claim')} and {more}, {count(len(cases), 'case')}"
     report(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
 
 

@@ -36,6 +36,8 @@ _TABLES = {
 }
 _PLAIN = "plain"
 _LAYERS = 24
+_EACH = {"megatron.grouped_gemm": "cublas"}
+"""Settings of rows whose experts are not in one kernel: what they switch shows against a row of the same experts."""
 _WANTED = ["table", "group", "name", "gpus", "settings", "outcome"]
 _UNMARKED = 2
 """The performance revision of rows that do not name theirs."""
@@ -115,10 +117,15 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
     if not rows:
         return []
     plain = next((r for r in rows if r["group"] == r["name"] == _PLAIN and r["outcome"] == "ok"), {})
+    cublas = next((r for r in rows if r["settings"] == _EACH and r["outcome"] == "ok"), plain)
+    beside = [r for r in rows if r["settings"].items() > _EACH.items()]
+    names = list(dict.fromkeys(text(r["group"]) for r in beside))
+    note = f" {', '.join(names)}: with a product for each expert by cuBLAS, and against the row that has nothing else." if names else ""
     out = [
         f"## {title}",
         "",
-        f"{_software(rows)} Step time and memory against the row `plain`; loss: the largest relative difference of any step's loss from that row's. Seen: how many "
+        f"{_software(rows)} Step time and memory against the row `plain`, in which one CUTLASS kernel has all experts; loss: the largest relative difference of any step's "
+        f"loss from the row that it stands against.{note} Seen: how many "
         f"of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. {COMPUTES}{_older(rows, revision)}",
         "",
         '<div class="pb-wide" markdown="1">',
@@ -129,7 +136,7 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
     for group, each in groupby(rows, key=lambda r: str(r["group"])):
         if group != _PLAIN:
             out.append(f"| **{text(group)}** | | | | | | | |")
-        out += [_switch(r, plain) for r in each]
+        out += [_switch(r, cublas if r in beside else plain) for r in each]
     told = [
         f"- {text(r['group'])}, {text(r['name'])}: {text(_short(str(r['message'])))}"
         for r in rows
@@ -208,7 +215,7 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> str:
     for cp in sorted({int(r["settings"]["parallel.cp"]) for r in rows}):
         tried = {int(r["settings"]["data.seq_len"]): r["outcome"] == "ok" for r in rows if r["settings"]["parallel.cp"] == cp}
         most = max((n for n, fits in tried.items() if fits), default=0)
-        more = ", and no longer one has been measured" if most == max(tried) else ""
+        more = " (the longest in this table)" if most == max(tried) else ""
         said.append(f"CP {cp} {most:,} tokens{more}" if most else f"CP {cp} none")
     return "The longest row that fitted: " + "; ".join(said) + "."
 

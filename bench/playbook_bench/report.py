@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from playbook.cli_text import plain
+from playbook.cli_text import count, plain
 from playbook.site_evidence import NOTABLE_DATA, NOTABLE_STOLEN
 from playbook_bench import confirm, metrics, receipt, schedule, verdict
 from playbook_bench import curve as curves
@@ -159,7 +159,7 @@ def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
     """Where the evidence lies and how to replay it."""
     if outcomes:
         path = outcomes[-1].path
-        out.print(Text(f"evidence {path.parent}  ({len(outcomes)} records)"))
+        out.print(Text(f"evidence {path.parent}  ({count(len(outcomes), 'record')})"))
         out.print(Text(f"replay   playbook bench replay {path}"))
 
 

@@ -37,6 +37,16 @@ def test_a_switch_stands_against_the_plain_row(tmp_path):
     assert "NVIDIA H200, torch 2" in page
 
 
+def test_what_needs_other_experts_stands_against_those(tmp_path):
+    each = {"megatron.grouped_gemm": "cublas"}
+    rows = [row("plain", "plain"), row("each", "experts", settings=each, step_s=0.25)]
+    written(tmp_path, SWITCHES, [*rows, row("blockwise", "FP8", settings={**each, "precision.fp8": "blockwise"}, step_s=0.24)])
+    page = megatron_page(tmp_path)
+    assert "| each | 250 ms | +25.0 % |" in page
+    assert "| blockwise | 240 ms | -4.0 % |" in page
+    assert "FP8: with a product for each expert by cuBLAS" in page
+
+
 def test_lengths_are_drawn_and_the_longest_that_fits_is_named(tmp_path):
     rows = [
         row(
@@ -53,7 +63,7 @@ def test_lengths_are_drawn_and_the_longest_that_fits_is_named(tmp_path):
     page = megatron_page(tmp_path)
     assert "| 65,536 | 1 | out of memory | | | |" in page
     assert "| 65,536 | 2 | 20,480 | 0.20 s | 82 % | 40.0 GiB |" in page
-    assert "CP 1 8,192 tokens; CP 2 65,536 tokens, and no longer one has been measured." in page
+    assert "CP 1 8,192 tokens; CP 2 65,536 tokens (the longest in this table)." in page
     assert page.count("<svg") == 4
 
 
