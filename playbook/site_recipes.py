@@ -10,9 +10,13 @@ from playbook.site_text import block, code, front_matter, link, mapping, number,
 
 TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 
+TIGHT = 0.05
+"""The share of a GPU's memory that an estimate has to leave free."""
+
 INTRO = (
     "Configurations that somebody published, as files that this trainer loads. Each passes a dry run at the world size stated, and its estimated "
-    "peak is below the memory of the GPUs named; that is an estimate, and no run of that size stands behind it. For the megatron "
+    "peak is below the memory of the GPUs named; that is an estimate, and no run of that size stands behind it. **Tight** is one within 5 % of that memory: an allocator's "
+    "gaps may not fit into the rest, and where images are counted the estimate takes every token for an image's. For the megatron "
     "backend tests also build the real model of the first and the last stage at that size, without memory behind its parameters, and count them. Each has a small version that "
     "fits four H200s by the same estimate. [Configuration families](families.md) say which cards they belong to."
 )
@@ -28,13 +32,17 @@ def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
             mapping(row["layout"]) if row["layout"] else "data parallel",
             "<br>".join(number(n) for n in row["gpus"]),
             text(row["hardware"]),
-            "<br>".join(f"{row['peaks_gib'][n]:.0f}" for n in row["gpus"]),
+            "<br>".join(_peak(row["peaks_gib"][n], row["memory_gib"]) for n in row["gpus"]),
             f"{row['memory_gib']:.0f}",
         ]
         for row in rows
     ]
     parts = [front_matter("Recipes", description="Published configurations as files, with estimates and commands"), "# Recipes", INTRO]
     return "\n\n".join([*parts, table(head, cells), *(_section(row) for row in rows)]) + "\n"
+
+
+def _peak(peak_gib: float, memory_gib: float) -> str:
+    return f"{peak_gib:.0f}{', **tight**' if peak_gib > (1 - TIGHT) * memory_gib else ''}"
 
 
 def anchor(path: str) -> str:

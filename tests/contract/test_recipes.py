@@ -143,3 +143,9 @@ def test_the_list_names_files_that_load(capsys):
     with pytest.raises(SystemExit):
         cli.main(["config", "list"])
     assert "8 or 16" in capsys.readouterr().out
+
+
+def test_an_estimate_that_leaves_little_says_so():
+    (row, *_) = cli_recipes.rows()
+    near, far = (row | {"peaks_gib": dict.fromkeys(row["gpus"], peak), "memory_gib": 100.0} for peak in (96.0, 94.0))
+    assert ("96, **tight**" in recipes_page([near]), "tight** |" in recipes_page([far])) == (True, False)
