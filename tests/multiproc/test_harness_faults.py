@@ -23,7 +23,7 @@ from playbook_bench.telemetry import Ticks
 
 @pytest.fixture
 def card(tmp_path, case):
-    def write(op, margin, metric="useful_tokens_per_s_per_gpu"):
+    def write(op, margin, metric="useful_tokens_per_s_per_gpu", unit="percent"):
         case(metric)
         folder = tmp_path / "cards"
         folder.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ claims:
     kind: pair
     comparison: {{baseline: {{moe.dispatcher: alltoall}}, candidate: {{moe.dispatcher: allgather}}}}
     metric: {metric}
-    expect: {{op: "{op}", margin: {{value: {margin}, unit: percent}}}}
+    expect: {{op: "{op}", margin: {{value: {margin}, unit: {unit}}}}}
     label: benchmark-only
     sources: [{{title: Planted, origin: ours, date: "2026-01"}}]
     case: planted
@@ -133,6 +133,16 @@ def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fau
     assert found.evidence.derived.verdict.reason == reason
     assert confirm.exit_code([found]) == code
     assert found.evidence.derived.comparison is None
+    assert store.replay(found.path)[0]
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_what_fits_is_judged_alike_in_either_order(card, tmp_path, plant, seed):
+    plant(baseline={"fault": "oom"})
+    found = only(confirm.run([card(">=", 100, "fits", "points")], results=tmp_path / "results", command=FAKE, seed=seed))
+    assert found.evidence.measured.plan.order == {0: ["BA"], 4: ["AB"]}[seed]
+    assert sorted((r.variant, r.outcome) for r in found.evidence.measured.runs) == [("baseline", "oom"), ("candidate", "ok")]
+    assert (found.status, found.evidence.derived.verdict.reason) == ("confirmed", "exact")
     assert store.replay(found.path)[0]
 
 
