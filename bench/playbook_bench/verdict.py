@@ -89,11 +89,11 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     pairs = gates.pairs_of(measured.runs)
     if not pairs:
         return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
-    if metric.name == "fits":
-        return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
-    unusable = faulty(measured.runs, metric, checks)
+    unusable = faulty([r for r in measured.runs if r.outcome == "ok"], metric, checks)
     if unusable:
         return Derived(receipts=checks, verdict=unusable)
+    if metric.name == "fits":
+        return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
     return _compare(measured, case, plan, metric, expect, checks, pairs)
 
 
