@@ -168,6 +168,17 @@ def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, p
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
 
 
+def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
+    plant()
+    path = Path(case("dispatch_bytes_per_token_layer"))
+    path.write_text(path.read_text().replace("inside: dispatch}]}\n  candidate", "inside: dispatch, count: 4 * layerz}]}\n  candidate"))
+    found = bench(str(path), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+    assert "== 4 * layerz" in found.evidence.derived.verdict.sentence
+    assert confirm.exit_code([found]) == 5
+    assert store.replay(found.path)[0]
+
+
 def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PLANT_MARK", mark)
