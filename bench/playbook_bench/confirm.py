@@ -421,9 +421,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    names = running.alive
-    blocks = curve.blocks_of(running.runs, names)
-    return gates.steady_all({v: [b[v] for b in blocks] for v in names}, gates.step_deviation(running.aa)).ok
+    return curve.steady(running.runs, running.alive, gates.step_deviation(running.aa))
 
 
 def _judge(running: Series, record: Measured) -> Settled:

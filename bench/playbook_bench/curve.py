@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from playbook.cards import Expect, in_words
-from playbook_bench import gates, receipt, stats, verdict
+from playbook_bench import gates, metrics, receipt, stats, verdict
 from playbook_bench.case import Case
 from playbook_bench.metrics import Metric
 from playbook_bench.records import Check, Contrast, Curve, Derived, Gate, Measured, Plan, PointFigure, Run, Variant, Verdict
@@ -44,6 +44,14 @@ def blocks_of(runs: Sequence[Run], names: Sequence[Variant]) -> list[Block]:
         if run.role == "measure" and run.pair is not None and run.outcome == "ok":
             found.setdefault(run.pair, {})[run.variant] = run
     return [b for _, b in sorted(found.items()) if names and all(v in b for v in names)]
+
+
+def steady(runs: Sequence[Run], names: Sequence[Variant], tolerance: float) -> bool:
+    """Whether no variant's step time drifts; runs whose steps cannot be used show no drift, and get their verdict for that."""
+    blocks, times = blocks_of(runs, names), metrics.get("step_seconds")
+    if any(gates.complete(run, times) for block in blocks for run in block.values()):
+        return True
+    return gates.steady_all({v: [b[v] for b in blocks] for v in names}, tolerance).ok
 
 
 def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:

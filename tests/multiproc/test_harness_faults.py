@@ -162,6 +162,14 @@ def test_a_short_run_is_an_error(case, tmp_path, plant):
     assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
 
 
+def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
+    plant(candidate={"fault": "short", "launches": [10, 11]})
+    found = bench(case(), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
+    assert "candidate timed 8 of 10 steps" in found.evidence.derived.verdict.sentence
+    assert store.replay(found.path)[0]
+
+
 def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, plant):
     plant(candidate={"fault": "disable", "slower": 0.3})
     found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
