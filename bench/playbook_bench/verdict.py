@@ -86,12 +86,12 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
     if failed:
         return Derived(receipts=checks, verdict=failed)
-    pairs = gates.pairs_of(measured.runs)
-    if not pairs:
-        return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
     unusable = faulty([r for r in measured.runs if r.outcome == "ok"], metric, checks)
     if unusable:
         return Derived(receipts=checks, verdict=unusable)
+    pairs = gates.pairs_of(measured.runs)
+    if not pairs:
+        return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
     if metric.name == "fits":
         return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
     return _compare(measured, case, plan, metric, expect, checks, pairs)

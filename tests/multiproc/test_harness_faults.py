@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from planted_case import FAKE, REAL, bench, only
 
+from playbook.errors import PlaybookError
 from playbook_bench import aa, confirm, report, store
 from playbook_bench.telemetry import Ticks
 
@@ -168,6 +169,29 @@ def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
     assert "candidate timed 8 of 10 steps" in found.evidence.derived.verdict.sentence
     assert store.replay(found.path)[0]
+
+
+def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
+    plant()
+    found = bench(case("mfu"), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
+    assert "baseline reported no mfu" in found.evidence.derived.verdict.sentence
+    assert store.replay(found.path)[0]
+    assert not list((tmp_path / "results" / "baselines").rglob("*.json")), "noise without a figure is not stored"
+
+
+def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
+    plant()
+    with pytest.raises(PlaybookError, match="baseline reported no mfu"):
+        aa.run(case("mfu"), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert not list((tmp_path / "results").rglob("*.json"))
+
+
+def test_stored_noise_of_another_metric_does_not_hide_that_one_is_missing(case, tmp_path, plant):
+    plant()
+    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    found = bench(case("mfu"), tmp_path)
+    assert (found.status, len(found.evidence.measured.runs)) == ("error", 4)
 
 
 def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, plant):
