@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from playbook.errors import ConfigError
 from playbook_bench import gate
 from playbook_bench.case import Activation, Case, Receipt, Rule
+from playbook_bench.launch import LocalLauncher
 
 FAKE = (sys.executable, str(Path(__file__).parent / "planted.py"))
 
@@ -87,6 +89,19 @@ def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs
     assert f"stopped after {pairs} of the 4 pairs" in found.sentence
     assert "--budget" in found.sentence
     json.dumps(gate.as_json(found))
+
+
+def test_a_budget_that_holds_no_noise_shows_nothing(repo, tmp_path, monkeypatch):
+    """The reference commit is slow and the working tree fast: there is time for a pair of both, but for none of the reference with itself."""
+
+    class Slow(LocalLauncher):
+        def run(self, spec, on_step=None):
+            return replace(super().run(spec, on_step), wall_s=70.0 if "000-" in spec.folder.name else 10.0)
+
+    monkeypatch.setattr(gate, "LocalLauncher", Slow)
+    found = run(repo, tmp_path, "HEAD", budget_s=100.0)
+    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
+    assert "stopped after 0 of the 4 pairs" in found.sentence
 
 
 def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
