@@ -137,7 +137,7 @@ def _needed(found: Sequence[stats.Interval], metric: Metric, expect: Expect | No
         return None
     margin = verdict.threshold(metric, expect.margin)
     ends = {margin, -margin} if expect.op in ("within", "band") else {margin}
-    needs = [stats.pairs_needed(i.mean - m, i.used, alpha) for i in found for m in ends if i.low < m < i.high]
+    needs = [stats.pairs_needed(i.mean - m, i.largest, alpha) for i in found for m in ends if i.low < m < i.high]
     known = [n for n in needs if n is not None]
     return max(known) if known and len(known) == len(needs) else None
 

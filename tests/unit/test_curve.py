@@ -128,6 +128,17 @@ def test_the_difference_of_differences_is_a_ratio_of_ratios():
     assert (found.freedom, found.look) == (9, 1)
 
 
+def test_the_interval_follows_from_the_figures_of_the_record():
+    measured = record(sweep(), [0.0, 0.1, 0.2], expect(">="))
+    for i, noise in zip((2, 5, 8, 11), (0.05, -0.04, 0.03, -0.02), strict=True):  # the last value is noisier than the others
+        measured.runs[i] = make_run("4", i // 3, i, seconds=math.exp(-0.2 - noise), config_sha="4", observed=SEEN)
+    curve = verdict.derive(measured).curve
+    (last,) = curve.contrasts
+    half = stats.t_quantile(curve.alpha_contrast, curve.freedom) * last.used / math.sqrt(curve.blocks)
+    assert (last.low, last.high) == pytest.approx((math.expm1(last.mean - half), math.expm1(last.mean + half)))
+    assert half == pytest.approx(stats.t_quantile(curve.alpha_contrast, curve.blocks - 1) * last.deviation / math.sqrt(curve.blocks))
+
+
 def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
     gains, gone = [0.0, 0.3, 0.0], {"1": "oom"}
     assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes=gone).status == "confirmed"
@@ -245,8 +256,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
         residual = rows - rows.mean(1, keepdims=True) - rows.mean(2, keepdims=True) + rows.mean((1, 2), keepdims=True)
         freedom = (k - 1) * (n - 1)
         pooled = np.sqrt((residual**2).sum((1, 2)) / freedom)[:, None]
-        used = np.maximum(pooled * np.linalg.norm(weights, axis=1), d.std(1, ddof=1))
-        half = stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), freedom) * used / math.sqrt(n)
+        t, t_own = (stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), f) for f in (freedom, n - 1))
+        half = np.maximum(t * pooled * np.linalg.norm(weights, axis=1), t_own * d.std(1, ddof=1)) / math.sqrt(n)
         low, high = d.mean(1) - half, d.mean(1) + half
         if n == 4:  # the simulation and the harness compute the same intervals
             ours = stats.simultaneous(rows[0], weights, 0.05 / len(LOOKS))
