@@ -260,7 +260,7 @@ def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdic
         "best": at == set(names),
         "not_best": not at or at == set(names),
         "band": first not in names,
-        "knee": len(names) < 3 or bool(expect.at and not at),
+        "knee": len(names) < 3 or bool(expect.at and not at & set(names[1:-1])),
         "reaches": len(names) < 3 or last not in names,
         "rising": False,
     }

@@ -149,6 +149,23 @@ def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
 
 
 @pytest.mark.parametrize(
+    ("at", "gains", "gone", "status"),
+    [
+        ([4], [0.0, 0.3, 0.6, 0.6], {}, "confirmed"),
+        ([4], [0.0, 0.3, 0.6, 0.9], {}, "refuted"),
+        ([4], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "inconclusive"),  # nothing ran after the claimed knee
+        ([2], [0.0, 0.3, 0.6, 0.0], {"1": "oom"}, "inconclusive"),  # nothing ran before it
+        ([2, 4], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "inconclusive"),  # 2 is none, 4 may be one
+        ([2, 4], [0.0, 0.3, 0.3, 0.0], {"8": "oom"}, "confirmed"),
+        ([2], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "refuted"),
+    ],
+)
+def test_a_knee_is_refuted_only_where_values_ran_on_both_sides_of_it(at, gains, gone, status):
+    wanted = expect("knee", at=at, infeasible=[int(v) for v in gone])
+    assert judged(sweep((1, 2, 4, 8)), gains, wanted, outcomes=gone).status == status
+
+
+@pytest.mark.parametrize(
     ("outcomes", "status"),
     [
         ({"a1+b1": "refused"}, "confirmed"),
@@ -224,10 +241,13 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (expect("best", at=[1, 2, 4]), "beside those of 'at'"),
         (expect("reaches", at=[4]), "cannot be the last"),
         (expect("band", at=[2]), "has no 'at'"),
+        (expect("knee", at=[1]), "1 cannot be one"),
+        (expect("knee", at=[2, 4]), "4 cannot be one"),
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
         assert any(text in p for p in rules.problems(wanted, names, "sweep")), text
     assert not rules.problems(expect("best", at=[4]), names, "sweep")
+    assert not rules.problems(expect("knee", at=[2]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
         rules.asked(rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
