@@ -208,7 +208,7 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
         return result("error", f"the two commits cannot be compared: {'; '.join(broken)}", conditions=conditions)
     if metric.deterministic:
         found = verdict.exact(metric, pairs)
-        worse = found.effect is None or found.effect < -LEAST
+        worse = (verdict.unbounded(found) if found.effect is None else found.effect) < -LEAST
         return result("regression" if worse else "pass", f"{metric.name} {verdict.show_effect(found)}", LEAST, found, conditions)
     slowdown, limit = _slowdown(running, metric)
     floor = stats.aa_deviation(gates.aa_differences(running.runs, metric))

@@ -206,7 +206,7 @@ def _on_exact(found: Comparison, metric: Metric, expect: Expect | None) -> Verdi
     if expect is None:
         return _verdict("measured", "no_claim", shown)
     margin = threshold(metric, expect.margin)
-    value = found.differences[0] if found.differences else _unbounded(found)
+    value = found.differences[0] if found.differences else unbounded(found)
     slack = EXACT_TOLERANCE * max(1.0, abs(margin))
     ok = {">=": value >= margin - slack, "<=": value <= margin + slack, "within": abs(value) <= margin + slack}.get(expect.op)
     if ok is None:
@@ -237,7 +237,7 @@ def exact(metric: Metric, pairs: Sequence[gates.Pair]) -> Comparison:
     )
 
 
-def _unbounded(found: Comparison) -> float:
+def unbounded(found: Comparison) -> float:
     """A ratio against zero: infinitely better or worse."""
     better = found.candidate > found.baseline if found.better == "higher" else found.candidate < found.baseline
     return math.inf if better else -math.inf

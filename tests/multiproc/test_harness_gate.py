@@ -144,6 +144,16 @@ def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
     assert (found.status, len(found.runs)) == ("pass", 2)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "status"), [(100, 0, "pass"), (0, 100, "regression"), (0, 0, "pass"), (100, 50, "pass"), (100, 200, "regression")]
+)
+def test_an_exact_metric_is_judged_by_its_direction(repo, tmp_path, before, after, status):
+    repo({"bytes": before})
+    repo({"bytes": after})
+    found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")
+    assert found.status == status, found.sentence
+
+
 @pytest.mark.parametrize("reference", ["no-such-branch", "--upload-pack=x", ""])
 def test_a_reference_that_is_no_commit(repo, tmp_path, reference):
     with pytest.raises(ConfigError, match="no commit"):
