@@ -126,12 +126,12 @@ def run(
 
 
 def _as_gate_case(case: Case) -> Case:
-    """The case as a pair with its first variant in both places: no delta, that variant's activation rules, losses within the case's band."""
+    """The case as a pair with its first variant, its environment and its activation rules in both places; losses within the case's band."""
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; the gate needs runs")
     band = case.guardrails.loss.relative or Loss().relative
     first, delta = next(iter(case.variants.items()))
-    receipt = case.activation.of(first)
+    receipt, environment = case.activation.of(first), case.delta.environment.get(first, {})
     own = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
     return case.model_copy(
         update={
@@ -142,7 +142,7 @@ def _as_gate_case(case: Case) -> Case:
             "baseline": dict(delta),
             "candidate": dict(delta),
             "variant_profiles": own,
-            "delta": Delta(),
+            "delta": Delta(environment={"baseline": environment, "candidate": environment}),
             "activation": Activation(baseline=receipt, candidate=receipt),
             "guardrails": Guardrails(loss=Loss(relative=band)),
         }

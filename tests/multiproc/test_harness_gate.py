@@ -10,7 +10,7 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook_bench import gate
-from playbook_bench.case import Activation, Case, Receipt, Rule
+from playbook_bench.case import Activation, Case, Delta, Receipt, Rule
 from playbook_bench.launch import LocalLauncher
 
 FAKE = (sys.executable, str(Path(__file__).parent / "planted.py"))
@@ -152,6 +152,21 @@ def test_an_exact_metric_is_judged_by_its_direction(repo, tmp_path, before, afte
     repo({"bytes": after})
     found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")
     assert found.status == status, found.sentence
+
+
+def test_both_commits_run_in_the_environment_of_the_first_variant(repo, tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(LocalLauncher):
+        def run(self, spec, on_step=None):
+            seen.append(spec.environment.get("NCCL_ALGO"))
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(gate, "LocalLauncher", Watched)
+    delta = Delta(environment={"baseline": {"NCCL_ALGO": "Ring"}, "candidate": {"NCCL_ALGO": "Tree"}}, reason="r")
+    declared = case("dispatch_bytes_per_token_layer").model_copy(update={"delta": delta})
+    found = gate.run(declared, "HEAD", profile="cpu", results=tmp_path / "results", command=FAKE, root=repo.root)
+    assert (found.status, seen) == ("pass", ["Ring", "Ring"]), found.sentence
 
 
 @pytest.mark.parametrize("reference", ["no-such-branch", "--upload-pack=x", ""])
