@@ -46,7 +46,7 @@ def run(
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
-        LaunchError: a run failed.
+        LaunchError: a run failed, or does not give the case's metric.
     """
     if pairs < schedule.AA_PAIRS:
         raise ConfigError(f"an A/A of {pairs} pairs is too few to know a deviation; expected at least {schedule.AA_PAIRS}")
@@ -78,7 +78,7 @@ def run(
         burn_in = running.run(schedule.burn_in([first])[0])
         runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs, variant=first)
     (work / "telemetry.csv").unlink(missing_ok=True)
-    _check(runs, pairs)
+    _check(runs, pairs, running)
     baseline = _baseline(running, runs)
     path = store.write_baseline(baseline, folder / "baselines")
     if not any(work.iterdir()):
@@ -93,7 +93,7 @@ def ensure(running: Series, folder: Path) -> bool:
 
     A fresh pair that differs more than the stored A/A allows shows that the machine is not as quiet as it was: the A/A is then measured
     anew, and the pair that showed it stays in it, so that the floor rises with what was seen.
-    False where a run fails, or where the budget does not hold them: either ends the series.
+    False where a run fails or does not give the case's metric, or where the budget does not hold them: each ends the series.
 
     The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
     """
@@ -105,14 +105,14 @@ def ensure(running: Series, folder: Path) -> bool:
     fresh: list[Run] = []
     if running.aa is not None:
         fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS, variant=first.variant)
-        if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or fresh[-1].outcome != "ok":
+        if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or _problem(fresh, running):
             return False
         if not _contradicts(fresh, running):
             return True
         running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
         running.expected += 2 * schedule.AA_PAIRS
     runs = series.measure_aa(running, schedule.AA_PAIRS, first=len(fresh) // 2, variant=first.variant)
-    if len(runs) < 2 * schedule.AA_PAIRS or runs[-1].outcome != "ok":
+    if len(runs) < 2 * schedule.AA_PAIRS or _problem(runs, running):
         return False
     running.runs = running.runs[:before]
     running.aa = _baseline(running, [*fresh, *runs])
@@ -154,9 +154,17 @@ def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
     )
 
 
-def _check(runs: Sequence[Run], pairs: int) -> None:
+def _problem(runs: Sequence[Run], running: Series) -> str:
+    """Why a run cannot be used for the noise of the case's metric, or nothing."""
+    metric = metrics.get(running.case.metric or "")
+    return next((p for r in runs if (p := r.outcome if r.outcome != "ok" else gates.complete(r, metric))), "")
+
+
+def _check(runs: Sequence[Run], pairs: int, running: Series) -> None:
     bad = next((r for r in runs if r.outcome != "ok"), None)
     if bad is not None:
         raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
+    if problem := _problem(runs, running):
+        raise LaunchError(f"the A/A is of no use and is not stored: {problem}")
     if len(runs) < 2 * pairs:
         raise LaunchError(f"the A/A stopped after {len(runs) // 2} of {pairs} pairs: the case's budget is spent")

@@ -345,6 +345,7 @@ def _run_series(
             if timed:
                 _timed(running, records, settled, options)
             else:
+                running.oom_is_data = any(_metric(r, case).name == "fits" for r in records)
                 running.expected = len(running.variants)
                 progress.series(case.id, running.expected)
                 series.measure_pairs(running, lambda s, n: True)
@@ -383,9 +384,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
     running.progress.series(running.case.id, running.expected)
-    if not _burn_in(running):
-        return
-    if not aa.ensure(running, options.results / "baselines"):
+    if not _burn_in(running) or not aa.ensure(running, options.results / "baselines"):
         return
     steady_known = False
 
@@ -422,9 +421,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    names = running.alive
-    blocks = curve.blocks_of(running.runs, names)
-    return gates.steady_all({v: [b[v] for b in blocks] for v in names}, gates.step_deviation(running.aa)).ok
+    return curve.steady(running.runs, running.alive, gates.step_deviation(running.aa))
 
 
 def _judge(running: Series, record: Measured) -> Settled:

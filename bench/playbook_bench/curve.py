@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from playbook.cards import Expect, in_words
-from playbook_bench import gates, receipt, stats, verdict
+from playbook_bench import gates, metrics, receipt, stats, verdict
 from playbook_bench.case import Case
 from playbook_bench.metrics import Metric
 from playbook_bench.records import Check, Contrast, Curve, Derived, Gate, Measured, Plan, PointFigure, Run, Variant, Verdict
@@ -44,6 +44,14 @@ def blocks_of(runs: Sequence[Run], names: Sequence[Variant]) -> list[Block]:
         if run.role == "measure" and run.pair is not None and run.outcome == "ok":
             found.setdefault(run.pair, {})[run.variant] = run
     return [b for _, b in sorted(found.items()) if names and all(v in b for v in names)]
+
+
+def steady(runs: Sequence[Run], names: Sequence[Variant], tolerance: float) -> bool:
+    """Whether no variant's step time drifts; runs whose steps cannot be used show no drift, and get their verdict for that."""
+    blocks, times = blocks_of(runs, names), metrics.get("step_seconds")
+    if any(gates.complete(run, times) for block in blocks for run in block.values()):
+        return True
+    return gates.steady_all({v: [b[v] for b in blocks] for v in names}, tolerance).ok
 
 
 def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
@@ -129,7 +137,7 @@ def _needed(found: Sequence[stats.Interval], metric: Metric, expect: Expect | No
         return None
     margin = verdict.threshold(metric, expect.margin)
     ends = {margin, -margin} if expect.op in ("within", "band") else {margin}
-    needs = [stats.pairs_needed(i.mean - m, i.used, alpha) for i in found for m in ends if i.low < m < i.high]
+    needs = [stats.pairs_needed(i.mean - m, i.largest, alpha) for i in found for m in ends if i.low < m < i.high]
     known = [n for n in needs if n is not None]
     return max(known) if known and len(known) == len(needs) else None
 
@@ -252,7 +260,7 @@ def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdic
         "best": at == set(names),
         "not_best": not at or at == set(names),
         "band": first not in names,
-        "knee": len(names) < 3 or bool(expect.at and not at),
+        "knee": len(names) < 3 or bool(expect.at and not at & set(names[1:-1])),
         "reaches": len(names) < 3 or last not in names,
         "rising": False,
     }

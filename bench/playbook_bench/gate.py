@@ -126,12 +126,12 @@ def run(
 
 
 def _as_gate_case(case: Case) -> Case:
-    """The case as a pair with its first variant in both places: no delta, that variant's activation rules, losses within the case's band."""
+    """The case as a pair with its first variant, its environment and its activation rules in both places; losses within the case's band."""
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; the gate needs runs")
     band = case.guardrails.loss.relative or Loss().relative
     first, delta = next(iter(case.variants.items()))
-    receipt = case.activation.of(first)
+    receipt, environment = case.activation.of(first), case.delta.environment.get(first, {})
     own = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
     return case.model_copy(
         update={
@@ -142,7 +142,7 @@ def _as_gate_case(case: Case) -> Case:
             "baseline": dict(delta),
             "candidate": dict(delta),
             "variant_profiles": own,
-            "delta": Delta(),
+            "delta": Delta(environment={"baseline": environment, "candidate": environment}),
             "activation": Activation(baseline=receipt, candidate=receipt),
             "guardrails": Guardrails(loss=Loss(relative=band)),
         }
@@ -167,7 +167,8 @@ def _measure(running: Series, metric: Metric) -> None:
     if any(running.run(spec).outcome != "ok" for spec in schedule.burn_in()):
         return
     # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
-    if any(r.outcome != "ok" for r in series.measure_aa(running, aa_pairs)):
+    noise = series.measure_aa(running, aa_pairs)
+    if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
         return
     series.measure_pairs(running, lambda s, n: n in looks and _settled(s, metric))
 
@@ -207,7 +208,7 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
         return result("error", f"the two commits cannot be compared: {'; '.join(broken)}", conditions=conditions)
     if metric.deterministic:
         found = verdict.exact(metric, pairs)
-        worse = found.effect is None or found.effect < -LEAST
+        worse = (verdict.unbounded(found) if found.effect is None else found.effect) < -LEAST
         return result("regression" if worse else "pass", f"{metric.name} {verdict.show_effect(found)}", LEAST, found, conditions)
     slowdown, limit = _slowdown(running, metric)
     floor = stats.aa_deviation(gates.aa_differences(running.runs, metric))

@@ -52,6 +52,6 @@ def run(case: Case) -> Statement:
         raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, table)}")
     try:
         holds, sentence, figures = table[name](**case.arguments)
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {e}") from e
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
+        raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {type(e).__name__}: {e}") from e
     return bool(holds), sentence, json.loads(json.dumps(figures))

@@ -290,7 +290,7 @@ class Contrast(Strict):
     deviation: float | None = None
     """Standard deviation of `differences`."""
     used: float | None = None
-    """The deviation that entered the interval: the largest of its own, the pooled one and the A/A's."""
+    """The deviation that entered the interval with `freedom` degrees: the largest of the pooled one, the A/A's, and its own made up to that."""
 
 
 class Curve(Strict):

@@ -138,7 +138,9 @@ def _best(q: Question, bounds: Mapping[str, Bounds]) -> Status:
 
 
 def _knee(q: Question, bounds: Sequence[Bounds]) -> Status:
-    m, open_ = q.margin, False
+    m = q.margin
+    # Nothing lies beyond the first and the last of what ran, so no step rules a knee there in or out.
+    open_ = bool({q.names[0], q.names[-1]} & set(q.at))
     for knee in range(1, len(q.names) - 1):
         if q.at and q.names[knee] not in q.at:
             continue
@@ -166,6 +168,8 @@ def problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
         found.append(f"op '{expect.op}' needs a value beside those of 'at'")
     if expect.op in ("rising", "knee", "reaches") and len(names) < 3:
         found.append(f"op '{expect.op}' needs at least 3 values, the case has {len(names)}")
+    if expect.op == "knee" and (ends := {names[0], names[-1]} & set(at)):
+        found.append(f"op 'knee' has a step before its knee and one after it, so {', '.join(sorted(ends))} cannot be one")
     if at and expect.op not in ("best", "not_best", "knee", "reaches"):
         found.append(f"op '{expect.op}' has no 'at'")
     if expect.op == "excludes" and not expect.infeasible:

@@ -86,6 +86,8 @@ class Series:
     expected: int = 0
     infeasible: frozenset[Variant] = frozenset()
     """Variants that may be out of memory or refused, because the claims say so."""
+    oom_is_data: bool = False
+    """Whether any variant may be out of memory, because a claim asks which of them fit."""
     launched: list[Run] = field(default_factory=list)
     """Every run that was paid for, discarded ones included."""
     journal: SeriesJournal | None = None
@@ -142,7 +144,7 @@ class Series:
 
     def tolerates(self, run: Run) -> bool:
         """Whether a launch failed as the claims say that it may."""
-        return run.variant in self.infeasible and run.outcome in ("oom", "refused")
+        return (self.oom_is_data and run.outcome == "oom") or (run.variant in self.infeasible and run.outcome in ("oom", "refused"))
 
     def has_time_for(self, variants: Sequence[Variant]) -> bool:
         """Whether the budget holds a launch of each, as long as its last one; the first of a variant is taken to be as long as the longest other."""

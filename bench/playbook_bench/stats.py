@@ -33,7 +33,9 @@ class Interval:
     deviation: float
     """Sample deviation, before the floor."""
     used: float
-    """The deviation that entered the interval: the larger of the sample's and the floor."""
+    """The deviation that entered the interval, as one of the degrees of freedom that the interval is given for."""
+    largest: float
+    """The largest deviation that was looked at, the floor included: what further launches are counted with."""
 
 
 def log_ratio(baseline: float, candidate: float, higher_is_better: bool) -> float:
@@ -80,7 +82,7 @@ def interval(differences: Sequence[float], alpha: float, floor: float = 0.0) -> 
     deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
     used = max(deviation, floor)
     half = t_quantile(alpha, n - 1) * used / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, deviation, used)
+    return Interval(mean, mean - half, mean + half, deviation, used, used)
 
 
 def t_quantile(alpha: float, freedom: int) -> float:
@@ -91,10 +93,11 @@ def t_quantile(alpha: float, freedom: int) -> float:
 def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
     """Two-sided intervals of several contrasts that hold together with error rate `alpha`.
 
-    `rows` holds one value per block and variant. Each interval is `mean -+ t(1 - alpha / 2m, f) * s / sqrt(n)` for m contrasts and n blocks
-    of k variants: Bonferroni's inequality, which needs nothing of how the contrasts hang together. The deviation s is the largest of
-    three: |w| times the pooled deviation of a launch, which has f = (k - 1)(n - 1) degrees of freedom; the contrast's own over the
-    blocks, for a variant that is noisier than the rest; and |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches.
+    `rows` holds one value per block and variant. Each interval is `mean -+ q / sqrt(n)` for n blocks of k variants, with the error rate
+    shared among the m contrasts: Bonferroni's inequality, which needs nothing of how they hang together. q is the largest of three:
+    t(1 - alpha / 2m, f) |w| times the pooled deviation of a launch, which has f = (k - 1)(n - 1) degrees of freedom; for a variant that
+    is noisier than the rest, t(1 - alpha / 2m, n - 1) times the contrast's own deviation over the blocks, which has no more than n - 1;
+    and t(1 - alpha / 2m, f) |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches. `used` is q / t(1 - alpha / 2m, f).
     With two variants this is the paired interval of `interval`.
 
     Raises:
@@ -112,15 +115,16 @@ def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[flo
     residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
     freedom = (k - 1) * (n - 1)
     pooled = math.sqrt(float((residual**2).sum()) / freedom)
-    t = t_quantile(alpha / len(weights), freedom)
+    t, t_own = (t_quantile(alpha / len(weights), f) for f in (freedom, n - 1))
     out = []
     for weight in weights:
         differences = y @ np.asarray(weight, dtype=float)
         mean, own = float(differences.mean()), float(differences.std(ddof=1))
         length = math.sqrt(math.fsum(w * w for w in weight))
-        used = max(length * pooled, own, length / math.sqrt(2) * floor)
+        shared = max(length * pooled, length / math.sqrt(2) * floor)
+        used = max(shared, t_own / t * own)
         half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, own, used))
+        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own)))
     return out
 
 

@@ -25,6 +25,7 @@ from playbook_bench import preflight, store, trace_kineto, trace_nsys
 from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
 from playbook_bench.launch import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
 from playbook_bench.records import Machine, RunOutcome, Variant, digest
+from playbook_bench.series import threads_per_rank
 from playbook_bench.trace_table import TraceTable, build
 from playbook_bench.variants import Resolved, resolve_all
 from playbook_trainer.config import ProfileConfig
@@ -110,9 +111,12 @@ def run(
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
-        for variant, resolved in resolve_all(case, chosen).items():
+        found = resolve_all(case, chosen)
+        threads = threads_per_rank(machine, list(found.values()))
+        for variant, resolved in found.items():
             say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
-            launches[variant] = _variant(case, resolved, preflight.visible_devices(machine, chosen), collector, folder, command or TRAINER)
+            devices = preflight.visible_devices(machine, chosen)
+            launches[variant] = _variant(case, resolved, devices, threads, collector, folder, command or TRAINER)
             say(f"{variant}: {_summary(launches[variant])}")
     result = TraceResult(
         trace_id=folder.name.rsplit("-", 1)[1],
@@ -175,7 +179,7 @@ def read(path: Path) -> TraceResult:
 
 
 def _variant(
-    case: Case, resolved: Resolved, devices: Mapping[str, str], collector: Collector, folder: Path, command: Sequence[str]
+    case: Case, resolved: Resolved, devices: Mapping[str, str], threads: int, collector: Collector, folder: Path, command: Sequence[str]
 ) -> VariantTrace:
     """Launch one variant under the collector, and read what it saw. A report that cannot be read is a message, not a traceback."""
     steps = resolved.config.profile.steps
@@ -185,7 +189,7 @@ def _variant(
     run_folder = folder / f"{resolved.variant}-run"
     environment = {**devices, **resolved.environment}
     limit = case.budget.launch_timeout_s + (REPORT_S if collector == "nsys" else 60.0)
-    spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit)
+    spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads)
     launched = _launcher(command, collector, folder / resolved.variant).run(spec)
     summary = read_summary(run_folder) or {}
     out = VariantTrace(

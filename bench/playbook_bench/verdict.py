@@ -86,14 +86,14 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
     if failed:
         return Derived(receipts=checks, verdict=failed)
+    unusable = faulty([r for r in measured.runs if r.outcome == "ok"], metric, checks)
+    if unusable:
+        return Derived(receipts=checks, verdict=unusable)
     pairs = gates.pairs_of(measured.runs)
     if not pairs:
         return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
     if metric.name == "fits":
         return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
-    unusable = faulty(measured.runs, metric, checks)
-    if unusable:
-        return Derived(receipts=checks, verdict=unusable)
     return _compare(measured, case, plan, metric, expect, checks, pairs)
 
 
@@ -206,7 +206,7 @@ def _on_exact(found: Comparison, metric: Metric, expect: Expect | None) -> Verdi
     if expect is None:
         return _verdict("measured", "no_claim", shown)
     margin = threshold(metric, expect.margin)
-    value = found.differences[0] if found.differences else _unbounded(found)
+    value = found.differences[0] if found.differences else unbounded(found)
     slack = EXACT_TOLERANCE * max(1.0, abs(margin))
     ok = {">=": value >= margin - slack, "<=": value <= margin + slack, "within": abs(value) <= margin + slack}.get(expect.op)
     if ok is None:
@@ -237,7 +237,7 @@ def exact(metric: Metric, pairs: Sequence[gates.Pair]) -> Comparison:
     )
 
 
-def _unbounded(found: Comparison) -> float:
+def unbounded(found: Comparison) -> float:
     """A ratio against zero: infinitely better or worse."""
     better = found.candidate > found.baseline if found.better == "higher" else found.candidate < found.baseline
     return math.inf if better else -math.inf

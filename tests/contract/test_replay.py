@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from playbook.errors import StoreError
+from playbook.errors import ConfigError, StoreError
 from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
@@ -153,6 +153,20 @@ def test_arithmetic_and_invariant_cases_give_a_verdict(name):
     assert sentence
     assert figures
     assert all(math.isfinite(v) for v in figures.values() if isinstance(v, float))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("min_gpus_families", {"families": [{}]}),  # a key is missing
+        ("min_gpus_families", {"families": ["x"]}),  # text where keys are expected
+        ("dp_floor", {"no_such_argument": 1}),
+        ("dp_floor", {"gpus": 256, "pp": 0, "tp": 1, "seq_lens": [4096]}),
+    ],
+)
+def test_arithmetic_that_cannot_be_done_is_a_mistake_in_the_case(function, arguments):
+    with pytest.raises(ConfigError, match=f"case 'x': {function} does not take these arguments"):
+        logic.run(Case(id="x", kind="arithmetic", summary="s", function=function, arguments=arguments))
 
 
 def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):

@@ -4,6 +4,7 @@
 PLANT is JSON: per variant (told by the dispatcher in the configuration) a mapping with
   fault: hang | kill | nan | crash | oom | refused | memory | short | silent | worker | disable
   computing: share of the step, in percent, in which its GPU would compute
+  bytes: the bytes that it reports to have sent
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -113,7 +114,10 @@ def fake(config, planted):
         "num_parameters": 10,
         "trained_parameters": 10,
         "seconds": {"start_up": 0.1, "warm_up": 0.2, "timed": 0.3, "total": 0.6},
-        "metrics": {"dispatch_bytes_per_token_layer": 100 if planted["variant"] == "baseline" else 300, "recompiles": 0},
+        "metrics": {
+            "dispatch_bytes_per_token_layer": planted.get("bytes", 100 if planted["variant"] == "baseline" else 300),
+            "recompiles": 0,
+        },
         "receipt": {
             "numbers": {"layers": 4, "microbatches": 1},
             "ranges": {"dispatch": 4},

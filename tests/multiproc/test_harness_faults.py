@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 from planted_case import FAKE, REAL, bench, only
 
+from playbook.errors import PlaybookError
 from playbook_bench import aa, confirm, report, store
 from playbook_bench.telemetry import Ticks
 
 
 @pytest.fixture
 def card(tmp_path, case):
-    def write(op, margin, metric="useful_tokens_per_s_per_gpu"):
+    def write(op, margin, metric="useful_tokens_per_s_per_gpu", unit="percent"):
         case(metric)
         folder = tmp_path / "cards"
         folder.mkdir(exist_ok=True)
@@ -42,7 +43,7 @@ claims:
     kind: pair
     comparison: {{baseline: {{moe.dispatcher: alltoall}}, candidate: {{moe.dispatcher: allgather}}}}
     metric: {metric}
-    expect: {{op: "{op}", margin: {{value: {margin}, unit: percent}}}}
+    expect: {{op: "{op}", margin: {{value: {margin}, unit: {unit}}}}}
     label: benchmark-only
     sources: [{{title: Planted, origin: ours, date: "2026-01"}}]
     case: planted
@@ -136,6 +137,16 @@ def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fau
     assert store.replay(found.path)[0]
 
 
+@pytest.mark.parametrize("seed", [0, 4])
+def test_what_fits_is_judged_alike_in_either_order(card, tmp_path, plant, seed):
+    plant(baseline={"fault": "oom"})
+    found = only(confirm.run([card(">=", 100, "fits", "points")], results=tmp_path / "results", command=FAKE, seed=seed))
+    assert found.evidence.measured.plan.order == {0: ["BA"], 4: ["AB"]}[seed]
+    assert sorted((r.variant, r.outcome) for r in found.evidence.measured.runs) == [("baseline", "oom"), ("candidate", "ok")]
+    assert (found.status, found.evidence.derived.verdict.reason) == ("confirmed", "exact")
+    assert store.replay(found.path)[0]
+
+
 def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
     plant(candidate={"fault": "kill", "rank": 1})
     began = time.monotonic()
@@ -152,10 +163,52 @@ def test_a_short_run_is_an_error(case, tmp_path, plant):
     assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
 
 
+def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
+    plant(candidate={"fault": "short", "launches": [10, 11]})
+    found = bench(case(), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
+    assert "candidate timed 8 of 10 steps" in found.evidence.derived.verdict.sentence
+    assert store.replay(found.path)[0]
+
+
+def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
+    plant()
+    found = bench(case("mfu"), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
+    assert "baseline reported no mfu" in found.evidence.derived.verdict.sentence
+    assert store.replay(found.path)[0]
+    assert not list((tmp_path / "results" / "baselines").rglob("*.json")), "noise without a figure is not stored"
+
+
+def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
+    plant()
+    with pytest.raises(PlaybookError, match="baseline reported no mfu"):
+        aa.run(case("mfu"), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert not list((tmp_path / "results").rglob("*.json"))
+
+
+def test_stored_noise_of_another_metric_does_not_hide_that_one_is_missing(case, tmp_path, plant):
+    plant()
+    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    found = bench(case("mfu"), tmp_path)
+    assert (found.status, len(found.evidence.measured.runs)) == ("error", 4)
+
+
 def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, plant):
     plant(candidate={"fault": "disable", "slower": 0.3})
     found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+
+
+def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
+    plant()
+    path = Path(case("dispatch_bytes_per_token_layer"))
+    path.write_text(path.read_text().replace("inside: dispatch}]}\n  candidate", "inside: dispatch, count: 4 * layerz}]}\n  candidate"))
+    found = bench(str(path), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+    assert "== 4 * layerz" in found.evidence.derived.verdict.sentence
+    assert confirm.exit_code([found]) == 5
+    assert store.replay(found.path)[0]
 
 
 def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from playbook.errors import ConfigError
 from playbook_bench import gate
-from playbook_bench.case import Activation, Case, Receipt, Rule
+from playbook_bench.case import Activation, Case, Delta, Receipt, Rule
+from playbook_bench.launch import LocalLauncher
 
 FAKE = (sys.executable, str(Path(__file__).parent / "planted.py"))
 
@@ -89,6 +91,19 @@ def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs
     json.dumps(gate.as_json(found))
 
 
+def test_a_budget_that_holds_no_noise_shows_nothing(repo, tmp_path, monkeypatch):
+    """The reference commit is slow and the working tree fast: there is time for a pair of both, but for none of the reference with itself."""
+
+    class Slow(LocalLauncher):
+        def run(self, spec, on_step=None):
+            return replace(super().run(spec, on_step), wall_s=70.0 if "000-" in spec.folder.name else 10.0)
+
+    monkeypatch.setattr(gate, "LocalLauncher", Slow)
+    found = run(repo, tmp_path, "HEAD", budget_s=100.0)
+    assert (found.status, found.exit_code) == ("undecided", 3), found.sentence
+    assert "stopped after 0 of the 4 pairs" in found.sentence
+
+
 def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
     """A slowdown of a little less than the limit: passing it would let it through, and calling it a regression would be a guess."""
     repo({"slower": 0.003})
@@ -127,6 +142,31 @@ def test_a_deterministic_metric_takes_one_pair(repo, tmp_path):
     repo({})
     found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")
     assert (found.status, len(found.runs)) == ("pass", 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"), [(100, 0, "pass"), (0, 100, "regression"), (0, 0, "pass"), (100, 50, "pass"), (100, 200, "regression")]
+)
+def test_an_exact_metric_is_judged_by_its_direction(repo, tmp_path, before, after, status):
+    repo({"bytes": before})
+    repo({"bytes": after})
+    found = run(repo, tmp_path, metric="dispatch_bytes_per_token_layer")
+    assert found.status == status, found.sentence
+
+
+def test_both_commits_run_in_the_environment_of_the_first_variant(repo, tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(LocalLauncher):
+        def run(self, spec, on_step=None):
+            seen.append(spec.environment.get("NCCL_ALGO"))
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(gate, "LocalLauncher", Watched)
+    delta = Delta(environment={"baseline": {"NCCL_ALGO": "Ring"}, "candidate": {"NCCL_ALGO": "Tree"}}, reason="r")
+    declared = case("dispatch_bytes_per_token_layer").model_copy(update={"delta": delta})
+    found = gate.run(declared, "HEAD", profile="cpu", results=tmp_path / "results", command=FAKE, root=repo.root)
+    assert (found.status, seen) == ("pass", ["Ring", "Ring"]), found.sentence
 
 
 @pytest.mark.parametrize("reference", ["no-such-branch", "--upload-pack=x", ""])

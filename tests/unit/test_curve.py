@@ -128,6 +128,17 @@ def test_the_difference_of_differences_is_a_ratio_of_ratios():
     assert (found.freedom, found.look) == (9, 1)
 
 
+def test_the_interval_follows_from_the_figures_of_the_record():
+    measured = record(sweep(), [0.0, 0.1, 0.2], expect(">="))
+    for i, noise in zip((2, 5, 8, 11), (0.05, -0.04, 0.03, -0.02), strict=True):  # the last value is noisier than the others
+        measured.runs[i] = make_run("4", i // 3, i, seconds=math.exp(-0.2 - noise), config_sha="4", observed=SEEN)
+    curve = verdict.derive(measured).curve
+    (last,) = curve.contrasts
+    half = stats.t_quantile(curve.alpha_contrast, curve.freedom) * last.used / math.sqrt(curve.blocks)
+    assert (last.low, last.high) == pytest.approx((math.expm1(last.mean - half), math.expm1(last.mean + half)))
+    assert half == pytest.approx(stats.t_quantile(curve.alpha_contrast, curve.blocks - 1) * last.deviation / math.sqrt(curve.blocks))
+
+
 def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
     gains, gone = [0.0, 0.3, 0.0], {"1": "oom"}
     assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes=gone).status == "confirmed"
@@ -135,6 +146,23 @@ def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
     assert judged(sweep(), gains, expect("best", at=[1], infeasible=[1]), outcomes=gone).status == "refuted"
     assert judged(sweep(), gains, expect("band", infeasible=[1]), outcomes=gone).reason == "oom", "the band's first value is gone"
     assert judged(sweep(), gains, expect("best", at=[2], infeasible=[1]), outcomes={"1": "crash"}).status == "error"
+
+
+@pytest.mark.parametrize(
+    ("at", "gains", "gone", "status"),
+    [
+        ([4], [0.0, 0.3, 0.6, 0.6], {}, "confirmed"),
+        ([4], [0.0, 0.3, 0.6, 0.9], {}, "refuted"),
+        ([4], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "inconclusive"),  # nothing ran after the claimed knee
+        ([2], [0.0, 0.3, 0.6, 0.0], {"1": "oom"}, "inconclusive"),  # nothing ran before it
+        ([2, 4], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "inconclusive"),  # 2 is none, 4 may be one
+        ([2, 4], [0.0, 0.3, 0.3, 0.0], {"8": "oom"}, "confirmed"),
+        ([2], [0.0, 0.3, 0.6, 0.0], {"8": "oom"}, "refuted"),
+    ],
+)
+def test_a_knee_is_refuted_only_where_values_ran_on_both_sides_of_it(at, gains, gone, status):
+    wanted = expect("knee", at=at, infeasible=[int(v) for v in gone])
+    assert judged(sweep((1, 2, 4, 8)), gains, wanted, outcomes=gone).status == status
 
 
 @pytest.mark.parametrize(
@@ -213,10 +241,13 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (expect("best", at=[1, 2, 4]), "beside those of 'at'"),
         (expect("reaches", at=[4]), "cannot be the last"),
         (expect("band", at=[2]), "has no 'at'"),
+        (expect("knee", at=[1]), "1 cannot be one"),
+        (expect("knee", at=[2, 4]), "4 cannot be one"),
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
         assert any(text in p for p in rules.problems(wanted, names, "sweep")), text
     assert not rules.problems(expect("best", at=[4]), names, "sweep")
+    assert not rules.problems(expect("knee", at=[2]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
         rules.asked(rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
@@ -245,8 +276,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
         residual = rows - rows.mean(1, keepdims=True) - rows.mean(2, keepdims=True) + rows.mean((1, 2), keepdims=True)
         freedom = (k - 1) * (n - 1)
         pooled = np.sqrt((residual**2).sum((1, 2)) / freedom)[:, None]
-        used = np.maximum(pooled * np.linalg.norm(weights, axis=1), d.std(1, ddof=1))
-        half = stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), freedom) * used / math.sqrt(n)
+        t, t_own = (stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), f) for f in (freedom, n - 1))
+        half = np.maximum(t * pooled * np.linalg.norm(weights, axis=1), t_own * d.std(1, ddof=1)) / math.sqrt(n)
         low, high = d.mean(1) - half, d.mean(1) + half
         if n == 4:  # the simulation and the harness compute the same intervals
             ours = stats.simultaneous(rows[0], weights, 0.05 / len(LOOKS))

@@ -64,6 +64,8 @@ OBSERVED = Observed(
         (Rule(collective="all_to_all", inside="combine", count=4), False, True),
         (Rule(collective="all_to_all", inside="dispatch", count=9), False, False),
         (Rule(collective="all_to_all", inside="dispatch", count=9, op="<="), False, True),
+        (Rule(collective="all_to_all", count="1e400"), False, False),
+        (Rule(collective="all_to_all", count="1e400", op="<="), False, False),
         (Rule(collective="all_to_all", group="dp"), False, False),
         (Rule(collective="all_gather", inside="dispatch"), True, True),
         (Rule(collective="all_gather"), True, False),
@@ -109,6 +111,14 @@ def test_absence_is_proven_only_where_something_was_looked_at():
     activation = Activation(candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
     assert not receipt.judge_run(activation, run(None))[0].ok
     assert receipt.judge_run(activation, run(Observed(numbers=NUMBERS)))[0].ok
+
+
+@pytest.mark.parametrize("observed", [None, OBSERVED])
+@pytest.mark.parametrize("count", ["4 * layerz", "1 / (layers - layers)"])
+def test_a_count_that_the_receipt_cannot_give_proves_nothing(observed, count):
+    activation = Activation(candidate=Receipt(require=[Rule(collective="all_to_all", count=count)]))
+    (check,) = receipt.judge_runs(activation, [run(observed)])
+    assert (check.ok, check.observed, check.expected) == (False, None, f"== {count}")
 
 
 def test_kernels_that_nobody_looked_at_prove_nothing():

@@ -56,6 +56,18 @@ def test_the_interval_covers():
     assert 930 <= hits <= 970
 
 
+@pytest.mark.parametrize("variants", [3, 4])
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
+    """The last variant is five times as noisy as the rest: its contrast has no more degrees of freedom than its own blocks give it."""
+    rng, alpha, series = np.random.default_rng(5), ALPHA / len(LOOKS), 3000
+    weights = [[-1.0, *[0.0] * (variants - 2), 1.0]]
+    noise = rng.normal(0, 1, (series, blocks, variants)) * np.array([1.0] * (variants - 1) + [5.0])
+    found = [stats.simultaneous(rows, weights, alpha)[0] for rows in noise]
+    missed = np.mean([not i.low <= 0 <= i.high for i in found])
+    assert missed <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / series)
+
+
 def test_the_floor_keeps_lucky_pairs_from_a_width_of_zero():
     found = stats.interval([0.05] * 4, 0.05, floor=0.004)
     assert found.deviation == 0

@@ -25,6 +25,7 @@ out = pathlib.Path(config["output"])
 if os.environ["RANK"] == "0":
     if config["moe"]["dispatcher"] == os.environ.get("FAIL"):
         sys.exit("no memory left: OutOfMemoryError")
+    (out.parent / "threads.txt").open("a").write(os.environ["OMP_NUM_THREADS"] + " ")
     if config["profile"]["kineto"]:
         shutil.copy(os.environ["TRACE"], out / "trace.json")
     (out / "summary.json").write_text(json.dumps({"outcome": "ok", "env": {"strict": {"torch": "2.13.0", "cuda": None}}}))
@@ -72,6 +73,15 @@ def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command:
     made = trace.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
     pair = resolve_all(trace.load_case(CASE), "cpu")
     assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
+
+
+def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine(name="cpu", description="", gpus=0, cpu="c", cores=12)
+    monkeypatch.setattr(preflight, "detect", lambda: here)
+    pair = resolve_all(trace.load_case(CASE), "cpu")
+    trace.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    (seen,) = (tmp_path / "results" / "traces").glob("*/threads.txt")
+    assert seen.read_text().split() == [str(12 // max(r.ranks for r in pair.values()))] * 2
 
 
 def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(

@@ -315,6 +315,13 @@ def test_out_of_memory_is_data_when_the_claim_is_about_fitting():
     assert (found.verdict.status, found.verdict.reason) == ("confirmed", "exact")
 
 
+def test_what_fits_counts_only_where_the_tested_path_ran():
+    other = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
+    runs = [make_run("baseline", outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1, observed=other)]
+    found = verdict.derive(measured(runs, metric="fits", margin=100.0, unit="points"))
+    assert (found.verdict.status, found.verdict.reason) == ("error", "not_activated")
+
+
 def test_a_path_that_did_not_run_is_an_error():
     runs, aa = series(around(-0.5))
     runs[3] = runs[3].model_copy(
