@@ -10,6 +10,7 @@ from playbook_trainer.config import load
 from playbook_trainer.dry_run import dry_run
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
+TINY = data_root("configs") / "qwen3_moe_tiny.yaml"
 IMAGES = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
 GIB = 1 << 30
 LEAN = {"megatron.precision_aware_optimizer": True, "optimizer.moments_dtype": "bf16", "megatron.grad_reduce_dtype": "bf16"}
@@ -83,6 +84,14 @@ def test_full_recompute_keeps_inputs_and_brings_back_what_it_runs_again():
     assert stage(**{"megatron.recompute_layers": 4}).replayed_bytes > 3.9 * stage().replayed_bytes
     half = stage(**{"megatron.recompute_method": "block", "megatron.recompute_layers": 12}).activation_bytes
     assert half == pytest.approx((report().stages[0].activation_bytes + 24 * entry) / 2)
+
+
+def test_block_recompute_leaves_multi_token_prediction_as_it_is():
+    def last(method):
+        small = {"model": "deepseek_v3_tiny", "parallel.pp": 2, "parallel.pipeline_layout": [3, 1], "model.mtp_layers": 1}
+        return report(file=TINY, world=2, **small, **{"train.recompute": "full", "megatron.recompute_method": method}).stages[1]
+
+    assert last("block").activation_bytes > 2 * last("uniform").activation_bytes
 
 
 def test_offload_moves_bytes_to_the_host():

@@ -19,6 +19,7 @@ import torch
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts
+from playbook_trainer.megatron.recompute import recompute_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -268,10 +269,9 @@ def _memory(config: TrainerConfig) -> Asked:
     train, mg, out = config.train, config.megatron, Asked()
     modules = [m for m in train.recompute_modules if m != "vision"]
     if train.recompute == "full":
-        per_chunk = config.model.num_layers // (config.parallel.pp * config.parallel.vpp)
         out["recompute_granularity"] = ("full", "train.recompute")
         out["recompute_method"] = (mg.recompute_method, "megatron.recompute_method")
-        out["recompute_num_layers"] = (mg.recompute_layers or (1 if mg.recompute_method == "uniform" else per_chunk), "train.recompute")
+        out["recompute_num_layers"] = (recompute_layers(config), "train.recompute")
     elif modules:
         out["recompute_granularity"] = ("selective", "train.recompute")
         out["recompute_modules"] = (modules, "train.recompute_modules")
