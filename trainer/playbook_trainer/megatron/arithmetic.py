@@ -122,7 +122,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> memory.Weights:
     Multi-token prediction, on the last stage, has a copy of the embedding there, and leaves the final norm with the last decoder layer.
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
     """
-    held, last = memory.weights(plan, stage, chunks), stage == plan.pp - 1
+    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     if not plan.shape.mtp or plan.pp == 1:
         return held
     norm = plan.shape.hidden * (int(any(plan.shape.layers - 1 in chunk for chunk in chunks)) - int(last))
