@@ -115,6 +115,8 @@ def test_images_are_bounded_by_rows_that_hold_nothing_else():
     tower, patches = config.model.vision, config.data.seq_len * config.model.vision.spatial_merge_size**2
     block = patches * (10 * tower.hidden_size + 2 * tower.ffn_size) * 2
     assert stage().vision_bytes == tower.depth * block
+    assert stage(**{"parallel.cp": 2}).vision_bytes == stage().vision_bytes, "every context rank encodes all images of its rows"
+    assert dry_run(load(IMAGES, {"parallel.cp": 2}), 2).stages[0].vision_bytes == dry_run(load(IMAGES), 1).stages[0].vision_bytes
     assert stage(**{"train.freeze": ["vision"]}).vision_bytes == 0
     again = stage(**{"train.recompute": "selective", "train.recompute_modules": ["vision"]}).vision_bytes
     assert again == block + tower.depth * patches * tower.hidden_size * 2
