@@ -170,10 +170,15 @@ def context(d: Degrees, o: Options) -> Iterator[str]:
 
 
 def sharding(d: Degrees, o: Options) -> Iterator[str]:
-    """What each kind of sharding excludes. Source: `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`."""
-    shards = d.gpus // (d.tp * d.pp)
-    if o.optimizer_instances > 1 and shards % o.optimizer_instances:
-        yield f"dp x cp = {shards} does not divide into {o.optimizer_instances} optimizer instances; change optimizer_instances"
+    """What each kind of sharding excludes; instances of the optimizer divide both grids, the experts' of a dense model too.
+
+    Source: `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`, `megatron/core/parallel_state.py`.
+    """
+    shards, experts, instances = d.gpus // (d.tp * d.pp), d.etp * d.ep * d.pp, o.optimizer_instances
+    if shards % instances:
+        yield f"dp x cp = {shards} does not divide into {instances} optimizer instances; change optimizer_instances"
+    elif not d.gpus % experts and d.gpus // experts % instances:
+        yield f"edp {d.gpus // experts} does not divide into {instances} optimizer instances; set optimizer_instances=1, or change ep or etp"
     if o.sharding == "fsdp2" and (d.pp > 1 or d.ep > 1):
         yield f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {d.pp} and ep {d.ep}; set sharding=fsdp or change the degrees"
     if o.precision_aware and o.sharding not in ("optimizer", "fsdp"):

@@ -190,9 +190,11 @@ var PlaybookLayout = (function () {
   }
 
   function sharding(p, o) {
-    const found = [], shards = floorDiv(p.gpus, p.tp * p.pp);
-    if (o.optimizer_instances > 1 && shards % o.optimizer_instances)
-      found.push(`dp x cp = ${shards} does not divide into ${o.optimizer_instances} optimizer instances; change optimizer_instances`);
+    const found = [], shards = floorDiv(p.gpus, p.tp * p.pp), experts = p.etp * p.ep * p.pp, instances = o.optimizer_instances;
+    if (shards % instances)
+      found.push(`dp x cp = ${shards} does not divide into ${instances} optimizer instances; change optimizer_instances`);
+    else if (p.gpus % experts === 0 && p.gpus / experts % instances)
+      found.push(`edp ${p.gpus / experts} does not divide into ${instances} optimizer instances; set optimizer_instances=1, or change ep or etp`);
     if (o.sharding === "fsdp2" && (p.pp > 1 || p.ep > 1))
       found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; set sharding=fsdp or change the degrees`);
     if (o.precision_aware && !["optimizer", "fsdp"].includes(o.sharding))

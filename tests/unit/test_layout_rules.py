@@ -32,6 +32,8 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=8 cp=8 cp_comm=a2a+p2p", "needs the sizes", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=2,4"),
     ("qwen3_30b_a3b", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=2,2", "is not cp 8", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=4,2"),
     ("qwen3_30b_a3b", "gpus=8 optimizer_instances=3", "optimizer instances", "gpus=8 optimizer_instances=2"),
+    ("qwen3_30b_a3b", "gpus=4 ep=4 optimizer_instances=2", "edp 1 does not divide into 2", "gpus=8 ep=4 optimizer_instances=2"),
+    ("llama3_8b", "gpus=8 etp=8 optimizer_instances=2", "edp 1 does not divide into 2", "gpus=8 etp=4 optimizer_instances=2"),
     ("qwen3_30b_a3b", "gpus=8 ep=2 sharding=fsdp2", "needs pp 1 and ep 1", "gpus=8 ep=2 sharding=fsdp"),
     ("qwen3_30b_a3b", "gpus=8 sharding=none precision_aware=true", "needs the distributed optimizer", "gpus=8 precision_aware=true"),
     ("qwen3_30b_a3b", "gpus=8 recompute=full,moe", "stands alone", "gpus=8 recompute=full"),

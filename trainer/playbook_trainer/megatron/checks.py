@@ -26,6 +26,7 @@ _KEYS = {
     "capacity": "moe.capacity_factor",
     "cp_comm": "megatron.cp_comm_type",
     "cp_sizes": "megatron.cp_sizes",
+    "optimizer_instances": "parallel.dp_replicate",
     "sharding": "megatron.data_parallel",
     "overlap_p2p": "megatron.overlap_p2p",
     "ep_overlap": "megatron.overlap_expert_parallel",
