@@ -56,6 +56,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
     ("c", "world", "expected"),
     [
         (config(parallel={"tp": 2, "ep": 2, "etp": 1}), 2, "set parallel.sequence_parallel=true"),
+        (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
         (config(parallel={"ep": 4, "dp_replicate": 2}), 4, "set parallel.dp_replicate=1"),
         (config(DENSE, megatron={"data_parallel": "fsdp2"}), 2, "set model.tie_word_embeddings: false"),
         (config(parallel={"ep": 3}), 3, "do not divide over ep 3"),

@@ -102,7 +102,13 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
         tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
     )  # fmt: skip
-    return [_renamed(p) for p in problems] + _pipeline_problems(config, world)
+    return [_renamed(p) for p in problems] + vocabulary_problems(config) + _pipeline_problems(config, world)
+
+
+def vocabulary_problems(config: TrainerConfig) -> list[str]:
+    """Embedding and output layer split the vocabulary over TP, and neither backend pads it."""
+    size, tp = config.model.vocab_size, config.parallel.tp
+    return [f"a vocabulary of {size} does not divide over tp {tp}; pad model.vocab_size"] if size % tp else []
 
 
 def _renamed(sentence: str) -> str:
