@@ -31,6 +31,8 @@ LEGAL = [
     (4, config(parallel={"tp": 2, "cp": 2, "ep": 4, "etp": 1, "sequence_parallel": True})),
     (2, config(parallel={"pp": 2, "pipeline_layout": [1, 1]}, model={"num_layers": 2})),
     (2, config(parallel={"pp": 2, "pipeline_layout": [0, 2]}, model={"num_layers": 2})),
+    (4, config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": False})),
+    (2, config(parallel={"cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True})),
     (1, config(checkpoint={"dir": "saved"})),
     (1, config(megatron={"optimizer_offload_fraction": 0.5})),
     (1, config(train=BF16, precision={"fp8": "blockwise"})),
@@ -57,6 +59,8 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
     [
         (config(parallel={"tp": 2, "ep": 2, "etp": 1}), 2, "set parallel.sequence_parallel=true"),
         (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
+        (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
+        (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
         (config(parallel={"ep": 4, "dp_replicate": 2}), 4, "set parallel.dp_replicate=1"),
         (config(DENSE, megatron={"data_parallel": "fsdp2"}), 2, "set model.tie_word_embeddings: false"),
         (config(parallel={"ep": 3}), 3, "do not divide over ep 3"),

@@ -37,6 +37,12 @@ def test_a_configuration_that_asks_for_nothing_special_is_accepted_by_megatron_c
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen3_moe_tiny"])
+def test_megatron_core_takes_packed_rows_that_both_pipeline_and_context_ranks_share(name: str) -> None:
+    fields = made(config(name, parallel__pp=2, parallel__cp=2, data__pack=True))
+    assert TransformerConfig(**fields).variable_seq_lengths
+
+
 def test_fusions_come_with_transformer_engine_and_go_with_the_switch() -> None:
     on = made(config(megatron__kernels="transformer_engine", **BF16))
     off = made(config(megatron__kernels="transformer_engine", megatron__fused=False, **BF16))

@@ -94,6 +94,12 @@ def pads_experts(config: TrainerConfig) -> bool:
     return config.moe.capacity_factor is not None and whole
 
 
+def variable_lengths(config: TrainerConfig) -> bool:
+    """Whether pipeline stages send each other streams of other lengths: filling documents up to what context ranks can share makes them."""
+    par = config.parallel
+    return par.pp > 1 and par.cp > 1 and (config.data.pack or config.model.vision is not None)
+
+
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
     model, par, train = config.model, config.parallel, config.train
@@ -189,6 +195,11 @@ def row_problems(config: TrainerConfig) -> list[str]:
     if mg.tp_comm_overlap and par.cp > 1 and data.pack:
         problems.append(
             "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents up to others: set data.pack: false"
+        )
+    if variable_lengths(config) and config.model.num_experts and config.moe.dispatcher == "allgather":
+        problems.append(
+            "moe.dispatcher allgather wants rows of one length, and cp fills packed documents and images up to others before pp sends them: "
+            "set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
