@@ -147,11 +147,16 @@ def pipeline(d: Degrees, o: Options) -> Iterator[str]:
 
 
 def dispatcher(d: Degrees, o: Options) -> Iterator[str]:
-    """The flex back ends need more than one rank among the experts. Source: `megatron/core/transformer/moe/token_dispatcher.py`."""
+    """The flex back ends need more than one rank among the experts, and shared experts something to run beside.
+
+    Source: `megatron/core/transformer/moe/token_dispatcher.py` and `megatron/core/transformer/transformer_config.py`.
+    """
     if o.dispatcher in FLEX and d.etp * d.ep == 1:
         yield f"dispatcher {o.dispatcher} needs etp x ep > 1; raise ep or set dispatcher=alltoall"
     if o.dispatcher == "deepep" and o.capacity:
         yield "dispatcher deepep excludes padding to capacity; set capacity=false or dispatcher=alltoall"
+    if o.dispatcher == "allgather" and o.shared_overlap and (d.shape is None or d.shape.shared_ffn):
+        yield "overlap of shared experts runs beside the dispatcher alltoall, found allgather; set dispatcher=alltoall or shared_overlap=false"
     if o.dispatcher and not d.experts:
         yield f"dispatcher {o.dispatcher} on a model without experts; change model or leave dispatcher out"
 
@@ -221,6 +226,8 @@ def graphs(d: Degrees, o: Options) -> Iterator[str]:
         yield "graphs moe_preprocess needs moe_router; change graphs"
     if "moe_router" in modules and "moe" in again:
         yield "recompute moe excludes graphs of moe_router; change one of them"
+    if not d.experts and modules & {"moe", "moe_router"}:
+        yield f"graphs {', '.join(sorted(modules & {'moe', 'moe_router'}))} on a model without experts; change graphs"
     if "mlp" in modules and d.shape is not None and not d.shape.dense_layers:
         yield "graphs mlp on a model without dense layers; change graphs"
     if o.offload:

@@ -49,6 +49,8 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=8 graphs=moe,moe_router capacity=true", "already holds moe_router", "gpus=8 graphs=attn,moe_router"),
     ("qwen3_30b_a3b", "gpus=8 graphs=moe_preprocess", "needs moe_router", "gpus=8 graphs=moe_preprocess,moe_router"),
     ("qwen3_30b_a3b", "gpus=8 graphs=moe_router recompute=moe", "excludes graphs of moe_router", "gpus=8 graphs=attn recompute=moe"),
+    ("llama3_8b", "gpus=8 graphs=moe_router", "graphs moe_router on a model without experts", "gpus=8 graphs=attn,mlp"),
+    ("deepseek_v3", "gpus=8 dispatcher=allgather shared_overlap=true", "alltoall, found allg", "gpus=8 dispatcher=alltoall shared_overlap=true"),
     ("qwen3_30b_a3b", "gpus=8 graphs=mlp", "without dense layers", "gpus=8 graphs=attn"),
     ("qwen3_30b_a3b", "gpus=8 graphs=attn offload=true", "offload of layers excludes graphs", "gpus=8 graphs=full_iteration offload=true"),
     ("qwen3_30b_a3b", "gpus=8 pp=2 offload=true", "needs pp 1", "gpus=8 offload=true"),

@@ -15,9 +15,14 @@ from playbook_trainer.megatron import checks as megatron
 MOE, DENSE = "qwen3_moe_tiny", "qwen3_tiny"
 
 
-def config(name: str = MOE, backend: str = "megatron", **sections: dict[str, Any]) -> TrainerConfig:
+def config(
+    name: str = MOE, backend: str = "megatron", model: str | dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> TrainerConfig:
+    """One of the small configurations with other settings; `model` takes the name of another model, or settings of this one."""
+    named = {"model": model} if isinstance(model, str) else {}
+    sections |= {"model": model} if isinstance(model, dict) else {}
     overrides = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
-    return load(data_root("configs") / f"{name}.yaml", {"backend": backend, **overrides})
+    return load(data_root("configs") / f"{name}.yaml", {"backend": backend, **named, **overrides})
 
 
 def problems(c: TrainerConfig, world: int) -> str:
@@ -61,6 +66,24 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
         (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
         (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
+        (config(DENSE, train={**BF16, "cuda_graphs": ["moe_router"]}), 1, "graphs moe_router on a model without experts"),
+        (
+            config(train={**BF16, "cuda_graphs": ["moe_router", "moe_preprocess"]}, moe={"capacity_factor": 2.0}),
+            1,
+            "leave out moe_preprocess or moe.capacity_factor",
+        ),
+        (
+            config(model="deepseek_v3_tiny", moe={"dispatcher": "allgather"}, megatron={"shared_expert_overlap": True}),
+            1,
+            "set moe.dispatcher=alltoall or megatron.shared_expert_overlap=false",
+        ),
+        (
+            config(model="deepseek_v3_tiny", train={"recompute": "full"}, megatron={"recompute_layers": 2}),
+            1,
+            "leave megatron.recompute_layers out",
+        ),
+        (config(parallel={"cp": 2}, megatron={"cp_comm_type": "a2a+p2p", "cp_sizes": [-1, -2]}), 2, "set each to 1 or more"),
+        (config(parallel={"fsdp": False}), 1, "parallel.fsdp false belongs to the torch backend; leave it at true"),
         (config(parallel={"ep": 4, "dp_replicate": 2}), 4, "set parallel.dp_replicate=1"),
         (config(DENSE, megatron={"data_parallel": "fsdp2"}), 2, "set model.tie_word_embeddings: false"),
         (config(parallel={"ep": 3}), 3, "do not divide over ep 3"),
