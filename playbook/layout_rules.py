@@ -147,11 +147,16 @@ def pipeline(d: Degrees, o: Options) -> Iterator[str]:
 
 
 def dispatcher(d: Degrees, o: Options) -> Iterator[str]:
-    """The flex back ends need more than one rank among the experts. Source: `megatron/core/transformer/moe/token_dispatcher.py`."""
+    """The flex back ends need more than one rank among the experts, and shared experts something to run beside.
+
+    Source: `megatron/core/transformer/moe/token_dispatcher.py` and `megatron/core/transformer/transformer_config.py`.
+    """
     if o.dispatcher in FLEX and d.etp * d.ep == 1:
         yield f"dispatcher {o.dispatcher} needs etp x ep > 1; raise ep or set dispatcher=alltoall"
     if o.dispatcher == "deepep" and o.capacity:
         yield "dispatcher deepep excludes padding to capacity; set capacity=false or dispatcher=alltoall"
+    if o.dispatcher == "allgather" and o.shared_overlap and (d.shape is None or d.shape.shared_ffn):
+        yield "overlap of shared experts runs beside the dispatcher alltoall, found allgather; set dispatcher=alltoall or shared_overlap=false"
     if o.dispatcher and not d.experts:
         yield f"dispatcher {o.dispatcher} on a model without experts; change model or leave dispatcher out"
 
@@ -170,10 +175,15 @@ def context(d: Degrees, o: Options) -> Iterator[str]:
 
 
 def sharding(d: Degrees, o: Options) -> Iterator[str]:
-    """What each kind of sharding excludes. Source: `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`."""
-    shards = d.gpus // (d.tp * d.pp)
-    if o.optimizer_instances > 1 and shards % o.optimizer_instances:
-        yield f"dp x cp = {shards} does not divide into {o.optimizer_instances} optimizer instances; change optimizer_instances"
+    """What each kind of sharding excludes; instances of the optimizer divide both grids, the experts' of a dense model too.
+
+    Source: `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`, `megatron/core/parallel_state.py`.
+    """
+    shards, experts, instances = d.gpus // (d.tp * d.pp), d.etp * d.ep * d.pp, o.optimizer_instances
+    if shards % instances:
+        yield f"dp x cp = {shards} does not divide into {instances} optimizer instances; change optimizer_instances"
+    elif not d.gpus % experts and d.gpus // experts % instances:
+        yield f"edp {d.gpus // experts} does not divide into {instances} optimizer instances; set optimizer_instances=1, or change ep or etp"
     if o.sharding == "fsdp2" and (d.pp > 1 or d.ep > 1):
         yield f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {d.pp} and ep {d.ep}; set sharding=fsdp or change the degrees"
     if o.precision_aware and o.sharding not in ("optimizer", "fsdp"):
@@ -216,6 +226,8 @@ def graphs(d: Degrees, o: Options) -> Iterator[str]:
         yield "graphs moe_preprocess needs moe_router; change graphs"
     if "moe_router" in modules and "moe" in again:
         yield "recompute moe excludes graphs of moe_router; change one of them"
+    if not d.experts and modules & {"moe", "moe_router"}:
+        yield f"graphs {', '.join(sorted(modules & {'moe', 'moe_router'}))} on a model without experts; change graphs"
     if "mlp" in modules and d.shape is not None and not d.shape.dense_layers:
         yield "graphs mlp on a model without dense layers; change graphs"
     if o.offload:

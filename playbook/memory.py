@@ -65,7 +65,7 @@ class Stage:
 
 
 def estimate(plan: Plan) -> list[Stage]:
-    """The breakdown of each stage; a vision tower counts with its states, and its activations not at all.
+    """The breakdown of each stage; a vision tower counts with its states, split over TP, and its activations not at all.
 
     Raises:
         ConfigError: the plan breaks a rule, or its model has layers without a formula.
@@ -84,10 +84,10 @@ def peak(plan: Plan) -> float:
     return max(stage.peak for stage in estimate(plan))
 
 
-def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> Weights:
+def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: bool = False) -> Weights:
     """What a rank of a stage holds: layers over TP or EP x ETP, embedding first, output layer and MTP last, vision tower first.
 
-    Vision towers count as split over TP.
+    The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this trainer's is.
     """
     shape, last = plan.shape, stage == plan.pp - 1
     layers = [parameters.layer(shape, i) for chunk in chunks for i in chunk] + ([parameters.mtp(shape)] * shape.mtp if last else [])
@@ -96,7 +96,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> Weights:
     experts = [-(-x.experts // grid) for x in layers]
     ends = 1 if shape.tied and plan.pp == 1 else (stage == 0) + last
     table = ends * -(-parameters.embedding(shape) // plan.tp) + (shape.hidden if last else 0)
-    tower = -(-parameters.vision(shape) // plan.tp) if stage == 0 else 0
+    tower = -(-parameters.vision(shape) // (1 if whole_tower else plan.tp)) if stage == 0 else 0
     linear = sum(-(-x.sharded // plan.tp) for x in layers) + sum(experts)
     return Weights(sum(dense) + table + tower, sum(experts), linear, max((a + b for a, b in zip(dense, experts, strict=True)), default=0))
 

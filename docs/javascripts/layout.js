@@ -174,6 +174,8 @@ var PlaybookLayout = (function () {
       found.push(`dispatcher ${o.dispatcher} needs etp x ep > 1; raise ep or set dispatcher=alltoall`);
     if (o.dispatcher === "deepep" && o.capacity)
       found.push("dispatcher deepep excludes padding to capacity; set capacity=false or dispatcher=alltoall");
+    if (o.dispatcher === "allgather" && o.shared_overlap && p.shape.shared_ffn)
+      found.push("overlap of shared experts runs beside the dispatcher alltoall, found allgather; set dispatcher=alltoall or shared_overlap=false");
     if (o.dispatcher && !p.shape.experts)
       found.push(`dispatcher ${o.dispatcher} on a model without experts; change model or leave dispatcher out`);
     return found;
@@ -190,9 +192,11 @@ var PlaybookLayout = (function () {
   }
 
   function sharding(p, o) {
-    const found = [], shards = floorDiv(p.gpus, p.tp * p.pp);
-    if (o.optimizer_instances > 1 && shards % o.optimizer_instances)
-      found.push(`dp x cp = ${shards} does not divide into ${o.optimizer_instances} optimizer instances; change optimizer_instances`);
+    const found = [], shards = floorDiv(p.gpus, p.tp * p.pp), experts = p.etp * p.ep * p.pp, instances = o.optimizer_instances;
+    if (shards % instances)
+      found.push(`dp x cp = ${shards} does not divide into ${instances} optimizer instances; change optimizer_instances`);
+    else if (p.gpus % experts === 0 && p.gpus / experts % instances)
+      found.push(`edp ${p.gpus / experts} does not divide into ${instances} optimizer instances; set optimizer_instances=1, or change ep or etp`);
     if (o.sharding === "fsdp2" && (p.pp > 1 || p.ep > 1))
       found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; set sharding=fsdp or change the degrees`);
     if (o.precision_aware && !["optimizer", "fsdp"].includes(o.sharding))
@@ -217,7 +221,7 @@ var PlaybookLayout = (function () {
   }
 
   function graphs(p, o) {
-    const modules = [...new Set(o.graphs)], again = o.recompute, found = [];
+    const modules = [...new Set(o.graphs)], again = o.recompute, found = [], sparse = both(modules, ["moe", "moe_router"]);
     if (!modules.length) return found;
     if (modules.includes("full_iteration"))
       return modules.length > 1 ? [`graphs full_iteration stands alone, found ${o.graphs.join(", ")}; set graphs=full_iteration`] : [];
@@ -230,6 +234,7 @@ var PlaybookLayout = (function () {
       found.push("graphs moe_preprocess needs moe_router; change graphs");
     if (modules.includes("moe_router") && again.includes("moe"))
       found.push("recompute moe excludes graphs of moe_router; change one of them");
+    if (!p.shape.experts && sparse.length) found.push(`graphs ${sparse.join(", ")} on a model without experts; change graphs`);
     if (modules.includes("mlp") && !p.shape.dense_layers) found.push("graphs mlp on a model without dense layers; change graphs");
     if (o.offload) found.push("offload of layers excludes graphs of modules; set graphs=full_iteration or offload=false");
     return found;

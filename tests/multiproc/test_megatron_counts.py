@@ -25,6 +25,7 @@ JOBS = {
     "copies": ("qwen3_moe_tiny", ("parallel.ep=2", "megatron.data_parallel=ddp"), 4),
     "gradients in 16 bits": ("qwen3_moe_tiny", ("parallel.ep=2", "megatron.grad_reduce_dtype=bf16", "moe.dispatcher=hybridep"), 4),
     "images": ("qwen3_vl_moe_tiny", (), 1),
+    "images on two tensor ranks": ("qwen3_vl_tiny", ("parallel.tp=2", "parallel.sequence_parallel=true"), 2),
     "latent attention with MTP": ("qwen3_moe_tiny", MLA, 1),
     "folding on 64": ("qwen3_moe_tiny", ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1", "parallel.ep=4"), 64),
     "images in two stages of 64": ("qwen3_vl_moe_tiny", ("parallel.pp=2", "parallel.ep=4"), 64),

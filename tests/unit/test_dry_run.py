@@ -18,6 +18,7 @@ from playbook_bench.case import load_case
 from playbook_trainer.config import load
 from playbook_trainer.dry_run import dry_run
 from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.parallel.axes import Axes, Axis
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
@@ -43,6 +44,16 @@ def test_the_parameters_are_those_of_the_model(name):
     assert report.num_parameters == held
     assert report.stages[0].parameters == held
     assert report.stages[0].state_bytes == 16 * held  # parameter, gradient and two moments in float32
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny", "qwen3_vl_tiny"])
+def test_tensor_parallel_ranks_hold_their_share_of_the_decoder_and_the_whole_tower(name):
+    config = load(data_root("configs") / f"{name}.yaml", {"parallel.tp": 2})
+    for rank in range(2):
+        with torch.device("meta"):
+            axes = Axes(tp=Axis("tp", 2, rank), etp=Axis("etp", 2, rank))
+            model = Decoder(config.model, Options(axes=axes))
+        assert dry_run(config, 2).stages[0].parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_offload_moves_bytes_to_the_host_and_loses_none():

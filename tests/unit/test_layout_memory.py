@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from playbook import activations, communication, memory, pipeline
+from playbook import activations, communication, memory, parameters, pipeline
 from playbook.errors import ConfigError
 from playbook.layout_rules import Options
 from playbook.plan import Plan, parse
@@ -89,6 +89,13 @@ def test_weights_over_all_ranks_are_the_whole_model():
     sizes = pipeline.split(61, 8)
     held = [memory.weights(plan, s, pipeline.indices(sizes, 8, s)) for s in range(8)]
     assert sum(w.dense + w.experts * 8 for w in held) == pytest.approx((671.03 + 11.61) * 1e9, rel=1e-3)
+
+
+def test_a_vision_tower_is_split_over_tensor_parallel_ranks_unless_it_is_whole():
+    plan = plan_of("gpus=4 tp=4", "qwen3_vl_30b_a3b")
+    chunks = [list(range(plan.shape.layers))]
+    split, whole = memory.weights(plan, 0, chunks), memory.weights(plan, 0, chunks, whole_tower=True)
+    assert whole.dense - split.dense == parameters.vision(plan.shape) * 3 // 4
 
 
 def test_linear_attention_has_no_estimate_and_says_so():

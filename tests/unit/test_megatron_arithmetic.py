@@ -10,6 +10,7 @@ from playbook_trainer.config import load
 from playbook_trainer.dry_run import dry_run
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
+TINY = data_root("configs") / "qwen3_moe_tiny.yaml"
 IMAGES = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
 GIB = 1 << 30
 LEAN = {"megatron.precision_aware_optimizer": True, "optimizer.moments_dtype": "bf16", "megatron.grad_reduce_dtype": "bf16"}
@@ -85,6 +86,14 @@ def test_full_recompute_keeps_inputs_and_brings_back_what_it_runs_again():
     assert half == pytest.approx((report().stages[0].activation_bytes + 24 * entry) / 2)
 
 
+def test_block_recompute_leaves_multi_token_prediction_as_it_is():
+    def last(method):
+        small = {"model": "deepseek_v3_tiny", "parallel.pp": 2, "parallel.pipeline_layout": [3, 1], "model.mtp_layers": 1}
+        return report(file=TINY, world=2, **small, **{"train.recompute": "full", "megatron.recompute_method": method}).stages[1]
+
+    assert last("block").activation_bytes > 2 * last("uniform").activation_bytes
+
+
 def test_offload_moves_bytes_to_the_host():
     plain = report().stages[0]
     away = report(**{"megatron.offload_modules": ["expert_fc1", "moe_act"]}).stages[0]
@@ -106,6 +115,8 @@ def test_images_are_bounded_by_rows_that_hold_nothing_else():
     tower, patches = config.model.vision, config.data.seq_len * config.model.vision.spatial_merge_size**2
     block = patches * (10 * tower.hidden_size + 2 * tower.ffn_size) * 2
     assert stage().vision_bytes == tower.depth * block
+    assert stage(**{"parallel.cp": 2}).vision_bytes == stage().vision_bytes, "every context rank encodes all images of its rows"
+    assert dry_run(load(IMAGES, {"parallel.cp": 2}), 2).stages[0].vision_bytes == dry_run(load(IMAGES), 1).stages[0].vision_bytes
     assert stage(**{"train.freeze": ["vision"]}).vision_bytes == 0
     again = stage(**{"train.recompute": "selective", "train.recompute_modules": ["vision"]}).vision_bytes
     assert again == block + tower.depth * patches * tower.hidden_size * 2

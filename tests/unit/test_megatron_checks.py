@@ -15,9 +15,14 @@ from playbook_trainer.megatron import checks as megatron
 MOE, DENSE = "qwen3_moe_tiny", "qwen3_tiny"
 
 
-def config(name: str = MOE, backend: str = "megatron", **sections: dict[str, Any]) -> TrainerConfig:
+def config(
+    name: str = MOE, backend: str = "megatron", model: str | dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> TrainerConfig:
+    """One of the small configurations with other settings; `model` takes the name of another model, or settings of this one."""
+    named = {"model": model} if isinstance(model, str) else {}
+    sections |= {"model": model} if isinstance(model, dict) else {}
     overrides = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
-    return load(data_root("configs") / f"{name}.yaml", {"backend": backend, **overrides})
+    return load(data_root("configs") / f"{name}.yaml", {"backend": backend, **named, **overrides})
 
 
 def problems(c: TrainerConfig, world: int) -> str:
@@ -31,6 +36,8 @@ LEGAL = [
     (4, config(parallel={"tp": 2, "cp": 2, "ep": 4, "etp": 1, "sequence_parallel": True})),
     (2, config(parallel={"pp": 2, "pipeline_layout": [1, 1]}, model={"num_layers": 2})),
     (2, config(parallel={"pp": 2, "pipeline_layout": [0, 2]}, model={"num_layers": 2})),
+    (4, config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": False})),
+    (2, config(parallel={"cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True})),
     (1, config(checkpoint={"dir": "saved"})),
     (1, config(megatron={"optimizer_offload_fraction": 0.5})),
     (1, config(train=BF16, precision={"fp8": "blockwise"})),
@@ -56,6 +63,28 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
     ("c", "world", "expected"),
     [
         (config(parallel={"tp": 2, "ep": 2, "etp": 1}), 2, "set parallel.sequence_parallel=true"),
+        (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
+        (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
+        (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
+        (config(DENSE, train={**BF16, "cuda_graphs": ["moe_router"]}), 1, "graphs moe_router on a model without experts"),
+        (
+            config(train={**BF16, "cuda_graphs": ["moe_router", "moe_preprocess"]}, moe={"capacity_factor": 2.0}),
+            1,
+            "leave out moe_preprocess or moe.capacity_factor",
+        ),
+        (
+            config(model="deepseek_v3_tiny", moe={"dispatcher": "allgather"}, megatron={"shared_expert_overlap": True}),
+            1,
+            "set moe.dispatcher=alltoall or megatron.shared_expert_overlap=false",
+        ),
+        (
+            config(model="deepseek_v3_tiny", train={"recompute": "full"}, megatron={"recompute_layers": 2}),
+            1,
+            "leave megatron.recompute_layers out",
+        ),
+        (config(parallel={"cp": 2}, megatron={"cp_comm_type": "a2a+p2p", "cp_sizes": [-1, -2]}), 2, "set each to 1 or more"),
+        (config(parallel={"fsdp": False}), 1, "parallel.fsdp false belongs to the torch backend; leave it at true"),
+        (config(parallel={"ep": 4, "dp_replicate": 2}), 4, "set parallel.dp_replicate=1"),
         (config(DENSE, megatron={"data_parallel": "fsdp2"}), 2, "set model.tie_word_embeddings: false"),
         (config(parallel={"ep": 3}), 3, "do not divide over ep 3"),
         (config(parallel={"tp": 3}), 3, "4 attention heads do not divide over tp 3"),

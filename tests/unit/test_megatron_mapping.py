@@ -14,6 +14,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.export.megatron import sheet_of
 from playbook_trainer.megatron import mapping
 
 BF16 = {"train.dtype": "bf16"}
@@ -34,6 +35,12 @@ def test_a_configuration_that_asks_for_nothing_special_is_accepted_by_megatron_c
     assert not any(fields[k] for k in ("apply_rope_fusion", "moe_permute_fusion", "cross_entropy_loss_fusion")), (
         "there are no such kernels here"
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen3_moe_tiny"])
+def test_megatron_core_takes_packed_rows_that_both_pipeline_and_context_ranks_share(name: str) -> None:
+    fields = made(config(name, parallel__pp=2, parallel__cp=2, data__pack=True))
+    assert TransformerConfig(**fields).variable_seq_lengths
 
 
 def test_fusions_come_with_transformer_engine_and_go_with_the_switch() -> None:
@@ -65,6 +72,21 @@ def test_recompute_leaves_the_vision_tower_to_the_tower() -> None:
     assert (fields["recompute_granularity"], fields["recompute_modules"]) == ("selective", ["layernorm"])
     whole = made(config(train__recompute="full"))
     assert (whole["recompute_granularity"], whole["recompute_method"], whole["recompute_num_layers"]) == ("full", "uniform", 1)
+
+
+@pytest.mark.parametrize(("layout", "layers"), [([0, 1, 1, 0], 1), ([0, 2, 1, 1], 2), (None, 1)])
+def test_block_recompute_of_all_layers_means_those_of_the_longest_chunk(layout: list[int] | None, layers: int) -> None:
+    c = config(
+        model__num_layers=sum(layout or [4]),
+        parallel__pp=2,
+        parallel__vpp=2,
+        parallel__pipeline_layout=layout,
+        train__recompute="full",
+        megatron__recompute_method="block",
+    )
+    assert made(c)["recompute_num_layers"] == layers
+    said = [s.value for s in sheet_of(c, "megatron-lm").settings if s.field == "recompute_num_layers"]
+    assert said == [layers], "the export says what the run does"
 
 
 def test_pipeline_layout_has_the_ends_in_the_first_and_last_chunk() -> None:

@@ -48,8 +48,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     )
     if model.num_kv_heads % par.tp:
         problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
-    if model.vocab_size % par.tp:
-        problems.append(f"a vocabulary of {model.vocab_size} does not divide over tp {par.tp}; pad model.vocab_size")
+    problems += megatron.vocabulary_problems(config)
     etp = par.etp or par.tp
     if model.num_experts and model.expert_ffn_size % etp:
         problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")

@@ -81,7 +81,7 @@ def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
-    held = memory.weights(plan, stage, chunks)
+    held = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
     shards = plan.dp * plan.cp // copies

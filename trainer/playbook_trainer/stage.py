@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from playbook.activations import tokens
 from playbook.plan import Plan
 from playbook_trainer.config import TrainerConfig
 
@@ -57,7 +56,8 @@ def vision(config: TrainerConfig, plan: Plan) -> float:
     tower = config.model.vision
     if tower is None or config.data.kind != "vqa" or "vision" in config.train.freeze:
         return 0.0
-    entry = tokens(plan) * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]
+    rows = plan.mbs * plan.seq_len  # whole ones: a context-parallel rank holds a part of them, and encodes the images of all
+    entry = rows * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]
     block = entry * (10 + 2 * tower.ffn_size / tower.hidden_size)
     again = "vision" in config.train.recompute_modules
     return entry * tower.depth + block if again else block * tower.depth

@@ -10,6 +10,7 @@ from __future__ import annotations
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.environment import GROUPED_GEMM, sharded
 from playbook_trainer.export.sheet import Sheet, Target
+from playbook_trainer.megatron.recompute import recompute_layers
 
 ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
@@ -357,10 +358,8 @@ def _memory(sheet: Sheet) -> None:
         {"full": "full", "selective": "selective" if modules else None}.get(train.recompute),
     )
     if train.recompute == "full":
-        layers = config.model.num_layers // (config.parallel.pp * config.parallel.vpp)
-        count = mg.recompute_layers or (1 if mg.recompute_method == "uniform" else layers)
         sheet.put("megatron.recompute_method", "model", "recompute_method", mg.recompute_method)
-        sheet.put("megatron.recompute_layers", "model", "recompute_num_layers", count)
+        sheet.put("megatron.recompute_layers", "model", "recompute_num_layers", recompute_layers(config))
     else:
         sheet.skip("megatron.recompute_method megatron.recompute_layers", "of full recompute, which is not chosen")
     if modules:

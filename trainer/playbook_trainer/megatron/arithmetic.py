@@ -13,6 +13,7 @@ from playbook.layout_rules import Options
 from playbook.plan import Plan
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.megatron import checks
+from playbook_trainer.megatron.recompute import recompute_layers
 from playbook_trainer.stage import WIDTH, Stage, vision
 
 OFFLOADED = {
@@ -93,9 +94,11 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     alive = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap
     )  # fmt: skip
-    depths = [*chunks[:-1], [*chunks[-1], *([plan.shape.layers - 1] * plan.shape.mtp if last else [])]]
+    placed = [list(enumerate(chunk)) for chunk in chunks]
+    if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
+        placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
-    kept = [(n, *_layer(config, plan, i, place)) for n, chunk in zip(alive, depths, strict=True) for place, i in enumerate(chunk)]
+    kept = [(n, *_layer(config, plan, i, place)) for n, chunk in zip(alive, placed, strict=True) for place, i in chunk]
     away = sum(n * sent for n, _, sent, _ in kept)
     resident = min(away, RESIDENT_LAYERS * max((sent for _, _, sent, _ in kept), default=0.0))
     return Stage(
@@ -119,7 +122,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> memory.Weights:
     Multi-token prediction, on the last stage, has a copy of the embedding there, and leaves the final norm with the last decoder layer.
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
     """
-    held, last = memory.weights(plan, stage, chunks), stage == plan.pp - 1
+    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     if not plan.shape.mtp or plan.pp == 1:
         return held
     norm = plan.shape.hidden * (int(any(plan.shape.layers - 1 in chunk for chunk in chunks)) - int(last))
@@ -134,9 +137,7 @@ def _layer(config: TrainerConfig, plan: Plan, index: int, place: int) -> tuple[f
         stay = {name: size for name, size in saved.items() if name not in activations.freed(plan)}
         sent = sum(stay.get(OFFLOADED[m], 0.0) for m in config.megatron.offload_modules if m in OFFLOADED)
         return sum(stay.values()) - sent, sent, sum(saved.values()) - sum(stay.values())
-    count, whole, entry = config.megatron.recompute_layers, sum(saved.values()), saved["attention norm in"]
+    span, whole, entry = recompute_layers(config), sum(saved.values()), saved["attention norm in"]
     if config.megatron.recompute_method == "block":
-        again = count is None or place < count
-        return (entry, 0.0, whole - entry) if again else (whole, 0.0, 0.0)
-    span = count or 1
+        return (entry, 0.0, whole - entry) if place < span else (whole, 0.0, 0.0)
     return (entry if place % span == 0 else 0.0), 0.0, span * whole - entry

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -247,8 +248,15 @@ def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str 
         return f"is a checkpoint of another model: {found}"
     if header.format != form:
         return f"has the format {header.format}, and megatron.data_parallel {config.megatron.data_parallel} reads {form}"
-    moved = [k for k in _FIXED if header.parallel.get(k) != told["parallel"][k]]
+    before, now = _degrees(header.parallel), _degrees(told["parallel"])
+    moved = [k for k in _FIXED if before[k] != now[k]]
     if moved:
-        found = ", ".join(f"{k} {header.parallel.get(k)} where this run has {told['parallel'][k]}" for k in moved)
+        found = ", ".join(f"{k} {before[k]} where this run has {now[k]}" for k in moved)
         return f"was saved with {found}, and this backend resumes with the same ones"
     return None
+
+
+def _degrees(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """The degrees that a checkpoint keeps; an etp that is not set is that of tp."""
+    found = {k: parallel.get(k) for k in _FIXED}
+    return found | {"etp": found["etp"] or found["tp"]}

@@ -26,6 +26,7 @@ _KEYS = {
     "capacity": "moe.capacity_factor",
     "cp_comm": "megatron.cp_comm_type",
     "cp_sizes": "megatron.cp_sizes",
+    "optimizer_instances": "parallel.dp_replicate",
     "sharding": "megatron.data_parallel",
     "overlap_p2p": "megatron.overlap_p2p",
     "ep_overlap": "megatron.overlap_expert_parallel",
@@ -42,6 +43,7 @@ _VALUES = {name: key for key, name in SHARDING.items()}
 _CUTLASS_K = 128
 """What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
 _TORCH_ONLY: dict[str, Any] = {
+    "parallel.fsdp": True,
     "parallel.cp_comm": "allgather",
     "parallel.reshard_after_forward": True,
     "parallel.reduce_dtype": "fp32",
@@ -93,6 +95,12 @@ def pads_experts(config: TrainerConfig) -> bool:
     return config.moe.capacity_factor is not None and whole
 
 
+def variable_lengths(config: TrainerConfig) -> bool:
+    """Whether pipeline stages send each other streams of other lengths: filling documents up to what context ranks can share makes them."""
+    par = config.parallel
+    return par.pp > 1 and par.cp > 1 and (config.data.pack or config.model.vision is not None)
+
+
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
     model, par, train = config.model, config.parallel, config.train
@@ -101,7 +109,13 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
         tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
     )  # fmt: skip
-    return [_renamed(p) for p in problems] + _pipeline_problems(config, world)
+    return [_renamed(p) for p in problems] + vocabulary_problems(config) + _pipeline_problems(config, world)
+
+
+def vocabulary_problems(config: TrainerConfig) -> list[str]:
+    """Embedding and output layer split the vocabulary over TP, and neither backend pads it."""
+    size, tp = config.model.vocab_size, config.parallel.tp
+    return [f"a vocabulary of {size} does not divide over tp {tp}; pad model.vocab_size"] if size % tp else []
 
 
 def _renamed(sentence: str) -> str:
@@ -175,6 +189,10 @@ def row_problems(config: TrainerConfig) -> list[str]:
         problems.append("cp cuts rows of one length: set data.pad: true")
     if par.tp > 1 and par.sequence_parallel and not data.pad:
         problems.append("sequence parallelism needs rows of one length: set data.pad: true")
+    if any(size < 1 for size in mg.cp_sizes):
+        problems.append(
+            f"megatron.cp_sizes {mg.cp_sizes} are numbers of ranks: set each to 1 or more, with a product of parallel.cp {par.cp}"
+        )
     if mg.tp_comm_overlap and not (par.tp > 1 and par.sequence_parallel):
         problems.append(
             "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
@@ -182,6 +200,11 @@ def row_problems(config: TrainerConfig) -> list[str]:
     if mg.tp_comm_overlap and par.cp > 1 and data.pack:
         problems.append(
             "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents up to others: set data.pack: false"
+        )
+    if variable_lengths(config) and config.model.num_experts and config.moe.dispatcher == "allgather":
+        problems.append(
+            "moe.dispatcher allgather wants rows of one length, and cp fills packed documents and images up to others before pp sends them: "
+            "set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
@@ -300,6 +323,12 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"train.recompute_modules needs train.recompute: selective; it is {train.recompute}")
     if train.recompute != "full" and (mg.recompute_layers is not None or mg.recompute_method != "uniform"):
         problems.append("megatron.recompute_layers and recompute_method shape full recompute: set train.recompute: full, or leave them out")
+    alone = train.recompute == "full" and mg.recompute_method == "uniform" and mg.recompute_layers not in (None, 1)
+    if alone and config.model.mtp_layers:
+        problems.append(
+            f"megatron.recompute_layers {mg.recompute_layers} with model.mtp_layers {config.model.mtp_layers}: megatron-core makes depths of "
+            "multi-token prediction again one by one; leave megatron.recompute_layers out"
+        )
     if "vision" in train.recompute_modules and config.model.vision is None:
         problems.append("train.recompute_modules 'vision': the model has no vision tower")
     names = set(mg.offload_modules)
@@ -341,6 +370,12 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.cuda_graphs: shapes must not change from batch to batch: set data.pad: true")
     if captured and config.data.pack:
         problems.append("train.cuda_graphs: places of documents inside a row change from batch to batch: set data.pack: false")
+    dropping = config.moe.capacity_factor is not None and not pads_experts(config)
+    if "moe_preprocess" in names and dropping and config.moe.dispatcher == "alltoall":
+        problems.append(
+            "train.cuda_graphs moe_preprocess: the host waits there for the numbers of tokens that moe.capacity_factor leaves; "
+            "leave out moe_preprocess or moe.capacity_factor"
+        )
     most = config.model.num_experts / max(1, config.model.top_k)
     if pads_experts(config) and (config.moe.capacity_factor or 0) > most:
         problems.append(

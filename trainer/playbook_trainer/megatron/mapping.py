@@ -18,7 +18,8 @@ import torch
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts
+from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts, variable_lengths
+from playbook_trainer.megatron.recompute import recompute_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -132,8 +133,7 @@ def _parallel(config: TrainerConfig) -> dict[str, Any]:
         # Dense models have no experts, and megatron-core wants no width for them.
         "expert_tensor_parallel_size": etp if config.model.num_experts else None,
         "sequence_parallel": par.sequence_parallel and par.tp > 1,
-        # Filling documents up to what context ranks can share makes streams of other lengths.
-        "variable_seq_lengths": par.pp > 1 and par.cp > 1 and (config.data.pack or config.model.vision is not None),
+        "variable_seq_lengths": variable_lengths(config),
         "deallocate_pipeline_outputs": par.pp > 1,
         "cp_comm_type": config.megatron.cp_comm_type if par.cp > 1 else None,
         **({"hierarchical_context_parallel_sizes": config.megatron.cp_sizes} if config.megatron.cp_sizes else {}),
@@ -179,7 +179,8 @@ def grouped(config: TrainerConfig, engine: bool) -> bool:
 def _experts(config: TrainerConfig, engine: bool) -> Asked:
     model, moe, mg = config.model, config.moe, config.megatron
     if not model.num_experts:
-        return {}
+        # Nothing is dispatched, but the default, allgather, refuses streams of other lengths.
+        return {"moe_token_dispatcher_type": ("alltoall", "model.num_experts")}
     flex = moe.dispatcher in ("deepep", "hybridep")
     out: Asked = {
         "num_moe_experts": (model.num_experts, "model.num_experts"),
@@ -268,10 +269,9 @@ def _memory(config: TrainerConfig) -> Asked:
     train, mg, out = config.train, config.megatron, Asked()
     modules = [m for m in train.recompute_modules if m != "vision"]
     if train.recompute == "full":
-        per_chunk = config.model.num_layers // (config.parallel.pp * config.parallel.vpp)
         out["recompute_granularity"] = ("full", "train.recompute")
         out["recompute_method"] = (mg.recompute_method, "megatron.recompute_method")
-        out["recompute_num_layers"] = (mg.recompute_layers or (1 if mg.recompute_method == "uniform" else per_chunk), "train.recompute")
+        out["recompute_num_layers"] = (recompute_layers(config), "train.recompute")
     elif modules:
         out["recompute_granularity"] = ("selective", "train.recompute")
         out["recompute_modules"] = (modules, "train.recompute_modules")
