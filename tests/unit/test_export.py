@@ -25,6 +25,7 @@ from playbook_trainer.export.sheet import leaves
 CONFIGS = data_root("configs")
 FILES = [*sorted(CONFIGS.glob("*.yaml")), *(recipes.folder() / r.file for r in recipes.index().recipes)]
 LARGE = CONFIGS / "qwen3_30b_a3b_24l.yaml"
+MEGATRON = CONFIGS / "qwen3_30b_a3b_24l_megatron.yaml"
 VISION = recipes.folder() / "qwen3_vl_30b_a3b_mfsdp.yaml"
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SNAPSHOTS = {
@@ -46,6 +47,17 @@ LEAN = {
     "megatron.offload_modules": ["expert_fc1", "moe_act"], "train.cuda_graphs": ["moe_router"], "data.pack": False, "parallel.ep": 4,
     "precision.fp8": "none", "train.recompute": "selective", "train.recompute_modules": ["layernorm"],
 }  # fmt: skip
+
+OFFLOADED = {"megatron.precision_aware_optimizer": False, "optimizer.moments_dtype": "fp32", "offload.optimizer": True}
+HARD = [
+    {**OFFLOADED, "megatron.grad_reduce_dtype": "fp32"},
+    {**OFFLOADED, "precision.fp8": "tensorwise", "megatron.fp8_param": True},
+    {"megatron.data_parallel": "ddp", "precision.fp8": "tensorwise", "megatron.fp8_param": True},
+]
+HARD_SMALL = [
+    (CONFIGS / "qwen3_moe_tiny.yaml", {"parallel.fsdp": False, "optimizer.moments_dtype": "bf16", "train.dtype": "bf16"}),
+]
+"""Settings of which Megatron-LM refuses some together."""
 
 
 NAMES = {
@@ -192,6 +204,8 @@ def parsed():
     index = recipes.index()
     asked = [(load(recipes.folder() / r.file), r.gpus[0], index.hardware[r.hardware].platform) for r in index.recipes]
     asked += [(load(LARGE, SWITCHES), 8, "hopper"), (load(LARGE, LEAN), 4, "hopper"), (load(CONFIGS / "qwen3_tiny.yaml"), 2, "hopper")]
+    asked += [(load(MEGATRON, {"train.global_batch_size": 64, **words}), 8, "hopper") for words in HARD]
+    asked += [(load(path, words), 2, "hopper") for path, words in HARD_SMALL]
     found = [export(config, "megatron-lm", platform) for config, _, platform in asked]
     document = [
         {

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.environment import GROUPED_GEMM
-from playbook_trainer.export.megatron_run import DTYPES, files, loop, optimizer
+from playbook_trainer.export.megatron_run import (
+    DTYPES,
+    data_parallel,
+    files,
+    has_sharded_optimizer,
+    loop,
+    offloaded,
+    optimizer,
+)
 from playbook_trainer.export.sheet import Sheet, Target
 
 ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
@@ -265,11 +273,10 @@ def layout(config: TrainerConfig) -> str:
 def _data_parallel(sheet: Sheet) -> None:
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
-    kind = mg.data_parallel if megatron else ("megatron_fsdp" if par.fsdp else "ddp")
+    kind = data_parallel(config)
     key = "megatron.data_parallel" if megatron else "parallel.fsdp"
-    whole = kind == "megatron_fsdp"
-    optimizer = kind in ("distributed_optimizer", "megatron_fsdp")
-    sheet.put(key, "ddp", "use_distributed_optimizer", optimizer)
+    whole, sharded = kind == "megatron_fsdp", has_sharded_optimizer(config)
+    sheet.put(key, "ddp", "use_distributed_optimizer", sharded)
     sheet.put(key, "dist", "use_megatron_fsdp", whole)
     sheet.put(key, "dist", "use_torch_fsdp2", kind == "fsdp2")
     if sheet.target == "megatron-bridge":
@@ -286,11 +293,11 @@ def _data_parallel(sheet: Sheet) -> None:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
         sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise")
         sheet.plain("parallel.reshard_after_forward", True, "Megatron-FSDP frees gathered parameters after the forward pass")
-    sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if optimizer else 1)
+    sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if sharded else 1)
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
     sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
-    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", optimizer and mg.overlap_param_gather)
+    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", sharded and mg.overlap_param_gather)
 
 
 def _precision(sheet: Sheet) -> None:
@@ -311,8 +318,20 @@ def _precision(sheet: Sheet) -> None:
         if recipe != "none":
             sheet.put("precision.fp8", "model", "fp8_recipe", recipe)
     sheet.plain("precision.fp8_modules", ["linear", "experts"], "a recipe covers projections and experts alike")
-    sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param)
+    why = _no_fp8_param(config)
+    sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param and not why)
+    if mg.fp8_param and why:
+        sheet.lack("megatron.fp8_param", why)
     sheet.put("megatron.first_last_layers_bf16", "model", "first_last_layers_bf16", mg.first_last_layers_bf16)
+
+
+def _no_fp8_param(config: TrainerConfig) -> str:
+    """Why weights cannot be gathered in 8 bits, or nothing."""
+    if data_parallel(config) == "ddp":
+        return "without shards nothing is gathered"
+    if offloaded(config) and config.precision.fp8 != "delayed":
+        return f"with the optimizer on the host it takes the recipe delayed alone, found {config.precision.fp8}"
+    return ""
 
 
 def _memory(sheet: Sheet) -> None:

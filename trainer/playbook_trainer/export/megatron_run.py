@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from playbook_trainer.config import TrainerConfig
 from playbook_trainer.environment import sharded
 from playbook_trainer.export.sheet import Sheet
 
+ALONE = "without a distributed optimizer or Megatron-FSDP, which the layout does not choose, its optimizer keeps all in float32"
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+
+
+def data_parallel(config: TrainerConfig) -> str:
+    """What shards what, by the words of `megatron.data_parallel`."""
+    if config.backend == "megatron":
+        return config.megatron.data_parallel
+    return "megatron_fsdp" if config.parallel.fsdp else "ddp"
+
+
+def has_sharded_optimizer(config: TrainerConfig) -> bool:
+    """Whether `use_distributed_optimizer` is set there."""
+    return data_parallel(config) in ("distributed_optimizer", "megatron_fsdp")
+
+
+def offloaded(config: TrainerConfig) -> float:
+    """How much of the optimizer is on the host."""
+    return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
 
 
 def optimizer(sheet: Sheet) -> None:
@@ -22,21 +41,28 @@ def optimizer(sheet: Sheet) -> None:
     sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", opt.schedule)
     sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
     sheet.put("train.steps", "scheduler", "lr_decay_iters", config.train.steps)
-    # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks.
-    aware = mg.precision_aware_optimizer or opt.moments_dtype == "bf16" or opt.master == "split"
+    fraction, keys = offloaded(config), "offload.optimizer megatron.optimizer_offload_fraction"
+    # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks, and alone has a form on the host.
+    asks = {
+        "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
+        "optimizer.moments_dtype": opt.moments_dtype == "bf16",
+        "optimizer.master": opt.master == "split",
+        "offload.optimizer": fraction > 0,
+    }
+    aware = any(asks.values()) and has_sharded_optimizer(config)
     sheet.put("megatron.precision_aware_optimizer optimizer.master", "optimizer", "use_precision_aware_optimizer", aware)
+    if not has_sharded_optimizer(config):
+        sheet.lack(" ".join(key for key, asked in asks.items() if asked), ALONE)
     if aware:
         names = DTYPES if sheet.target == "megatron-bridge" else {}
         moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)
         sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_dtype", moments)
         sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_sq_dtype", moments)
         sheet.put("megatron.grad_reduce_dtype", "optimizer", "main_grads_dtype", gradients)
-    else:
+    elif opt.moments_dtype == "fp32":
         sheet.skip("optimizer.moments_dtype", "without the precision-aware optimizer moments are float32")
-    fraction = mg.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
-    keys = "offload.optimizer megatron.optimizer_offload_fraction"
-    sheet.put(keys, "optimizer", "optimizer_cpu_offload", fraction > 0)
-    if fraction:
+    sheet.put(keys, "optimizer", "optimizer_cpu_offload", aware and fraction > 0)
+    if aware and fraction:
         sheet.put(keys, "optimizer", "optimizer_offload_fraction", fraction)
         sheet.put(keys, "optimizer", "overlap_cpu_optimizer_d2h_h2d", True)
 
