@@ -53,6 +53,12 @@ HARD = [
     {**OFFLOADED, "megatron.grad_reduce_dtype": "fp32"},
     {**OFFLOADED, "precision.fp8": "tensorwise", "megatron.fp8_param": True},
     {"megatron.data_parallel": "ddp", "precision.fp8": "tensorwise", "megatron.fp8_param": True},
+    {"checkpoint.dir": "saved", "checkpoint.every": 0},
+    {"megatron.overlap_grad_reduce": False},
+    {"megatron.cuda_graph_impl": "full_iteration", "moe.capacity_factor": 1.0},
+    {"megatron.cuda_graph_impl": "full_iteration", "moe.capacity_factor": 1.0, "train.on_nan": "skip"},
+    {"model": "deepseek_v3_tiny", "model.yarn": None},
+    {"optimizer.warmup_steps": 16},
 ]
 HARD_SMALL = [
     (CONFIGS / "qwen3_moe_tiny.yaml", {"parallel.fsdp": False, "optimizer.moments_dtype": "bf16", "train.dtype": "bf16"}),

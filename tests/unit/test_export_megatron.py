@@ -66,3 +66,51 @@ def test_what_needs_a_sharded_optimizer_cannot_be_said_without_one(path, words, 
     assert not fields["use_precision_aware_optimizer"]
     assert not fields["optimizer_cpu_offload"]
     assert key in missing
+
+
+def test_a_folder_for_checkpoints_comes_with_an_interval():
+    assert {"--save saved", "--save-interval 16"} <= settings(LARGE, {"checkpoint.dir": "saved", "checkpoint.every": 0})[1]
+    assert {"--save saved", "--save-interval 5"} <= settings(LARGE, {"checkpoint.dir": "saved", "checkpoint.every": 5})[1]
+    assert settings(LARGE, {})[0]["save_interval"] is None
+
+
+@pytest.mark.parametrize("target", MEGATRON)
+def test_gathers_are_overlapped_with_reductions_alone(target):
+    fields, lines, missing = settings(LARGE, {"megatron.overlap_grad_reduce": False}, target)
+    assert not fields["overlap_param_gather"]
+    assert "--overlap-param-gather" not in lines
+    assert "megatron.overlap_param_gather" in missing
+    assert settings(LARGE, {}, target)[0]["overlap_param_gather"]
+
+
+@pytest.mark.parametrize("target", MEGATRON)
+@pytest.mark.parametrize("graphs", [{"megatron.cuda_graph_impl": "full_iteration"}, {"train.cuda_graphs": ["moe"]}])
+def test_graphs_that_hold_experts_pad_them(target, graphs):
+    fields, _, _ = settings(LARGE, {**graphs, "moe.capacity_factor": 1.0}, target)
+    assert fields["moe_pad_expert_input_to_capacity"]
+    assert "moe_pad_expert_input_to_capacity" not in settings(LARGE, {"moe.capacity_factor": 1.0}, target)[0]
+
+
+@pytest.mark.parametrize("target", MEGATRON)
+def test_plain_frequencies_of_latent_attention_are_not_fused(target):
+    for words, fused in (({}, True), ({"model.yarn": None}, False), ({"megatron.fused": False}, False)):
+        fields, lines, _ = settings(LARGE, {"model": "deepseek_v3", **words}, target)
+        assert fields["apply_rope_fusion"] == fused
+        assert target != "megatron-lm" or ("--no-rope-fusion" in lines) != fused
+
+
+@pytest.mark.parametrize("target", MEGATRON)
+@pytest.mark.parametrize("on_nan", ["stop", "skip", "continue"])
+def test_a_loss_inside_a_graph_is_not_looked_at(target, on_nan):
+    words = {"megatron.cuda_graph_impl": "full_iteration", "moe.capacity_factor": 1.0, "train.on_nan": on_nan}
+    fields, lines, missing = settings(LARGE, words, target)
+    assert fields["check_for_nan_in_loss"] is False
+    assert target != "megatron-lm" or "--no-check-for-nan-in-loss-and-grad" in lines
+    assert ("train.on_nan" in missing) == (on_nan != "continue")
+
+
+@pytest.mark.parametrize("target", MEGATRON)
+@pytest.mark.parametrize(("warmup", "decay"), [(2, 16), (15, 16), (16, 17), (40, 41)])
+def test_the_warm_up_ends_before_the_decay(target, warmup, decay):
+    fields, _, _ = settings(LARGE, {"optimizer.warmup_steps": warmup}, target)
+    assert (fields["lr_warmup_iters"], fields["lr_decay_iters"], fields["train_iters"]) == (warmup, decay, 16)

@@ -19,6 +19,7 @@ from playbook_trainer.export.megatron_run import (
     optimizer,
 )
 from playbook_trainer.export.sheet import Sheet, Target
+from playbook_trainer.megatron.checks import pads_experts
 
 ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
@@ -157,6 +158,8 @@ def _experts(sheet: Sheet) -> None:
     }
     for (key, field), value in settings.items():
         sheet.put(key, "model", field, value)
+    if pads_experts(config):
+        sheet.put("moe.capacity_factor", "model", "moe_pad_expert_input_to_capacity", True)
     if fused:
         sheet.put("moe.dispatcher", "model", "moe_flex_dispatcher_backend", moe.dispatcher)
     if config.backend == "megatron":
@@ -297,7 +300,10 @@ def _data_parallel(sheet: Sheet) -> None:
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
     sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
-    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", sharded and mg.overlap_param_gather)
+    gather = sharded and mg.overlap_param_gather
+    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", gather and mg.overlap_grad_reduce)
+    if gather and not mg.overlap_grad_reduce:
+        sheet.lack("megatron.overlap_param_gather", "gathers are overlapped together with reductions, or not at all")
 
 
 def _precision(sheet: Sheet) -> None:
@@ -382,7 +388,10 @@ def _switches(sheet: Sheet) -> None:
         sheet.skip("train.fused_loss", TORCH)
     # Megatron-LM refuses Transformer Engine's kernel for the loss.
     sheet.put("megatron.fused", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
-    for field in ("apply_rope_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
+    # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
+    plain = config.model.attention == "mla" and config.model.yarn is None
+    sheet.put("megatron.fused", "model", "apply_rope_fusion", mg.fused and not plain)
+    for field in ("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
         sheet.put("megatron.fused", "model", field, mg.fused)
     if sheet.target == "megatron-lm":
         sheet.put("megatron.kernels", "model", "transformer_impl", "local" if mg.kernels == "local" else "transformer_engine")

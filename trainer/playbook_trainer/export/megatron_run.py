@@ -40,7 +40,9 @@ def optimizer(sheet: Sheet) -> None:
     sheet.put("optimizer.clip_norm", "optimizer", "clip_grad", opt.clip_norm)
     sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", opt.schedule)
     sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
-    sheet.put("train.steps", "scheduler", "lr_decay_iters", config.train.steps)
+    # Its warm-up has to end before its decay does; in a run that is all warm-up, the decay never begins.
+    last = max(config.train.steps, opt.warmup_steps + 1)
+    sheet.put("train.steps optimizer.warmup_steps", "scheduler", "lr_decay_iters", last)
     fraction, keys = offloaded(config), "offload.optimizer megatron.optimizer_offload_fraction"
     # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks, and alone has a form on the host.
     asks = {
@@ -80,7 +82,12 @@ def loop(sheet: Sheet) -> None:
     else:
         sheet.put("eval.every", "validation", "eval_iters", 0)
         sheet.skip("eval.batches", "nothing is evaluated")
-    if train.on_nan == "skip":
+    if sheet.config.megatron.cuda_graph_impl == "full_iteration":
+        # A loss inside a graph is not looked at, and Megatron-LM wants that said.
+        sheet.put("train.on_nan", "rerun_state_machine", "check_for_nan_in_loss", False)
+        if train.on_nan != "continue":
+            sheet.lack("train.on_nan", "with a graph of the whole iteration the target goes on")
+    elif train.on_nan == "skip":
         sheet.lack("train.on_nan", "the target stops, or goes on")
     else:
         sheet.put("train.on_nan", "rerun_state_machine", "check_for_nan_in_loss", train.on_nan == "stop")
@@ -106,7 +113,9 @@ def files(sheet: Sheet) -> None:
     full = sharded(config) and (config.backend == "torch" or config.megatron.data_parallel == "megatron_fsdp")
     sheet.put("", "checkpoint", "ckpt_format", "fsdp_dtensor" if full else "torch_dist")
     sheet.put("checkpoint.dir", "checkpoint", "save", checkpoint.dir)
-    sheet.put("checkpoint.every", "checkpoint", "save_interval", checkpoint.every or None)
+    # Where there is a folder, Megatron-LM wants to know how often.
+    often = checkpoint.every or (config.train.steps if checkpoint.dir else None)
+    sheet.put("checkpoint.every", "checkpoint", "save_interval", often)
     if checkpoint.dir is None:
         sheet.skip("checkpoint.resume checkpoint.async_save", "no folder is given")
     else:
