@@ -186,6 +186,14 @@ def test_the_job_file_has_sections_and_fields_that_torchtitan_has():
     assert found["parallelism"]["expert_parallel_degree"] == 4
 
 
+@pytest.mark.parametrize(("pp", "vpp", "layers"), [(2, 1, 12), (2, 2, 6), (4, 3, 2), (2, 12, 1)])
+def test_a_job_file_says_how_many_layers_a_stage_has(pp, vpp, layers):
+    found = tomllib.loads(export(load(LARGE, {"parallel.pp": pp, "parallel.vpp": vpp}), "torchtitan").text())["parallelism"]
+    ends = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+    assert (found["pipeline_parallel_layers_per_stage"], *(found[end] for end in ends)) == (layers, 0, 0)
+    assert not {*ends} & {*tomllib.loads(export(load(LARGE), "torchtitan").text())["parallelism"]}
+
+
 DESTINATIONS = {
     "num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "fp8_param": "fp8_param_gather", "gated_linear_unit": "swiglu", "bias_activation_fusion": "bias_swiglu_fusion",
