@@ -448,6 +448,7 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
     base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
     rest = {k: v for k, v in fields.items() if k != "preset"}
-    if isinstance(rest.get("vision"), dict) and isinstance(base.get("vision"), dict):
-        rest["vision"] = {**base["vision"], **rest["vision"]}
+    for part in ("vision", "yarn"):
+        if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
+            rest[part] = {**base[part], **rest[part]}
     return {"name": preset, **base, **rest}
