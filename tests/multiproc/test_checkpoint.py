@@ -194,6 +194,13 @@ def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
         (lambda i: i["model"].update(num_layers=8), "another model: num_layers 8 where this run has 4"),
         (lambda i: i.update(schema="checkpoint/9"), "schema"),
         (lambda i: i["data"].update(row="x"), "row"),
+        (lambda i: i["data"].update(row=True), "'row' must be a whole number of at least 0, found True"),
+        (lambda i: i["data"].update(row=99999999999999999999), "'row' must be a whole number"),
+        (lambda i: i["data"].update(row=10**12), "'row' must be step x rows_per_step = 2 x 4, found 1000000000000"),
+        (lambda i: i["data"].update(lanes={"0": [0, 0, 0, 0]}), "'lanes' of 0 must hold the 2 rows made"),
+        (lambda i: i["data"].update(lanes={"0": [2, 0, 0]}), "places of three numbers"),
+        (lambda i: i["data"].update(lanes={"x": [2, 0, 0, 0]}), "expected numbers below rows_per_step 4"),
+        (lambda i: i["data"].update(stream=7), "must be mappings"),
     ],
 )
 def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp_path: Path) -> None:
@@ -206,6 +213,44 @@ def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp
     code, err = resumed(copy)
     assert code == 2
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seed=7", "seed 1234, this run has 7; set seed back"),
+        ("data.seq_len=32", "data.seq_len 64, this run has 32; set data.seq_len back"),
+        ("data.kind=mock", "data.kind text, this run has mock; set data.kind back"),
+        ("data.path={text}", "data.path null, this run has other.txt; set data.path back"),
+        ("data.pack=false", "data.pack true, this run has false; set data.pack back"),
+    ],
+)
+def test_other_data_is_refused(word: str, said: str, saved: Path, forks: Forks, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    text = tmp_path / "other.txt"
+    text.write_text("Another text, of a few words.\n\n" * 50)
+    words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'copy'}", f"output={tmp_path / 'out'}", word.format(text=text)]
+    assert forks.run(words, 1, free_port()) == [2]
+    assert f"error: the checkpoint's data stream has {said.format(text=text)}, or choose another checkpoint.dir" in forks.text(0)
+    assert "Traceback" not in forks.text(0)
+
+
+def test_other_ways_to_read_the_same_data_resume(saved: Path, forks: Forks, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    words = ["data.num_workers=1", "data.pack_buffer=8", "train.steps=3", "optimizer.lr=1e-5", f"checkpoint.dir={tmp_path / 'copy'}"]
+    assert [r["step"] for r in trained(forks, tmp_path / "out", TEXT, "fsdp2", *words)] == [3]
+
+
+@pytest.mark.parametrize("gone", [("stream",), ("stream", "rows_per_step", "lanes")])
+def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...], saved: Path, forks: Forks, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    path = tmp_path / "copy" / "step_00000002" / "checkpoint.json"
+    index = json.loads(path.read_text())
+    for name in gone:
+        del index["data"][name]
+    path.write_text(json.dumps(index))
+    rows = trained(forks, tmp_path / "out", TEXT, "one", "train.steps=3", f"checkpoint.dir={tmp_path / 'copy'}")
+    assert [r["step"] for r in rows] == [3]
 
 
 def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: Path) -> None:

@@ -103,3 +103,18 @@ def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
     folder_of("qwen3_tiny", tmp_path / "in")
     code, _, err = run(["trainer/configs/qwen3_tiny.yaml", f"checkpoint.export={tmp_path / 'in'}", f"output={tmp_path / 'out'}"])[0]
     assert (code, "already holds weights" in err, (tmp_path / "out").exists()) == (2, True, False)
+
+
+def test_a_place_for_weights_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "weights", Path("/proc/weights")):
+        code, _, err = run(["trainer/configs/qwen3_tiny.yaml", f"checkpoint.export={place}", f"output={tmp_path / 'out'}"])[0]
+        assert (code, f"checkpoint.export {place} cannot be written" in err, len(err.strip().splitlines())) == (2, True, 1), err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_looking_at_a_place_for_weights_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for place in (tmp_path / "new" / "deep", tmp_path / "there"):
+        hf.refuse_unwritable(place)
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]

@@ -189,6 +189,14 @@ def test_a_state_of_another_batch_size_is_refused(tmp_path: Path) -> None:
         build_loader(config(TEXT, train__global_batch_size=4), dp_rank=0, dp_size=1, state=merge_states([state]))
 
 
+def test_a_place_that_the_data_does_not_have_is_refused() -> None:
+    lane = [1, 1, 0, 0, 0, 0, 10**6]
+    for place in (lane, [*lane[:4], 0, 10**6, 0]):
+        loader = build_loader(config(TEXT, train__global_batch_size=1), dp_rank=0, dp_size=1, state={"row": 1, "lanes": {"0": place}})
+        with pytest.raises(DataError, match="this run's data has none there; resume with the seed and the data"):
+            next(iter(loader))
+
+
 def test_a_resumed_lane_reads_nothing_of_what_came_before(tmp_path: Path) -> None:
     opened: list[int] = []
 

@@ -17,8 +17,10 @@ from playbook_bench import logic
 from playbook_bench.case import load_case
 from playbook_trainer.config import load
 from playbook_trainer.dry_run import dry_run
+from playbook_trainer.export.render import TARGETS
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.parallel.axes import Axes, Axis
+from playbook_trainer.parallel.sharding import initial_value
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
@@ -142,6 +144,52 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(capsys, words, says):
     assert out == ""
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optimizer.betas=[0.9]",
+        "optimizer.betas=[0.9,0.95,0.99]",
+        "optimizer.betas=[0.9,1]",
+        "optimizer.betas=[-0.1,0.9]",
+        "model.rope_theta=1",
+        "model.rope_theta=-5",
+        "model.rms_norm_eps=0",
+        "model.init_std=-1",
+        "model.mtp_layers=100000",
+        "model.num_layers=1001",
+        "model.head_dim=15",
+        "seed=-1",
+        "seed=4294967296",
+        *(f"model.vision.{size}=0" for size in ("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")),
+        "model.vision.num_position_embeddings=-4",
+        "model.vision.depth=1001",
+    ],
+)
+def test_a_number_that_means_nothing_is_one_line_wherever_the_configuration_is_read(capsys, word):
+    key = word.partition("=")[0]
+    file = str(data_root("configs") / "qwen3_vl_tiny.yaml")
+    for words in (["train", "--dry-run", file, word], *(["config", "export", file, word, "--to", target] for target in TARGETS)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out) == (2, ""), words
+        assert key.rsplit(".", 1)[-1] in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_the_largest_seed_draws_weights():
+    config = load(TEXT, {"seed": 2**32 - 1})
+    value = initial_value(config.model, config.seed)("embed.weight", [3], torch.device("cpu"))
+    assert value.isfinite().all()
+
+
+def test_the_part_of_a_head_that_turns_is_even(capsys):
+    model = "{preset: deepseek_v3_tiny, qk_rope_head_dim: 7, head_dim: 23}"
+    code, out, err = command(capsys, str(TEXT), f"model={model}")
+    assert (code, out) == (2, "")
+    assert "qk_rope_head_dim 7 is odd" in err
 
 
 def test_the_other_backend_is_counted_by_its_own_rules():

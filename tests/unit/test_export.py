@@ -25,6 +25,7 @@ from playbook_trainer.export.sheet import leaves
 CONFIGS = data_root("configs")
 FILES = [*sorted(CONFIGS.glob("*.yaml")), *(recipes.folder() / r.file for r in recipes.index().recipes)]
 LARGE = CONFIGS / "qwen3_30b_a3b_24l.yaml"
+MEGATRON = CONFIGS / "qwen3_30b_a3b_24l_megatron.yaml"
 VISION = recipes.folder() / "qwen3_vl_30b_a3b_mfsdp.yaml"
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SNAPSHOTS = {
@@ -46,6 +47,23 @@ LEAN = {
     "megatron.offload_modules": ["expert_fc1", "moe_act"], "train.cuda_graphs": ["moe_router"], "data.pack": False, "parallel.ep": 4,
     "precision.fp8": "none", "train.recompute": "selective", "train.recompute_modules": ["layernorm"],
 }  # fmt: skip
+
+OFFLOADED = {"megatron.precision_aware_optimizer": False, "optimizer.moments_dtype": "fp32", "offload.optimizer": True}
+HARD = [
+    {**OFFLOADED, "megatron.grad_reduce_dtype": "fp32"},
+    {**OFFLOADED, "precision.fp8": "tensorwise", "megatron.fp8_param": True},
+    {"megatron.data_parallel": "ddp", "precision.fp8": "tensorwise", "megatron.fp8_param": True},
+    {"checkpoint.dir": "saved", "checkpoint.every": 0},
+    {"megatron.overlap_grad_reduce": False},
+    {"megatron.cuda_graph_impl": "full_iteration", "moe.capacity_factor": 1.0},
+    {"megatron.cuda_graph_impl": "full_iteration", "moe.capacity_factor": 1.0, "train.on_nan": "skip"},
+    {"model": "deepseek_v3_tiny", "model.yarn": None},
+    {"optimizer.warmup_steps": 16},
+]
+HARD_SMALL = [
+    (CONFIGS / "qwen3_moe_tiny.yaml", {"parallel.fsdp": False, "optimizer.moments_dtype": "bf16", "train.dtype": "bf16"}),
+]
+"""Settings of which Megatron-LM refuses some together."""
 
 
 NAMES = {
@@ -168,6 +186,14 @@ def test_the_job_file_has_sections_and_fields_that_torchtitan_has():
     assert found["parallelism"]["expert_parallel_degree"] == 4
 
 
+@pytest.mark.parametrize(("pp", "vpp", "layers"), [(2, 1, 12), (2, 2, 6), (4, 3, 2), (2, 12, 1)])
+def test_a_job_file_says_how_many_layers_a_stage_has(pp, vpp, layers):
+    found = tomllib.loads(export(load(LARGE, {"parallel.pp": pp, "parallel.vpp": vpp}), "torchtitan").text())["parallelism"]
+    ends = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+    assert (found["pipeline_parallel_layers_per_stage"], *(found[end] for end in ends)) == (layers, 0, 0)
+    assert not {*ends} & {*tomllib.loads(export(load(LARGE), "torchtitan").text())["parallelism"]}
+
+
 DESTINATIONS = {
     "num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "fp8_param": "fp8_param_gather", "gated_linear_unit": "swiglu", "bias_activation_fusion": "bias_swiglu_fusion",
@@ -192,6 +218,8 @@ def parsed():
     index = recipes.index()
     asked = [(load(recipes.folder() / r.file), r.gpus[0], index.hardware[r.hardware].platform) for r in index.recipes]
     asked += [(load(LARGE, SWITCHES), 8, "hopper"), (load(LARGE, LEAN), 4, "hopper"), (load(CONFIGS / "qwen3_tiny.yaml"), 2, "hopper")]
+    asked += [(load(MEGATRON, {"train.global_batch_size": 64, **words}), 8, "hopper") for words in HARD]
+    asked += [(load(path, words), 2, "hopper") for path, words in HARD_SMALL]
     found = [export(config, "megatron-lm", platform) for config, _, platform in asked]
     document = [
         {

@@ -8,9 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from playbook.document import read
+from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer.config import ModelConfig
+from playbook_trainer.config import ModelConfig, load
 
+LARGE = data_root("configs") / "qwen3_30b_a3b_24l_megatron.yaml"
 MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 REFUSED = {
@@ -41,3 +43,12 @@ def test_the_field_at_fault_is_named(rule: str) -> None:
         return
     with pytest.raises(ValidationError, match=says):
         ModelConfig(name=rule, **fields)
+
+
+def test_a_field_of_a_section_leaves_the_rest_of_the_preset_s() -> None:
+    plain = load(LARGE, {"model": "deepseek_v3"}).model.yarn
+    assert plain is not None
+    assert load(LARGE, {"model": "deepseek_v3", "model.yarn.factor": 64}).model.yarn == plain.model_copy(update={"factor": 64})
+    assert load(LARGE, {"model": "deepseek_v3", "model.yarn": None}).model.yarn is None
+    with pytest.raises(ConfigError, match="original_seq_len"):
+        load(LARGE, {"model": "deepseek_v3_tiny", "model.yarn.factor": 64})

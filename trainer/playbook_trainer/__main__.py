@@ -60,6 +60,8 @@ def _run(words: list[str], rank: int, world: int) -> int:
         hf.check_folder(config.model, Path(config.init.weights))
     if config.checkpoint.export is not None:
         hf.refuse_to_overwrite(Path(config.checkpoint.export))
+        if rank == 0:
+            hf.refuse_unwritable(Path(config.checkpoint.export))
     if rank == 0:
         _check_output(Path(config.output))
     try:

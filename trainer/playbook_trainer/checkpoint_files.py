@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, model_validator
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from playbook.document import Strict
 from playbook.errors import ConfigError
+from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8})\Z")
@@ -82,12 +83,11 @@ class Header(Strict):
     data: dict[str, Any]
     """The loader's state; its `row` is the first row of the next step."""
 
-    @field_validator("data")
-    @classmethod
-    def _has_row(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(value.get("row"), int) or value["row"] < 0:
-            raise ValueError("'row' must be a number of at least 0")
-        return value
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Header:
+        if problem := state_problem(self.data, self.step):
+            raise ValueError(f"data: {problem}")
+        return self
 
 
 class Index(Header):

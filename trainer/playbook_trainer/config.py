@@ -13,7 +13,7 @@ from copy import deepcopy
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -157,7 +157,7 @@ class OptimizerConfig(Strict):
     """AdamW with linear warm-up, then cosine decay or a constant rate."""
 
     lr: float = Field(default=3e-4, ge=0)
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95])
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
@@ -330,7 +330,8 @@ class TrainerConfig(Strict):
     """The whole tree."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, lt=2**32)
+    """Of the first weights and of the order of the data."""
     model: ModelConfig
     init: InitConfig = Field(default_factory=InitConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -447,6 +448,7 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
     base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
     rest = {k: v for k, v in fields.items() if k != "preset"}
-    if isinstance(rest.get("vision"), dict) and isinstance(base.get("vision"), dict):
-        rest["vision"] = {**base["vision"], **rest["vision"]}
+    for part in ("vision", "yarn"):
+        if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
+            rest[part] = {**base[part], **rest[part]}
     return {"name": preset, **base, **rest}

@@ -7,20 +7,21 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from playbook.document import Strict
+from playbook.plan import DEEPEST
 
 
 class VisionConfig(Strict):
     """The vision tower of Qwen3-VL."""
 
-    depth: int = Field(gt=0)
+    depth: int = Field(gt=0, le=DEEPEST)
     hidden_size: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     ffn_size: int = Field(gt=0)
-    in_channels: int = 3
-    patch_size: int = 16
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    num_position_embeddings: int = 2304
+    in_channels: int = Field(default=3, gt=0)
+    patch_size: int = Field(default=16, gt=0)
+    temporal_patch_size: int = Field(default=2, gt=0)
+    spatial_merge_size: int = Field(default=2, gt=0)
+    num_position_embeddings: int = Field(default=2304, gt=0)
     deepstack_layers: list[int] = Field(default_factory=list)
 
 
@@ -42,7 +43,7 @@ class ModelConfig(Strict):
     name: str
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=DEEPEST)
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
@@ -57,11 +58,11 @@ class ModelConfig(Strict):
     v_head_dim: int = Field(default=0, ge=0)
     qk_norm: bool = True
     """Norms of queries and keys: of each head, or with mla of the compressed rows."""
-    ffn_size: int = 0
+    ffn_size: int = Field(default=0, ge=0)
     """Width of the dense MLP; in a model with experts, that of its first_dense_layers."""
-    num_experts: int = 0
-    top_k: int = 0
-    expert_ffn_size: int = 0
+    num_experts: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    expert_ffn_size: int = Field(default=0, ge=0)
     first_dense_layers: int = Field(default=0, ge=0)
     """Layers with a dense MLP in a model with experts, before all others."""
     shared_expert_ffn_size: int = Field(default=0, ge=0)
@@ -75,22 +76,22 @@ class ModelConfig(Strict):
     """Factor on the probabilities of the chosen experts."""
     router_bias: bool = False
     """A bias on the scores with which experts are chosen, moved after each step against their load (balance without an auxiliary loss)."""
-    mtp_layers: int = Field(default=0, ge=0)
+    mtp_layers: int = Field(default=0, ge=0, le=DEEPEST)
     """Depths of multi-token prediction beyond the next token. Source of these fields: DeepSeek-V3, arXiv 2412.19437, sections 2.1 and 2.2."""
     tie_word_embeddings: bool = False
     """One matrix for the embedding and the output layer. With pipeline stages, the first and the last both hold it and add their gradients."""
-    rope_theta: float = 1_000_000.0
+    rope_theta: float = Field(default=1_000_000.0, gt=1)
     yarn: YarnConfig | None = None
     mrope_section: list[int] | None = None
     """Frequencies given to time, height and width; set for vision-language models."""
-    rms_norm_eps: float = 1e-6
-    init_std: float = 0.02
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     vision: VisionConfig | None = None
-    image_token_id: int | None = None
-    vision_start_token_id: int | None = None
-    vision_end_token_id: int | None = None
-    eos_token_id: int = 0
-    pad_token_id: int = 0
+    image_token_id: int | None = Field(default=None, ge=0)
+    vision_start_token_id: int | None = Field(default=None, ge=0)
+    vision_end_token_id: int | None = Field(default=None, ge=0)
+    eos_token_id: int = Field(default=0, ge=0)
+    pad_token_id: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -102,6 +103,9 @@ class ModelConfig(Strict):
             raise ValueError("a model without experts needs ffn_size > 0")
         if problem := self._mla_problem() or self._moe_problem():
             raise ValueError(problem)
+        if self.rotated % 2:
+            name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
+            raise ValueError(f"{name} {self.rotated} is odd; positions turn its values in pairs, so make it even")
         if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
             raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
         if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):
@@ -139,6 +143,11 @@ class ModelConfig(Strict):
         if self.router_bias and self.router_score != "sigmoid":
             return "router_bias needs router_score: sigmoid"
         return None
+
+    @property
+    def rotated(self) -> int:
+        """Values of a query or key that turn with its position."""
+        return self.head_dim if self.attention == "gqa" else self.qk_rope_head_dim
 
     @property
     def dense_layers(self) -> int:

@@ -29,6 +29,7 @@ from playbook_trainer.data.collate import collate
 from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
 from playbook_trainer.data.plan import LaneState
+from playbook_trainer.data.resume import identity, other_stream
 from playbook_trainer.data.rows import Rows, check_data, make_rows
 from playbook_trainer.data.streams import Split
 
@@ -56,7 +57,7 @@ def build_loader(
 
     Raises:
         DataError: missing or unreadable data.
-        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size.
+        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size or stream.
     """
     lanes: dict[int, LaneState] = {}
     if state is not None:
@@ -67,6 +68,8 @@ def build_loader(
                 f"the checkpoint's data stream has {rows_per_step} rows per step, train.global_batch_size is "
                 f"{config.train.global_batch_size}; resume with the batch size that saved it"
             )
+        if problem := other_stream(state, config):
+            raise ConfigError(problem)
         lanes = {int(number): list(place) for number, place in state.get("lanes", {}).items()}
     return Loader(config, make_rows(config, split, lanes), dp_rank, dp_size, start_row)
 
@@ -131,7 +134,7 @@ class Loader:
                 f"train.global_batch_size is {train.global_batch_size}; expected a multiple of data-parallel ranks x micro_batch_size "
                 f"= {dp_size} x {train.micro_batch_size} = {per_round}"
             )
-        self._start, self._step_rows = start_row, train.global_batch_size
+        self._start, self._step_rows, self._stream = start_row, train.global_batch_size, identity(config)
         self._micro_batches = train.global_batch_size // per_round
         self._row = start_row
         self._lanes: dict[str, LaneState] = {}
@@ -168,8 +171,8 @@ class Loader:
             yield step
 
     def state(self) -> dict[str, Any]:
-        """Where the run stands: `row` is the first row of the next step, `lanes` the places of this rank's lanes, a few numbers each."""
-        return {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes)}
+        """Where the run stands, in which stream: `row` is the first row of the next step, `lanes` the places of this rank's lanes."""
+        return {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes), "stream": self._stream}
 
     def counters(self) -> dict[str, int]:
         """What this rank has handed out so far, by the names of COUNTERS: images, padding tokens, samples shortened to fit a row."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from playbook.errors import ConfigError
 from playbook_trainer.data.order import order_key, permute
 from playbook_trainer.data.streams import Items, Stream
 
@@ -113,7 +114,13 @@ class Lane(Generic[T, D]):
                 return (drawn, sample, piece), self._read(drawn, sample)[piece]
 
     def _at(self, place: Place) -> D:
-        return self._read(place[0], place[1])[place[2]]
+        drawn, sample, piece = place
+        if sample < len(self._open(drawn)) and piece < len(self._read(drawn, sample)):
+            return self._read(drawn, sample)[piece]
+        raise ConfigError(
+            f"the checkpoint's data stream has a document at {list(place)} of lane {self._number}, and this run's data has none there; "
+            "resume with the seed and the data that saved it, or choose another checkpoint.dir to start anew"
+        )
 
     def _read(self, drawn: int, sample: int) -> Sequence[D]:
         if self._sample[0] != (drawn, sample):

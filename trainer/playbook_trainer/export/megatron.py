@@ -8,13 +8,22 @@ Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`
 from __future__ import annotations
 
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.environment import GROUPED_GEMM, sharded
+from playbook_trainer.environment import GROUPED_GEMM
+from playbook_trainer.export.megatron_run import (
+    DTYPES,
+    data_parallel,
+    files,
+    has_sharded_optimizer,
+    loop,
+    offloaded,
+    optimizer,
+)
 from playbook_trainer.export.sheet import Sheet, Target
+from playbook_trainer.megatron.checks import pads_experts
 from playbook_trainer.megatron.recompute import recompute_layers
 
 ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
-DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 READER = "the target has readers of its own"
 TORCH = "a setting of the torch backend"
@@ -34,12 +43,12 @@ def sheet_of(config: TrainerConfig, target: Target) -> Sheet:
         _data,
         _parallel,
         _data_parallel,
-        _optimizer,
+        optimizer,
         _precision,
         _memory,
         _switches,
-        _loop,
-        _files,
+        loop,
+        files,
     ):
         part(sheet)
     return sheet
@@ -150,6 +159,8 @@ def _experts(sheet: Sheet) -> None:
     }
     for (key, field), value in settings.items():
         sheet.put(key, "model", field, value)
+    if pads_experts(config):
+        sheet.put("moe.capacity_factor", "model", "moe_pad_expert_input_to_capacity", True)
     if fused:
         sheet.put("moe.dispatcher", "model", "moe_flex_dispatcher_backend", moe.dispatcher)
     if config.backend == "megatron":
@@ -266,11 +277,10 @@ def layout(config: TrainerConfig) -> str:
 def _data_parallel(sheet: Sheet) -> None:
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
-    kind = mg.data_parallel if megatron else ("megatron_fsdp" if par.fsdp else "ddp")
+    kind = data_parallel(config)
     key = "megatron.data_parallel" if megatron else "parallel.fsdp"
-    whole = kind == "megatron_fsdp"
-    optimizer = kind in ("distributed_optimizer", "megatron_fsdp")
-    sheet.put(key, "ddp", "use_distributed_optimizer", optimizer)
+    whole, sharded = kind == "megatron_fsdp", has_sharded_optimizer(config)
+    sheet.put(key, "ddp", "use_distributed_optimizer", sharded)
     sheet.put(key, "dist", "use_megatron_fsdp", whole)
     sheet.put(key, "dist", "use_torch_fsdp2", kind == "fsdp2")
     if sheet.target == "megatron-bridge":
@@ -287,43 +297,14 @@ def _data_parallel(sheet: Sheet) -> None:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
         sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise")
         sheet.plain("parallel.reshard_after_forward", True, "Megatron-FSDP frees gathered parameters after the forward pass")
-    sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if optimizer else 1)
+    sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if sharded else 1)
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
     sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
-    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", optimizer and mg.overlap_param_gather)
-
-
-def _optimizer(sheet: Sheet) -> None:
-    config, opt, mg = sheet.config, sheet.config.optimizer, sheet.config.megatron
-    sheet.put("", "optimizer", "optimizer", "adam")
-    sheet.put("optimizer.lr", "optimizer", "lr", opt.lr)
-    sheet.put("optimizer.min_lr_ratio", "optimizer", "min_lr", float(f"{opt.lr * opt.min_lr_ratio:.12g}"))
-    sheet.put("optimizer.betas", "optimizer", "adam_beta1", opt.betas[0])
-    sheet.put("optimizer.betas", "optimizer", "adam_beta2", opt.betas[1])
-    sheet.put("optimizer.eps", "optimizer", "adam_eps", opt.eps)
-    sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
-    sheet.put("optimizer.clip_norm", "optimizer", "clip_grad", opt.clip_norm)
-    sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", opt.schedule)
-    sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
-    sheet.put("train.steps", "scheduler", "lr_decay_iters", config.train.steps)
-    # Its precision-aware optimizer keeps of a master weight the 16 bits that its weight lacks.
-    aware = mg.precision_aware_optimizer or opt.moments_dtype == "bf16" or opt.master == "split"
-    sheet.put("megatron.precision_aware_optimizer optimizer.master", "optimizer", "use_precision_aware_optimizer", aware)
-    if aware:
-        names = DTYPES if sheet.target == "megatron-bridge" else {}
-        moments, gradients = names.get(opt.moments_dtype, opt.moments_dtype), names.get(mg.grad_reduce_dtype, mg.grad_reduce_dtype)
-        sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_dtype", moments)
-        sheet.put("optimizer.moments_dtype", "optimizer", "exp_avg_sq_dtype", moments)
-        sheet.put("megatron.grad_reduce_dtype", "optimizer", "main_grads_dtype", gradients)
-    else:
-        sheet.skip("optimizer.moments_dtype", "without the precision-aware optimizer moments are float32")
-    fraction = mg.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
-    keys = "offload.optimizer megatron.optimizer_offload_fraction"
-    sheet.put(keys, "optimizer", "optimizer_cpu_offload", fraction > 0)
-    if fraction:
-        sheet.put(keys, "optimizer", "optimizer_offload_fraction", fraction)
-        sheet.put(keys, "optimizer", "overlap_cpu_optimizer_d2h_h2d", True)
+    gather = sharded and mg.overlap_param_gather
+    sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", gather and mg.overlap_grad_reduce)
+    if gather and not mg.overlap_grad_reduce:
+        sheet.lack("megatron.overlap_param_gather", "gathers are overlapped together with reductions, or not at all")
 
 
 def _precision(sheet: Sheet) -> None:
@@ -344,8 +325,20 @@ def _precision(sheet: Sheet) -> None:
         if recipe != "none":
             sheet.put("precision.fp8", "model", "fp8_recipe", recipe)
     sheet.plain("precision.fp8_modules", ["linear", "experts"], "a recipe covers projections and experts alike")
-    sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param)
+    why = _no_fp8_param(config)
+    sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param and not why)
+    if mg.fp8_param and why:
+        sheet.lack("megatron.fp8_param", why)
     sheet.put("megatron.first_last_layers_bf16", "model", "first_last_layers_bf16", mg.first_last_layers_bf16)
+
+
+def _no_fp8_param(config: TrainerConfig) -> str:
+    """Why weights cannot be gathered in 8 bits, or nothing."""
+    if data_parallel(config) == "ddp":
+        return "without shards nothing is gathered"
+    if offloaded(config) and config.precision.fp8 != "delayed":
+        return f"with the optimizer on the host it takes the recipe delayed alone, found {config.precision.fp8}"
+    return ""
 
 
 def _memory(sheet: Sheet) -> None:
@@ -394,7 +387,10 @@ def _switches(sheet: Sheet) -> None:
         sheet.skip("train.fused_loss", TORCH)
     # Megatron-LM refuses Transformer Engine's kernel for the loss.
     sheet.put("megatron.fused", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
-    for field in ("apply_rope_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
+    # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
+    plain = config.model.attention == "mla" and config.model.yarn is None
+    sheet.put("megatron.fused", "model", "apply_rope_fusion", mg.fused and not plain)
+    for field in ("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
         sheet.put("megatron.fused", "model", field, mg.fused)
     if sheet.target == "megatron-lm":
         sheet.put("megatron.kernels", "model", "transformer_impl", "local" if mg.kernels == "local" else "transformer_engine")
@@ -406,66 +402,3 @@ def _switches(sheet: Sheet) -> None:
     sheet.skip("train.compile.backend train.compile.dynamic", "of torch.compile, which the target leaves out")
     sheet.skip("train.fused_activation train.fused_norms optimizer.fused", f"{TORCH}; megatron-core's are fused")
     sheet.skip("train.loss_chunk", f"{TORCH}; logits of a micro-batch exist at once there")
-
-
-def _loop(sheet: Sheet) -> None:
-    train, evaluation, profile = sheet.config.train, sheet.config.eval, sheet.config.profile
-    sheet.put("train.steps", "train", "train_iters", train.steps)
-    sheet.put("train.micro_batch_size", "train", "micro_batch_size", train.micro_batch_size)
-    sheet.put("train.global_batch_size", "train", "global_batch_size", train.global_batch_size)
-    sheet.put("train.log_every", "logger", "log_interval", train.log_every)
-    sheet.put("eval.every", "validation", "eval_interval", evaluation.every or None)
-    if evaluation.every:
-        sheet.put("eval.batches", "validation", "eval_iters", evaluation.batches)
-    else:
-        sheet.put("eval.every", "validation", "eval_iters", 0)
-        sheet.skip("eval.batches", "nothing is evaluated")
-    if train.on_nan == "skip":
-        sheet.lack("train.on_nan", "the target stops, or goes on")
-    else:
-        sheet.put("train.on_nan", "rerun_state_machine", "check_for_nan_in_loss", train.on_nan == "stop")
-    if train.hang_timeout_s is None:
-        sheet.skip("train.hang_timeout_s", "nothing is watched")
-    else:
-        sheet.put("train.hang_timeout_s", "dist", "distributed_timeout_minutes", max(1, round(train.hang_timeout_s / 60)))
-    sheet.skip("train.warmup_steps train.receipt train.straggler_every", "how this trainer is measured and watched")
-    sheet.skip("train.device backend output", "where this trainer runs and writes")
-    sheet.put("profile.kineto profile.nvtx", "profiling", "use_pytorch_profiler", profile.kineto)
-    sheet.put("profile.nvtx", "profiling", "nvtx_ranges", profile.nvtx)
-    if profile.kineto:
-        sheet.put("profile.kineto", "profiling", "profile_step_start", train.warmup_steps)
-        sheet.put("profile.steps", "profiling", "profile_step_end", train.warmup_steps + profile.steps)
-    else:
-        sheet.skip("profile.steps", "nothing is traced")
-
-
-def _files(sheet: Sheet) -> None:
-    config, checkpoint, tracker = sheet.config, sheet.config.checkpoint, sheet.config.tracker
-    lm = sheet.target == "megatron-lm"
-    full = sharded(config) and (config.backend == "torch" or config.megatron.data_parallel == "megatron_fsdp")
-    sheet.put("", "checkpoint", "ckpt_format", "fsdp_dtensor" if full else "torch_dist")
-    sheet.put("checkpoint.dir", "checkpoint", "save", checkpoint.dir)
-    sheet.put("checkpoint.every", "checkpoint", "save_interval", checkpoint.every or None)
-    if checkpoint.dir is None:
-        sheet.skip("checkpoint.resume checkpoint.async_save", "no folder is given")
-    else:
-        sheet.put("checkpoint.resume", "checkpoint", "load", checkpoint.dir if checkpoint.resume else None)
-        sheet.put("checkpoint.async_save", "checkpoint", "async_save", checkpoint.async_save)
-    if lm:
-        sheet.skip("checkpoint.keep", "Megatron-LM keeps all checkpoints, or one in every so many")
-        sheet.plain("init.weights", None, "convert the folder to a checkpoint of Megatron first, then --load it with --finetune")
-        sheet.plain("checkpoint.export", None, "Megatron-LM writes no folders of Hugging Face; Megatron-Bridge converts them")
-    else:
-        sheet.put("checkpoint.keep", "checkpoint", "most_recent_k", checkpoint.keep)
-        sheet.put("init.weights", "checkpoint", "pretrained_checkpoint", config.init.weights)
-        sheet.put("checkpoint.export", "checkpoint", "also_save_hf_checkpoint", checkpoint.export is not None)
-    sheet.put("", "logger", "log_throughput", True)
-    sheet.put("tracker.tensorboard", "logger", "tensorboard_dir", f"{config.output}/tensorboard" if tracker.tensorboard else None)
-    if not lm:
-        sheet.put("tracker.tensorboard", "logger", "log_throughput_to_tensorboard", tracker.tensorboard)
-    if tracker.wandb:
-        sheet.put("tracker.wandb tracker.project", "logger", "wandb_project", tracker.project)
-        sheet.put("tracker.name", "logger", "wandb_exp_name", tracker.name or "run")
-        sheet.plain("tracker.offline", False, "set WANDB_MODE=offline in the environment")
-    else:
-        sheet.skip("tracker.wandb tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")

@@ -109,6 +109,12 @@ def _parallel(sheet: Sheet) -> None:
         sheet.lack("parallel.etp", f"etp {etp} is neither 1 nor tp {par.tp}")
     if par.pp > 1:
         sheet.put("parallel.pp", "parallelism", "pipeline_parallel_microbatch_size", sheet.config.train.micro_batch_size)
+    if par.pp > 1 and par.pipeline_layout is None:
+        # It derives the number of stages from the layers of each, and makes the first and the last one layer shorter unless told not to.
+        layers = sheet.config.model.num_layers // (par.pp * par.vpp)
+        sheet.put("parallel.vpp", "parallelism", "pipeline_parallel_layers_per_stage", layers)
+        sheet.put("parallel.pp", "parallelism", "pipeline_parallel_first_stage_less_layers", 0)
+        sheet.put("parallel.pp", "parallelism", "pipeline_parallel_last_stage_less_layers", 0)
     if par.cp == 1:
         sheet.skip("parallel.cp_comm", "there is no context parallelism")
     elif par.cp_comm == "allgather":

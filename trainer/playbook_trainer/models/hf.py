@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "nbytes",
     "open_folder",
     "refuse_to_overwrite",
+    "refuse_unwritable",
     "rules",
     "save_safetensors",
     "to_hf",
@@ -192,6 +194,27 @@ def refuse_to_overwrite(folder: Path) -> None:
         raise ConfigError(f"{folder} already holds weights ({old[0]}); choose an empty folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; choose an empty folder")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Refuse a folder that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    made: list[Path] = []
+    try:
+        for path in reversed([folder, *folder.parents]):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        made.append(Path(tempfile.mkdtemp(prefix=".writable-", dir=folder)))
+    except OSError as e:
+        raise ConfigError(f"checkpoint.export {folder} cannot be written: {e.strerror or e}; choose another folder") from e
+    finally:
+        for path in reversed(made):
+            with suppress(OSError):  # something else is in it by now
+                path.rmdir()
 
 
 class Files:
