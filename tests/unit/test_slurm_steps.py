@@ -59,7 +59,8 @@ def test_only_ranks_that_ended_by_themselves_say_how_a_run_ended(codes, own, tmp
     assert [r.own for r in exits(tmp_path, 2)] == own
 
 
-def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones():
+def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     node = Machine(
         name="h200x8", description="8 x NVIDIA H200, NVLink", gpus=8, gpu="NVIDIA H200", interconnect="nvlink", cpu="x", cores=64
     )
