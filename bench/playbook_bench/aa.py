@@ -116,8 +116,9 @@ def ensure(running: Series, folder: Path) -> bool:
         return False
     running.runs = running.runs[:before]
     running.aa = _baseline(running, [*fresh, *runs])
-    if not stats.contaminated(_differences(running.aa.runs, running), None):
-        # A disturbed A/A voids this series alone; stored, it would blunt every later one.
+    alike = len({series.noise_key(r, running.strict) for r in running.aa.runs}) == 1
+    if alike and not stats.contaminated(_differences(running.aa.runs, running), None):
+        # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
     return True
 

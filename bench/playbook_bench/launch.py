@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
@@ -54,6 +54,10 @@ _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
 _WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
 _IN_ORDER = (exit_codes.OK, exit_codes.STOPPED)
 """Codes with which ranks end together: the others are given time to do so."""
+
+
+Launched = Literal["", "fork", "mixed"]
+"""How the ranks of a run were really started: each as a fresh process, each as a fork, or some of either."""
 
 
 class Interrupted(SystemExit):
@@ -93,6 +97,7 @@ class Result:
     message: str
     started: float
     wall_s: float
+    launched: Launched = ""
 
 
 class Launcher(Protocol):
@@ -130,6 +135,7 @@ class Rank:
     process: Process
     log: Path
     pidfd: int | None
+    forked: bool = False
     own: int | None = None
     """The code with which it ended by itself, before the launcher ended the rest."""
 
@@ -175,8 +181,10 @@ class LocalLauncher:
             _end(ranks, self.grace_s)
         wall = time.monotonic() - clock
         if hung:
-            return Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
-        return judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
+            found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
+        else:
+            found = judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
+        return replace(found, launched=_launched(ranks))
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         log = spec.folder / f"rank{index}.log"
@@ -200,6 +208,11 @@ class LocalLauncher:
         except (AttributeError, OSError):
             pidfd = None
         return Rank(index, process, log, pidfd)
+
+
+def _launched(ranks: Sequence[Rank]) -> Launched:
+    forked = {r.forked for r in ranks}
+    return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
 
 
 def rank_environment(spec: Spec) -> dict[str, str]:

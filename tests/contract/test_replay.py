@@ -11,6 +11,7 @@ from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
 from playbook_bench.records import Evidence, seal
+from playbook_bench.series import noise_key
 
 RECORDS = [path for path, _ in store.records([data_root("results")])]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
@@ -19,6 +20,16 @@ SWAP = {"baseline": "candidate", "candidate": "baseline"}
 @pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
 def test_each_record_replays(path):
     assert store.replay(path) == (True, [])
+
+
+FORKED = [p for p in RECORDS if any("launch" in s for s in store.load(p).measured.strict.values())]
+
+
+@pytest.mark.parametrize("path", FORKED, ids=lambda p: p.stem)
+def test_a_stored_noise_of_forked_ranks_is_found_by_the_key_of_their_runs(path):
+    measured = store.load(path).measured
+    first = next(r for r in measured.runs if r.role == "burn_in")
+    assert measured.aa is None or measured.aa.noise_key == noise_key(first, measured.strict)
 
 
 def swapped(evidence: Evidence):
