@@ -178,7 +178,8 @@ class LocalLauncher:
             watched = Watch(spec, on_step)
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
-            _end(ranks, self.grace_s)
+            with held() as came:
+                _end(ranks, self.grace_s, came)
         wall = time.monotonic() - clock
         if hung:
             found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
@@ -284,6 +285,28 @@ def interruptible() -> Iterator[None]:
             signal.signal(s, handler)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[list[int]]:
+    """Inside, Ctrl-C and SIGTERM wait in the list that it gives, so that what ends processes is not cut off half-way; they take effect after it.
+
+    Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
+    """
+    came: list[int] = []
+    before = (
+        {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if threading.current_thread() is threading.main_thread() else {}
+    )
+    before = {s: handler for s, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    for s in before:
+        signal.signal(s, lambda signum, frame: came.append(signum))
+    try:
+        yield came
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def new_folder(parent: Path, name: str) -> Path:
     """A new folder that belongs to the caller alone, even with another harness at work beside it.
 
@@ -360,15 +383,15 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
             time.sleep(_POLL_S / 5)
 
 
-def _end(ranks: Sequence[Rank], grace_s: float) -> None:
-    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace."""
+def _end(ranks: Sequence[Rank], grace_s: float, came: Sequence[int]) -> None:
+    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts short."""
     for rank in ranks:
         rank.own = rank.process.poll()
     alive = [r for r in ranks if r.own is None]
     for rank in alive:
         _signal_group(rank.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(r.process.poll() is None for r in alive) and time.monotonic() < deadline:
+    while any(r.process.poll() is None for r in alive) and not came and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
         _signal_group(rank.process.pid, signal.SIGKILL)
