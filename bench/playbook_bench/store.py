@@ -119,7 +119,7 @@ def replace(path: Path, text: str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder") from e
 
 
 def _write_through(path: Path, text: str) -> None:
