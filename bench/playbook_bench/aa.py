@@ -100,7 +100,10 @@ def ensure(running: Series, folder: Path) -> bool:
     first = next(r for r in running.runs if r.variant == running.alive[0])
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
-    running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, key)
+    found = store.find_baseline([folder, data_root("baselines")], running.machine, key)
+    if found is not None and running.journal and running.journal.holds(found.runs):
+        return _adopt(running, found, first.variant)
+    running.aa = found
     _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
     if running.aa is not None:
@@ -120,6 +123,17 @@ def ensure(running: Series, folder: Path) -> bool:
     if alike and not stats.contaminated(_differences(running.aa.runs, running), None):
         # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
+    return True
+
+
+def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
+    """Take up the A/A that this series measured and stored before it was stopped: its own runs are no fresh check of it, and their time is spent."""
+    before, pairs = len(running.runs), len(own.runs) // 2
+    _say_if_short(running, pairs, variant)
+    if len(series.measure_aa(running, pairs, first=own.runs[0].pair or 0, variant=variant)) < 2 * pairs:
+        return False
+    running.runs = running.runs[:before]
+    running.aa = own
     return True
 
 

@@ -45,6 +45,10 @@ class SeriesJournal:
         found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
         return found.pop(0) if found else None
 
+    def holds(self, runs: Sequence[Run]) -> bool:
+        """Whether all of these are runs of before that no launch has taken yet."""
+        return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}
+
     def add(self, run: Run, strict: Mapping[str, Any]) -> None:
         """Note a run that has just ended.
 
