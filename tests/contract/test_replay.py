@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook import site_records
 from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
@@ -146,6 +147,34 @@ def test_a_record_is_judged_again_only_where_the_rules_moved(record, tmp_path):
     assert newer.judged_from == store.load(older).evidence_id
     assert newer.derived == store.load(record).derived
     assert older.exists()
+
+
+def test_judging_again_makes_no_measurement_younger(record, tmp_path):
+    """The new record is valid as long as its source and speaks instead of it, and not instead of a later measurement."""
+
+    def change(data, status, month):
+        data["derived"]["verdict"]["status"] = status
+        data.update(created=f"2026-{month}-05T00:00:00Z", expires=f"2026-{month}-28", evidence_id=store.new_id())
+        for run in data["measured"]["runs"]:
+            run["started"] = f"2026-{month}-04T23:59:00.000000Z"
+
+    old = altered(record, lambda data: change(data, "inconclusive", "01"), reseal=True)
+    folder = tmp_path / "new"
+    source = store.load(old)
+    store.write(source, folder)
+    again = store.load(store.rejudge(old, folder))
+    assert (again.expires, again.derived.verdict.status) == (source.expires, "confirmed")
+    assert store.staleness(again, today="2026-01-29")
+
+    def speaks():
+        on_site = site_records.verdicts(site_records.read([folder]), "X1")
+        assert [r.id for r in on_site] == [store.latest([folder], "X1")[1].evidence_id]
+        return store.newest([folder])["X1"][1].evidence_id
+
+    assert speaks() == again.evidence_id
+    later = store.load(altered(record, lambda data: change(data, "refuted", "03"), reseal=True))
+    store.write(later, folder)
+    assert speaks() == later.evidence_id
 
 
 def test_an_altered_record_is_not_judged_again(record, tmp_path):
