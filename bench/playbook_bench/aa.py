@@ -25,7 +25,8 @@ class Noise:
     """What an A/A found."""
 
     baseline: Baseline
-    path: Path
+    path: Path | None
+    """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
     metric: str
     deviation: float
     """Of the paired differences around zero; on a log scale for ratios, so about a share."""
@@ -42,7 +43,7 @@ def run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
 ) -> Noise:
-    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`.
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -79,13 +80,13 @@ def run(
         runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs, variant=first)
     (work / "telemetry.csv").unlink(missing_ok=True)
     _check(runs, pairs)
-    baseline = _baseline(running, runs)
-    path = store.write_baseline(baseline, folder / "baselines")
     if not any(work.iterdir()):
         work.rmdir()
     differences = gates.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
-    return Noise(baseline, path, row.name, stats.aa_deviation(differences), mean, stats.contaminated(differences, None))
+    baseline, contaminated = _baseline(running, runs), stats.contaminated(differences, None)
+    path = None if contaminated else store.write_baseline(baseline, folder / "baselines")
+    return Noise(baseline, path, row.name, stats.aa_deviation(differences), mean, contaminated)
 
 
 def ensure(running: Series, folder: Path) -> bool:

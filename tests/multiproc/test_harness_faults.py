@@ -3,6 +3,7 @@
 The ranks are `planted.py`, which invents its step times; the tests under `test_real_trainer` run the real trainer under it.
 """
 
+import functools
 import io
 import itertools
 import json
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 from planted_case import FAKE, REAL, bench, only
+from typer.testing import CliRunner
 
-from playbook_bench import aa, confirm, report, store
+from playbook.cli import app
+from playbook_bench import aa, confirm, launch, report, store
 from playbook_bench.telemetry import Ticks
 
 
@@ -73,6 +76,23 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == noise.baseline
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
+
+
+def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
+    """The first run of each pair is slower, as beside a neighbour that comes and goes."""
+    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(launch.LocalLauncher, FAKE))
+    words = ["bench", "aa", case(), "--profile", "cpu", "--results", str(tmp_path / "results")]
+    plant(baseline={"slower": 0.1, "launches": [1, 3, 5, 7]})
+    disturbed = CliRunner().invoke(app, words)
+    assert disturbed.exit_code == 3, disturbed.output
+    assert "contaminated" in disturbed.output
+    assert "not stored" in disturbed.output
+    assert not list((tmp_path / "results").rglob("*.json"))
+    plant()
+    clean = CliRunner().invoke(app, [*words, "--json"])
+    assert clean.exit_code == 0, clean.output
+    (stored,) = (tmp_path / "results").rglob("*.json")
+    assert json.loads(clean.stdout)["path"] == str(stored)
 
 
 def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
