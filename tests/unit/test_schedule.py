@@ -129,6 +129,21 @@ def test_a_machine_is_described_by_what_nvidia_smi_says():
     assert preflight.interconnect("", 4) == "pcie"
 
 
+def test_variables_that_steer_the_libraries_belong_to_the_environment():
+    """Where the harness keeps its caches does not: it is another folder for each folder of results."""
+    steers = (
+        "NCCL_ALGO",
+        "TORCH_LOGS",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHDYNAMO_DISABLE",
+        "NVSHMEM_SYMMETRIC_SIZE",
+        "CUBLAS_WORKSPACE_CONFIG",
+    )
+    others = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "NCCL_API_KEY", "HOME", "XTORCH_A")
+    strict = preflight.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
+    assert sorted(strict["env"]) == sorted(steers)
+
+
 @pytest.mark.parametrize(
     ("name", "short"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("Tesla V100-SXM2", "v100")]
 )
