@@ -266,7 +266,7 @@ def bench_aa(
     pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine."""
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
     from playbook_bench import aa, report
 
     out = report.console(sys.stderr if as_json else None)
@@ -278,7 +278,10 @@ def bench_aa(
     report.print_noise(noise, out)
     if as_json:
         figures = {"metric": noise.metric, "mean": noise.mean, "deviation": noise.deviation, "contaminated": noise.contaminated}
-        print_json({"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path)})
+        print_json(
+            {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
+        )
+    raise typer.Exit(3 if noise.contaminated else 0)
 
 
 @bench_app.command("trace")

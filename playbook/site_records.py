@@ -83,6 +83,12 @@ class Record:
         """When it was written, in ISO format."""
         return str(self.get("created", default=""))
 
+    @property
+    def measured(self) -> str:
+        """When its last run started, in ISO format, or when it was written where it has none: a record that is judged again is no younger for that."""
+        runs = self.get("measured", "runs", default=[])
+        return max((str(r.get("started", "")) for r in runs if isinstance(r, Mapping)), default="") or self.created
+
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
         """Why the verdict no longer speaks for today, or None."""
         until = _day(self.get("expires", default=""))
@@ -185,7 +191,7 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
     for r in records:
         if r.schema == EVIDENCE and r.claim == claim and not r.altered:
             known = chosen.setdefault(r.machine, r)
-            if (_weight(r), r.created, r.id) > (_weight(known), known.created, known.id):
+            if (_weight(r), r.measured, r.created, r.id) > (_weight(known), known.measured, known.created, known.id):
                 chosen[r.machine] = r
     return sorted(
         chosen.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)

@@ -25,7 +25,8 @@ class Noise:
     """What an A/A found."""
 
     baseline: Baseline
-    path: Path
+    path: Path | None
+    """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
     metric: str
     deviation: float
     """Of the paired differences around zero; on a log scale for ratios, so about a share."""
@@ -42,7 +43,7 @@ def run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
 ) -> Noise:
-    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`.
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
@@ -79,13 +80,13 @@ def run(
         runs = [burn_in] if burn_in.outcome != "ok" else series.measure_aa(running, pairs, variant=first)
     (work / "telemetry.csv").unlink(missing_ok=True)
     _check(runs, pairs, running)
-    baseline = _baseline(running, runs)
-    path = store.write_baseline(baseline, folder / "baselines")
     if not any(work.iterdir()):
         work.rmdir()
     differences = gates.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
-    return Noise(baseline, path, row.name, stats.aa_deviation(differences), mean, stats.contaminated(differences, None))
+    baseline, contaminated = _baseline(running, runs), stats.contaminated(differences, None)
+    path = None if contaminated else store.write_baseline(baseline, folder / "baselines")
+    return Noise(baseline, path, row.name, stats.aa_deviation(differences), mean, contaminated)
 
 
 def ensure(running: Series, folder: Path) -> bool:
@@ -100,7 +101,10 @@ def ensure(running: Series, folder: Path) -> bool:
     first = next(r for r in running.runs if r.variant == running.alive[0])
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
-    running.aa = store.find_baseline([folder, data_root("baselines")], running.machine, key)
+    found = store.find_baseline([folder, data_root("baselines")], running.machine, key)
+    if found is not None and running.journal and running.journal.holds(found.runs):
+        return _adopt(running, found, first.variant)
+    running.aa = found
     _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
     if running.aa is not None:
@@ -116,9 +120,21 @@ def ensure(running: Series, folder: Path) -> bool:
         return False
     running.runs = running.runs[:before]
     running.aa = _baseline(running, [*fresh, *runs])
-    if not stats.contaminated(_differences(running.aa.runs, running), None):
-        # A disturbed A/A voids this series alone; stored, it would blunt every later one.
+    alike = len({series.noise_key(r, running.strict) for r in running.aa.runs}) == 1
+    if alike and not stats.contaminated(_differences(running.aa.runs, running), None):
+        # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
+    return True
+
+
+def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
+    """Take up the A/A that this series measured and stored before it was stopped: its own runs are no fresh check of it, and their time is spent."""
+    before, pairs = len(running.runs), len(own.runs) // 2
+    _say_if_short(running, pairs, variant)
+    if len(series.measure_aa(running, pairs, first=own.runs[0].pair or 0, variant=variant)) < 2 * pairs:
+        return False
+    running.runs = running.runs[:before]
+    running.aa = own
     return True
 
 

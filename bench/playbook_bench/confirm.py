@@ -375,7 +375,6 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         deadline=deadline,
         telemetry=telemetry,
         journal=journal,
-        launched_by={"launch": "fork"} if isinstance(options.launcher, ForkLauncher) else {},
     )
 
 

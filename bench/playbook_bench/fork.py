@@ -131,7 +131,7 @@ class ForkLauncher(LocalLauncher):
         template = self.templates[key]
         log = spec.folder / f"rank{index}.log"
         forked = template.fork([str(config)], {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}, log) if template else None
-        return Rank(index, forked, log, None) if forked else super()._start(spec, config, environment, index)
+        return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
 
     def _template(self, config: Path, environment: Mapping[str, str]) -> Template | None:
         template = Template(

@@ -65,8 +65,11 @@ def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: 
 
 
 def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Gate:
-    """The strict environment is equal in all runs, declared variables aside."""
+    """The strict environment is equal in all runs, declared variables aside; the way of launching in the whole series, A/A included."""
     name = "environment"
+    ways = {str(s.get("launch", "fresh processes")) for s in strict.values()}
+    if len(ways) > 1 or "mixed" in ways:
+        return Gate(name=name, ok=False, detail=f"differs in launch: {', '.join(sorted(ways))}")
     free = {f"env.{v}" for per_variant in case.delta.environment.values() for v in per_variant} | set(allowed)
     if case.delta.ranks:
         free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from playbook.errors import StoreError
+from playbook_bench import store
 from playbook_bench.case import Case
 from playbook_bench.records import Run, digest
 from playbook_bench.schedule import RunSpec
@@ -44,6 +45,10 @@ class SeriesJournal:
         found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
         return found.pop(0) if found else None
 
+    def holds(self, runs: Sequence[Run]) -> bool:
+        """Whether all of these are runs of before that no launch has taken yet."""
+        return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}
+
     def add(self, run: Run, strict: Mapping[str, Any]) -> None:
         """Note a run that has just ended.
 
@@ -66,7 +71,10 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
-            self.settled = {key: Path(path) for line in text.splitlines() for key, path in json.loads(line).items()}
+            whole = _whole_lines(text)
+            self.settled = {key: Path(path) for line in whole.splitlines() for key, path in json.loads(line).items()}
+            if whole != text:
+                store.replace(folder / _SETTLED, whole)  # or the next verdict would be added to half a line
         except (OSError, ValueError, AttributeError, TypeError) as e:
             raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
 
@@ -89,6 +97,18 @@ class Journal:
             return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
         _rewrite(path, header | {"seed": seed}, [])
         return SeriesJournal(path, seed)
+
+
+def _whole_lines(text: str) -> str:
+    """A file's lines without the last one, where a job that was killed, or a full disk, has left half of it."""
+    *lines, last = text.split("\n")
+    try:
+        json.loads(last)
+        lines.append(last)
+    except ValueError:
+        if last and not last.startswith("{"):
+            return text
+    return "".join(line + "\n" for line in lines)
 
 
 def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
@@ -137,11 +157,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+    """Give a series its file anew, in one piece: a full disk, or an end in between, must not take the runs that it held."""
     rows = [header, *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept)]
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}") from e
+    store.replace(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

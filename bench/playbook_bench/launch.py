@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
@@ -54,6 +54,10 @@ _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
 _WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
 _IN_ORDER = (exit_codes.OK, exit_codes.STOPPED)
 """Codes with which ranks end together: the others are given time to do so."""
+
+
+Launched = Literal["", "fork", "mixed"]
+"""How the ranks of a run were really started: each as a fresh process, each as a fork, or some of either."""
 
 
 class Interrupted(SystemExit):
@@ -93,6 +97,7 @@ class Result:
     message: str
     started: float
     wall_s: float
+    launched: Launched = ""
 
 
 class Launcher(Protocol):
@@ -130,6 +135,7 @@ class Rank:
     process: Process
     log: Path
     pidfd: int | None
+    forked: bool = False
     own: int | None = None
     """The code with which it ended by itself, before the launcher ended the rest."""
 
@@ -172,11 +178,14 @@ class LocalLauncher:
             watched = Watch(spec, on_step)
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
-            _end(ranks, self.grace_s)
+            with held() as came:
+                _end(ranks, self.grace_s, came)
         wall = time.monotonic() - clock
         if hung:
-            return Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
-        return judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
+            found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
+        else:
+            found = judge([Ended(r.index, r.own, r.log) for r in ranks], spec.written, started, wall)
+        return replace(found, launched=_launched(ranks))
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         log = spec.folder / f"rank{index}.log"
@@ -200,6 +209,11 @@ class LocalLauncher:
         except (AttributeError, OSError):
             pidfd = None
         return Rank(index, process, log, pidfd)
+
+
+def _launched(ranks: Sequence[Rank]) -> Launched:
+    forked = {r.forked for r in ranks}
+    return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
 
 
 def rank_environment(spec: Spec) -> dict[str, str]:
@@ -269,6 +283,28 @@ def interruptible() -> Iterator[None]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[list[int]]:
+    """Inside, Ctrl-C and SIGTERM wait in the list that it gives, so that what ends processes is not cut off half-way; they take effect after it.
+
+    Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
+    """
+    came: list[int] = []
+    before = (
+        {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if threading.current_thread() is threading.main_thread() else {}
+    )
+    before = {s: handler for s, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    for s in before:
+        signal.signal(s, lambda signum, frame: came.append(signum))
+    try:
+        yield came
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -347,15 +383,15 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
             time.sleep(_POLL_S / 5)
 
 
-def _end(ranks: Sequence[Rank], grace_s: float) -> None:
-    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace."""
+def _end(ranks: Sequence[Rank], grace_s: float, came: Sequence[int]) -> None:
+    """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts short."""
     for rank in ranks:
         rank.own = rank.process.poll()
     alive = [r for r in ranks if r.own is None]
     for rank in alive:
         _signal_group(rank.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(r.process.poll() is None for r in alive) and time.monotonic() < deadline:
+    while any(r.process.poll() is None for r in alive) and not came and time.monotonic() < deadline:
         time.sleep(0.02)
     for rank in ranks:
         _signal_group(rank.process.pid, signal.SIGKILL)

@@ -45,20 +45,40 @@ PACKAGES = (
     "numpy",
     "pillow",
 )
-_ENV = re.compile(r"(NCCL|TORCH|CUDA|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
+_ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
-_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})
-_QUERY = "name,memory.total,driver_version,power.limit"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
+_QUERY = "name,memory.total,driver_version,power.limit,uuid"
 _PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 _TOOL_TIMEOUT_S = 30
 
 
 def detect() -> Machine:
-    """The whole machine, from nvidia-smi where it answers, else its CPU alone."""
+    """The machine with the GPUs that this process may use, from nvidia-smi where it answers, else its CPU alone."""
     rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     gpus = [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
-    topology = _nvidia_smi(["topo", "-m"]) if len(gpus) > 1 else ""
-    return machine_of(gpus, topology, cpu_model(), cores())
+    mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
+    topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
+    return machine_of([gpus[i] for i in mine], topology, cpu_model(), cores(), mine)
+
+
+def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
+    """Which of the GPUs CUDA shows to a process with this CUDA_VISIBLE_DEVICES: all without it, none where it is empty.
+
+    As CUDA reads it: indices, or UUIDs that may be cut short; the first entry that names no GPU ends the list, and one that is named
+    twice voids it. A MIG instance is a part of a GPU, which no profile stands for, and counts as none.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    words = [word.strip() for word in variable.split(",")]
+    found: list[int] = []
+    for word in words:
+        named = [i for i, uuid in enumerate(uuids) if (uuid.startswith(word) if word.startswith("GPU-") else word == str(i))]
+        if len(named) != 1 or word.startswith("GPU-") != words[0].startswith("GPU-"):
+            break
+        found += named
+    return found if len(set(found)) == len(found) else []
 
 
 def place() -> list[str]:
@@ -67,12 +87,12 @@ def place() -> list[str]:
     return [socket.gethostname(), *sorted(line.strip() for line in rows.splitlines() if line.startswith("GPU-"))]
 
 
-def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int) -> Machine:
-    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix."""
+def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int, which: Sequence[int] | None = None) -> Machine:
+    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in that."""
     if not gpus:
         return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores)
     name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
-    link = interconnect(topology, len(gpus))
+    link = interconnect(topology, len(gpus), which)
     joined = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[link]
     return Machine(
         name=f"{short_gpu(name)}x{len(gpus)}",
@@ -107,13 +127,14 @@ def short_gpu(name: str) -> str:
     return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
 
 
-def interconnect(topology: str, gpus: int) -> Any:
-    """NVLink where every pair of GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
+def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -> Any:
+    """NVLink where every pair of the GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
     if gpus < 2:
         return "none"
+    mine = sorted(range(gpus) if which is None else which)
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
-    rows = [r for r in rows if r and re.fullmatch(r"GPU[0-9]+", r[0]) and len(r) > gpus and not re.fullmatch(r"GPU[0-9]+", r[1])]
-    cells = [cell for r in rows for cell in r[1 : gpus + 1] if cell != "X"]
+    rows = [r for r in rows if r and r[0] in {f"GPU{i}" for i in mine} and len(r) > mine[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])]
+    cells = [cell for r in rows for cell in (r[i + 1] for i in mine) if cell != "X"]
     return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
 
 
@@ -334,15 +355,16 @@ def commit(folder: Path | None = None) -> str | None:
 
 
 def device_ids(machine: Machine) -> list[str]:
-    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, if it names some."""
-    have = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, where it is set."""
     gpus = gpus_per_node(machine)
-    return (have or [str(i) for i in range(gpus)])[:gpus]
+    variable = os.environ.get(_VISIBLE)
+    have = [str(i) for i in range(gpus)] if variable is None else [word.strip() for word in variable.split(",") if word.strip()]
+    return have[:gpus]
 
 
 def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
     """The variable that hides from the ranks what the profile may not use."""
-    return {"CUDA_VISIBLE_DEVICES": "" if profile == CPU else ",".join(device_ids(machine))}
+    return {_VISIBLE: "" if profile == CPU else ",".join(device_ids(machine))}
 
 
 def _nvidia_smi(arguments: Sequence[str]) -> str:

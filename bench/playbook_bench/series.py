@@ -91,8 +91,6 @@ class Series:
     launched: list[Run] = field(default_factory=list)
     """Every run that was paid for, discarded ones included."""
     journal: SeriesJournal | None = None
-    launched_by: Mapping[str, str] = field(default_factory=dict)
-    """What about the way of launching must be equal in runs that are compared."""
     _took: dict[Variant, float] = field(default_factory=dict)
     """Seconds of each variant's last launch."""
 
@@ -206,7 +204,11 @@ class Series:
         except ValueError as e:
             text = f"the run's files cannot be read: {e}"
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
-        strict = preflight.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict} | dict(self.launched_by)
+        strict = preflight.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict}
+        if (
+            result.launched
+        ):  # as it was, not as it was asked for; fresh processes have no entry, as in records from before there was a choice
+            strict["launch"] = result.launched
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)

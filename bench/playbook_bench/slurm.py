@@ -28,6 +28,7 @@ from playbook_bench.launch import (
     Watch,
     again_where_the_port_was_taken,
     die_with_parent,
+    held,
     judge,
     rank_environment,
     tail,
@@ -229,17 +230,20 @@ def _code(path: Path) -> int | None:
 
 
 def end(process: subprocess.Popen[bytes], job: str, folder: Path, grace_s: float) -> None:
-    """End what is left of a step: SIGTERM, and after a grace the step is cancelled with every task."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    if _ended(process, grace_s):
-        return
-    with contextlib.suppress(OSError):
-        cancel(job, (folder / "step").read_text(encoding="ascii").strip(), signal.SIGKILL)
-    if not _ended(process, grace_s):
-        process.kill()
-        process.wait()
+    """End what is left of a step: SIGTERM, and after a grace, which a signal cuts short, the step is cancelled with every task."""
+    with held() as came:
+        if process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + grace_s
+        while not came and time.monotonic() < deadline:
+            if _ended(process, min(_POLL_S, grace_s)):
+                return
+        with contextlib.suppress(OSError):
+            cancel(job, (folder / "step").read_text(encoding="ascii").strip(), signal.SIGKILL)
+        if not _ended(process, grace_s):
+            process.kill()
+            process.wait()
 
 
 def cancel(job: str, step: str, signum: int) -> None:

@@ -36,16 +36,16 @@ def new_id(now: float | None = None) -> str:
     return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
 
 
-def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, judged_from: str | None = None) -> Evidence:
-    """A sealed record, made now."""
+def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, source: Evidence | None = None) -> Evidence:
+    """A sealed record, made now; one whose runs come from another record is valid for as long as that one, for measuring is what ages."""
     now = datetime.now(UTC)
     return seal(
         Evidence(
             evidence_id=new_id(now.timestamp()),
             created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            expires=(now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
+            expires=source.expires if source else (now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
             command=command,
-            judged_from=judged_from,
+            judged_from=source.evidence_id if source else None,
             measured=measured,
             derived=derived,
             seconds=seconds,
@@ -119,7 +119,7 @@ def replace(path: Path, text: str) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder") from e
 
 
 def _write_through(path: Path, text: str) -> None:
@@ -227,7 +227,7 @@ def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path | None:
     again = verdict.derive(evidence.measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
-    return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence.evidence_id), results)
+    return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
 
 
 def accept(path: Path) -> Path:
@@ -297,8 +297,11 @@ def latest(folders: Sequence[Path], claim: str, machine: str | None = None, card
     return max(found, key=lambda f: _rank(f[1]), default=None)
 
 
-def _rank(evidence: Evidence) -> tuple[int, str, str]:
-    return {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2), evidence.created, evidence.evidence_id
+def _rank(evidence: Evidence) -> tuple[int, str, str, str]:
+    """Of records that settle something the last measured one, whenever it was judged; of those with the same runs the last judged."""
+    measured = max((r.started for r in evidence.measured.runs), default="") or evidence.created
+    settles = {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2)
+    return settles, measured, evidence.created, evidence.evidence_id
 
 
 def staleness(

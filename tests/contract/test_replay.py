@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from playbook import site_records
 from playbook.errors import ConfigError, StoreError
 from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
 from playbook_bench.records import Evidence, seal
+from playbook_bench.series import noise_key
 
 RECORDS = [path for path, _ in store.records([data_root("results")])]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
@@ -19,6 +21,16 @@ SWAP = {"baseline": "candidate", "candidate": "baseline"}
 @pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
 def test_each_record_replays(path):
     assert store.replay(path) == (True, [])
+
+
+FORKED = [p for p in RECORDS if any("launch" in s for s in store.load(p).measured.strict.values())]
+
+
+@pytest.mark.parametrize("path", FORKED, ids=lambda p: p.stem)
+def test_a_stored_noise_of_forked_ranks_is_found_by_the_key_of_their_runs(path):
+    measured = store.load(path).measured
+    first = next(r for r in measured.runs if r.role == "burn_in")
+    assert measured.aa is None or measured.aa.noise_key == noise_key(first, measured.strict)
 
 
 def swapped(evidence: Evidence):
@@ -135,6 +147,34 @@ def test_a_record_is_judged_again_only_where_the_rules_moved(record, tmp_path):
     assert newer.judged_from == store.load(older).evidence_id
     assert newer.derived == store.load(record).derived
     assert older.exists()
+
+
+def test_judging_again_makes_no_measurement_younger(record, tmp_path):
+    """The new record is valid as long as its source and speaks instead of it, and not instead of a later measurement."""
+
+    def change(data, status, month):
+        data["derived"]["verdict"]["status"] = status
+        data.update(created=f"2026-{month}-05T00:00:00Z", expires=f"2026-{month}-28", evidence_id=store.new_id())
+        for run in data["measured"]["runs"]:
+            run["started"] = f"2026-{month}-04T23:59:00.000000Z"
+
+    old = altered(record, lambda data: change(data, "inconclusive", "01"), reseal=True)
+    folder = tmp_path / "new"
+    source = store.load(old)
+    store.write(source, folder)
+    again = store.load(store.rejudge(old, folder))
+    assert (again.expires, again.derived.verdict.status) == (source.expires, "confirmed")
+    assert store.staleness(again, today="2026-01-29")
+
+    def speaks():
+        on_site = site_records.verdicts(site_records.read([folder]), "X1")
+        assert [r.id for r in on_site] == [store.latest([folder], "X1")[1].evidence_id]
+        return store.newest([folder])["X1"][1].evidence_id
+
+    assert speaks() == again.evidence_id
+    later = store.load(altered(record, lambda data: change(data, "refuted", "03"), reseal=True))
+    store.write(later, folder)
+    assert speaks() == later.evidence_id
 
 
 def test_an_altered_record_is_not_judged_again(record, tmp_path):

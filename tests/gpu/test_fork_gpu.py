@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,10 @@ def test_forked_ranks_use_the_gpu(backend: str, tmp_path: Path) -> None:
     words = [*WORDS, f"backend={backend}", "data.kind=mock", "data.pack=false"]
     config = load(ROOT / "trainer/configs/qwen3_30b_a3b_24l.yaml", parse_overrides(words))
     found = {}
+    gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     try:
         for name, how in (("first", launcher), ("second", launcher), ("fresh", LocalLauncher())):
-            result = how.run(Spec(config, 1, tmp_path / name, {"CUDA_VISIBLE_DEVICES": "0"}, timeout_s=100))
+            result = how.run(Spec(config, 1, tmp_path / name, gpu, timeout_s=100))
             assert result.outcome == "ok", result.message
             row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
             found[name] = row["loss"], json.loads((tmp_path / name / "summary.json").read_text())["seconds"], round(result.wall_s, 1)

@@ -9,6 +9,9 @@ from planted_case import bench
 from playbook_bench import confirm, launch, store
 from playbook_bench.journal import Journal
 
+STEPS = 16
+"""With so many the planted noise of an uninterrupted series has no drift by chance, after which it would start over."""
+
 
 class Stretched(launch.LocalLauncher):
     """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
@@ -37,7 +40,7 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     monkeypatch.setattr(Stretched, "first", 90)
     monkeypatch.setattr(Stretched, "which", which)
     monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    path = case()
+    path = case(steps=STEPS)
     cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
     monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
@@ -60,6 +63,32 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
 
 
+def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(case, tmp_path, plant, monkeypatch):
+    """It is the series' own as if there had been no stop, and its seconds count."""
+    plant()
+    number = iter(range(1, 100))
+
+    class StopsOnce(launch.LocalLauncher):
+        def run(self, spec, on_step=None):
+            if next(number) == 14:
+                raise launch.Interrupted(signal.SIGTERM)
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
+    path = case(steps=STEPS)
+    with pytest.raises(launch.Interrupted):
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    (stored,) = (tmp_path / "results" / "baselines" / "cpu").glob("*.json")
+    evidence = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).evidence
+    measured = evidence.measured
+    assert measured.aa == store.load_baseline(stored)
+    assert [r.role for r in measured.runs] == ["burn_in"] * 2 + ["measure"] * 8
+    assert evidence.seconds.total == pytest.approx(sum(r.wall_s for r in [*measured.runs, *measured.aa.runs]), abs=0.01)
+    other = bench(path, tmp_path, journal=Journal(tmp_path / "other", ["here"])).evidence.measured
+    assert other.aa == measured.aa
+    assert sum(r.role == "aa" for r in other.runs) == 2, "a series that did not measure it checks it"
+
+
 def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
     plant(candidate={"slower": 0.2})
     launched = []
@@ -72,7 +101,7 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
             return super().run(spec, on_step)
 
     monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
-    path = case()
+    path = case(steps=STEPS)
     with pytest.raises(launch.Interrupted):
         bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))

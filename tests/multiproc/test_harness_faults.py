@@ -3,6 +3,7 @@
 The ranks are `planted.py`, which invents its step times; the tests under `test_real_trainer` run the real trainer under it.
 """
 
+import functools
 import io
 import itertools
 import json
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import pytest
 from planted_case import FAKE, REAL, bench, only
+from typer.testing import CliRunner
 
+from playbook.cli import app
 from playbook.errors import PlaybookError
-from playbook_bench import aa, confirm, report, store
+from playbook_bench import aa, confirm, launch, report, store
 from playbook_bench.telemetry import Ticks
 
 
@@ -74,6 +77,23 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == noise.baseline
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
+
+
+def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
+    """The first run of each pair is slower, as beside a neighbour that comes and goes."""
+    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(launch.LocalLauncher, FAKE))
+    words = ["bench", "aa", case(), "--profile", "cpu", "--results", str(tmp_path / "results")]
+    plant(baseline={"slower": 0.1, "launches": [1, 3, 5, 7]})
+    disturbed = CliRunner().invoke(app, words)
+    assert disturbed.exit_code == 3, disturbed.output
+    assert "contaminated" in disturbed.output
+    assert "not stored" in disturbed.output
+    assert not list((tmp_path / "results").rglob("*.json"))
+    plant()
+    clean = CliRunner().invoke(app, [*words, "--json"])
+    assert clean.exit_code == 0, clean.output
+    (stored,) = (tmp_path / "results").rglob("*.json")
+    assert json.loads(clean.stdout)["path"] == str(stored)
 
 
 def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
@@ -329,6 +349,69 @@ def test_a_stopped_harness_leaves_no_process_and_no_half_written_file(case, tmp_
     assert gone(mark)
     results = tmp_path / "results"
     assert not [p for p in results.rglob("*") if p.suffix == ".tmp" or p.parent.name == "cpu"]
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+time.sleep(600)
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+from playbook_bench.launch import LocalLauncher, Spec, interruptible
+from playbook_trainer.config import load
+config = load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {})
+with interruptible():
+    LocalLauncher((sys.executable, "-c", sys.argv[2]), grace_s=60).run(Spec(config, 1, Path(sys.argv[1]), timeout_s=1))
+"""
+
+
+def test_a_signal_while_a_hang_is_being_ended_leaves_no_process(tmp_path):
+    """Ranks and workers that ignore SIGTERM are given a grace; the signal cuts that short, and not what comes after it."""
+    mark = uuid.uuid4().hex
+    env = {**os.environ, "PLANT_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)}
+    harness = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path / "run"), STUBBORN], env=env, stderr=subprocess.DEVNULL)
+    wait_for_ranks(mark, 3)  # the harness, a rank and its worker
+    time.sleep(2.0)  # the run has hung, and its grace has begun
+    harness.terminate()
+    assert harness.wait(timeout=20) == 143
+    assert gone(mark)
+
+
+SRUN = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from playbook_bench import slurm
+from playbook_bench.launch import interruptible
+folder = Path(sys.argv[1])
+process = slurm.start([sys.executable, "-c", sys.argv[2]], folder, os.environ)
+with interruptible():
+    while not (folder / "begun").exists():
+        pass
+    slurm.end(process, "7", folder, 3.0)
+"""
+
+
+def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path):
+    """Where srun ignores SIGTERM; the command that cancels a step is one that kills it here."""
+    mark = uuid.uuid4().hex
+    step = f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: open({str(tmp_path / 'asked')!r}, 'w'))\n"
+    step += f"open({str(tmp_path / 'step')!r}, 'w').write('0'); open({str(tmp_path / 'begun')!r}, 'w'); [time.sleep(1) for _ in range(600)]"
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/cancelled\n', encoding="ascii")
+    scancel.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = {**os.environ, "PLANT_MARK": mark, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
+    harness = subprocess.Popen([sys.executable, "-c", SRUN, str(tmp_path), step], env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    harness.terminate()
+    assert harness.wait(timeout=20) == 143
+    assert (tmp_path / "cancelled").read_text() == "--signal=KILL 7.0\n"
+    assert gone(mark)
 
 
 def test_two_harnesses_share_a_results_folder(case, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench import confirm
+from playbook_bench import confirm, fork
 from playbook_bench.fork import ForkLauncher
 from playbook_bench.launch import LocalLauncher, Spec
 from playbook_trainer.config import load, parse_overrides
@@ -133,3 +133,26 @@ def test_evidence_says_that_ranks_were_forked(tmp_path):
     assert {s["launch"] for s in measured.strict.values()} == {"fork"}
     assert found.evidence.command.endswith(" --fork"), "or a fresh process would be what repeats it"
     assert all(r.outcome == "ok" for r in measured.runs)
+
+
+class Late(confirm.Quiet):
+    """Progress that leaves no time for imports from a launch on, so that its ranks cannot be forked."""
+
+    def __init__(self, monkeypatch, number):
+        self.monkeypatch, self.number = monkeypatch, number
+
+    def launch(self, number, total, spec):
+        if number == self.number:
+            self.monkeypatch.setattr(fork, "IMPORT_S", 0.0)
+
+
+@pytest.mark.parametrize(("number", "ways", "detail"), [(1, {None}, ""), (2, {None, "fork"}, "differs in launch: fork, fresh processes")])
+def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, monkeypatch, number, ways, detail):
+    """A series of forked ranks and fresh ones has no verdict; one of fresh ones alone is as good as any."""
+    progress = Late(monkeypatch, number)
+    (found,) = confirm.bench_run("moe-dispatch-bytes", results=tmp_path, profile="cpu", fork=True, progress=progress)
+    derived = found.evidence.derived
+    assert {s.get("launch") for s in found.evidence.measured.strict.values()} == ways
+    (gate,) = [g for g in derived.gates if g.name == "environment"]
+    assert (gate.ok, gate.detail) == (not detail, detail)
+    assert (found.status in ("confirmed", "refuted")) == (not detail)

@@ -80,6 +80,45 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
     assert preflight.place() == found[0][:1]
 
 
+@pytest.mark.parametrize(
+    ("variable", "gpus"),
+    [
+        (None, "0,1,2,3"),
+        ("2,3", "2,3"),
+        ("3", "3"),
+        ("GPU-c, GPU-d4", "GPU-c,GPU-d4"),
+        ("GPU-", ""),  # names more than one
+        ("1,7,2", "1"),  # CUDA stops at what is no GPU
+        ("1,GPU-c", "1"),
+        ("1,-1,2", "1"),
+        ("2,2", ""),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("MIG-1", ""),
+    ],
+)
+def test_a_machine_has_the_gpus_that_cuda_shows(variable, gpus, tmp_path, monkeypatch):
+    """On a shared host the others are other people's."""
+    tool = tmp_path / "nvidia-smi"
+    rows = "".join(f"echo '{', '.join(H200)}, GPU-{letter}{i + 1}'\n" for i, letter in enumerate("abcd"))
+    matrix = TOPOLOGY.replace("NV18", "PHB", 1)  # the first two GPUs have no link
+    tool.write_text(f"#!/bin/sh\nif [ $1 = topo ]; then cat <<'END'\n{matrix}END\nexit; fi\n{rows}", encoding="ascii")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    machine = preflight.detect()
+    count = len(gpus.split(",")) if gpus else 0
+    assert (machine.gpus, machine.name) == (count, f"h200x{count}" if count else "cpu")
+    assert machine.interconnect == {2: "nvlink", 4: "pcie"}.get(count, "none")
+    assert ",".join(preflight.device_ids(machine)) == gpus
+    assert preflight.choose_profile(case("cpu", "h200x1", "h200x2", "h200x4"), machine) == machine.name
+    assert preflight.visible_devices(machine, machine.name) == {"CUDA_VISIBLE_DEVICES": gpus}
+    assert preflight.visible_devices(preflight.restrict(machine, "cpu"), "cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_a_machine_is_described_by_what_nvidia_smi_says():
     machine = four()
     assert (machine.name, machine.gpus, machine.interconnect) == ("h200x4", 4, "nvlink")
@@ -88,6 +127,21 @@ def test_a_machine_is_described_by_what_nvidia_smi_says():
     assert preflight.machine_of([], "", "EPYC", 2).name == "cpu"
     assert preflight.interconnect(TOPOLOGY.replace("NV18", "PHB", 1), 4) == "pcie"
     assert preflight.interconnect("", 4) == "pcie"
+
+
+def test_variables_that_steer_the_libraries_belong_to_the_environment():
+    """Where the harness keeps its caches does not: it is another folder for each folder of results."""
+    steers = (
+        "NCCL_ALGO",
+        "TORCH_LOGS",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHDYNAMO_DISABLE",
+        "NVSHMEM_SYMMETRIC_SIZE",
+        "CUBLAS_WORKSPACE_CONFIG",
+    )
+    others = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "NCCL_API_KEY", "HOME", "XTORCH_A")
+    strict = preflight.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
+    assert sorted(strict["env"]) == sorted(steers)
 
 
 @pytest.mark.parametrize(

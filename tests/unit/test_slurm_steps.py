@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_only_ranks_that_ended_by_themselves_say_how_a_run_ended(codes, own, tmp
     assert [r.own for r in exits(tmp_path, 2)] == own
 
 
-def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones():
+def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     node = Machine(
         name="h200x8", description="8 x NVIDIA H200, NVLink", gpus=8, gpu="NVIDIA H200", interconnect="nvlink", cpu="x", cores=64
     )
@@ -114,6 +116,37 @@ def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
     assert third.take(RunSpec("baseline", "measure", 1), "c").run.run_id == "3"
 
 
+def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
+    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
+    for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
+        first.add(a_run(number, variant, pair), {"env": {"A": "1"}})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (first.path.stat().st_size // 3, hard))
+    try:
+        with pytest.raises(StoreError, match=r"\.jsonl cannot be written"):
+            Journal(tmp_path, ["n1"]).series(case, "cpu", 12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again = Journal(tmp_path, ["n1"]).series(case, "cpu", 13)
+    assert again.seed == 11
+    assert again.take(RunSpec("candidate", "measure", 0), "c").run.run_id == "1"
+    assert [p.name for p in tmp_path.iterdir()] == [first.path.name]
+
+
+@pytest.mark.parametrize("rest", ['{"A": "/results/a', '{"A": "/results/a.json"}'])
+def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_path):
+    """A line that only lacks its end is whole."""
+    Journal(tmp_path, ["n1"]).settle({"B": Path("/results/b.json")})
+    with (tmp_path / "settled.json").open("a") as f:
+        f.write(rest)
+    again = Journal(tmp_path, ["n1"])
+    assert ("A" in again.settled) == rest.endswith("}")
+    again.settle({"C": Path("/results/c.json")})
+    third = Journal(tmp_path, ["n1"]).settled
+    assert third == again.settled | {"C": Path("/results/c.json")}
+    assert third["B"] == Path("/results/b.json")
+
+
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
     first = Journal(tmp_path / "j", ["n1", "n2"]).series(case, "cpu", 11)
     first.add(a_run(0, "baseline", 0), {})
@@ -123,7 +156,9 @@ def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
     assert moved.take(RunSpec("baseline", "measure", 0), "c") is None
 
 
-def test_a_folder_that_is_no_journal_is_refused(tmp_path):
-    (tmp_path / "settled.json").write_text("[1]\n", encoding="utf-8")
+@pytest.mark.parametrize("text", ["[1]\n", "[1]", "words", "words\n", '{"A": 1}', '{\n "A": "/a.json"\n}\n'])
+def test_a_folder_that_is_no_journal_is_refused(text, tmp_path):
+    (tmp_path / "settled.json").write_text(text, encoding="utf-8")
     with pytest.raises(StoreError, match="cannot be used"):
         Journal(tmp_path, ["n1"])
+    assert (tmp_path / "settled.json").read_text(encoding="utf-8") == text

@@ -21,15 +21,18 @@ while true; do echo "$(date '+%Y/%m/%d %H:%M:%S.000'), 1980, 431.58, 47, 0x00000
 FOUR = preflight.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a processor", 64)
 
 
-@pytest.mark.parametrize(("visible", "profile", "devices"), [("", "h200x4", "0,1,2,3"), ("3", "h200x1", "3"), ("2,3", "h200x1", "2")])
+@pytest.mark.parametrize(("visible", "profile", "devices"), [(None, "h200x4", "0,1,2,3"), ("3", "h200x1", "3"), ("2,3", "h200x1", "2")])
 def test_only_the_gpus_of_the_profile_are_read(
-    visible: str, profile: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, profile: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(TOOL.format(said=tmp_path / "said"))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     began = time.time()
     with Telemetry(FOUR, profile, tmp_path) as telemetry:
         deadline = time.monotonic() + 20
@@ -45,6 +48,13 @@ def test_nothing_is_started_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Telemetry(FOUR, "cpu", tmp_path) as telemetry:
         assert telemetry.between(0.0, time.time()) == {}
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_started_where_all_gpus_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with Telemetry(FOUR, "h200x4", tmp_path) as telemetry:
+        assert telemetry.devices == []
 
 
 def test_lines_of_other_times_and_shapes_do_not_count() -> None:

@@ -268,6 +268,16 @@ def test_what_makes_a_pair_invalid(change, gate):
     assert [g.name for g in found.gates if not g.ok] == [gate]
 
 
+@pytest.mark.parametrize(("ways", "ok"), [({"s": "fork"}, True), ({"s": "fork", "aa": ""}, False), ({"s": "mixed"}, False)])
+def test_a_series_of_forked_ranks_and_fresh_ones_has_no_verdict(ways, ok):
+    """Its A/A included: pairs that all were forked say nothing beside the noise of fresh processes."""
+    runs, aa = series(around(0.2))
+    strict = {name: {"env": {"A": "1"}} | ({"launch": way} if way else {}) for name, way in ways.items()}
+    found = verdict.derive(measured(runs, aa, strict=strict))
+    assert found.verdict.reason == ("margin" if ok else "invalid_pair")
+    assert [g.name for g in found.gates if not g.ok] == ([] if ok else ["environment"])
+
+
 @pytest.mark.parametrize(
     ("change", "delta", "guard"),
     [
