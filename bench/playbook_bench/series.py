@@ -205,10 +205,8 @@ class Series:
             text = f"the run's files cannot be read: {e}"
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
         strict = preflight.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict}
-        if (
-            result.launched
-        ):  # as it was, not as it was asked for; fresh processes have no entry, as in records from before there was a choice
-            strict["launch"] = result.launched
+        # As it was, not as it was asked for; fresh processes have no entry, as in records from before there was a choice.
+        strict |= {"launch": result.launched} if result.launched else {}
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
