@@ -330,19 +330,23 @@ def performance_revision() -> int | None:
 
 def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict[str, Any]:
     """The parent's part of the strict fingerprint: hardware, driver, versions and the variables that steer the libraries."""
-    env = {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
     return {
         "machine": machine.model_dump(mode="json", exclude={"name", "description"}),
         "packages": versions(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-        "env": env,
+        "env": _steering(environment),
     }
 
 
+def _steering(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
+
+
 def context() -> dict[str, Any]:
-    """Reported with the evidence; never compared."""
+    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their surroundings."""
     slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
-    return {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version(), **slurm}
+    about = {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
+    return {**about, **slurm, "env": _steering(os.environ)}
 
 
 def commit(folder: Path | None = None) -> str | None:

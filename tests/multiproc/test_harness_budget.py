@@ -63,21 +63,28 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
 
 
-def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(case, tmp_path, plant, monkeypatch):
-    """It is the series' own as if there had been no stop, and its seconds count."""
-    plant()
-    number = iter(range(1, 100))
+def stopped_at_launch_14(path, tmp_path, monkeypatch):
+    """The folders of all launches, of this command and of the next."""
+    launched = []
 
     class StopsOnce(launch.LocalLauncher):
         def run(self, spec, on_step=None):
-            if next(number) == 14:
+            launched.append(spec.folder.name)
+            if len(launched) == 14:
                 raise launch.Interrupted(signal.SIGTERM)
             return super().run(spec, on_step)
 
     monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
-    path = case(steps=STEPS)
     with pytest.raises(launch.Interrupted):
         bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    return launched
+
+
+def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(case, tmp_path, plant, monkeypatch):
+    """It is the series' own as if there had been no stop, and its seconds count."""
+    plant()
+    path = case(steps=STEPS)
+    stopped_at_launch_14(path, tmp_path, monkeypatch)
     (stored,) = (tmp_path / "results" / "baselines" / "cpu").glob("*.json")
     evidence = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).evidence
     measured = evidence.measured
@@ -91,19 +98,8 @@ def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(ca
 
 def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
     plant(candidate={"slower": 0.2})
-    launched = []
-
-    class StopsOnce(launch.LocalLauncher):
-        def run(self, spec, on_step=None):
-            launched.append(spec.folder.name)
-            if len(launched) == 14:
-                raise launch.Interrupted(signal.SIGTERM)
-            return super().run(spec, on_step)
-
-    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
     path = case(steps=STEPS)
-    with pytest.raises(launch.Interrupted):
-        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    launched = stopped_at_launch_14(path, tmp_path, monkeypatch)
     found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     measured = found.evidence.measured
     assert found.status == "measured"

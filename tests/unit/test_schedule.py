@@ -144,6 +144,15 @@ def test_variables_that_steer_the_libraries_belong_to_the_environment():
     assert sorted(strict["env"]) == sorted(steers)
 
 
+def test_variables_that_a_series_finds_are_told_and_secrets_are_not(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_API_KEY", "secret")
+    found = preflight.context()["env"]
+    assert found["NCCL_ALGO"] == "Ring"
+    assert "NCCL_API_KEY" not in found
+    assert "PATH" not in found
+
+
 @pytest.mark.parametrize(
     ("name", "short"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("Tesla V100-SXM2", "v100")]
 )
