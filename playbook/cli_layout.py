@@ -49,7 +49,7 @@ def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_
 
 @layout_app.command("memory")
 def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
-    """Estimate peak allocated memory per rank, stage by stage, as of megatron-core; a vision tower is split over TP."""
+    """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP."""
     from playbook.memory import estimate
     from playbook.plan import parse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from playbook_bench.aa import Noise
 from playbook_bench.case import Case
 from playbook_bench.confirm import Outcome
 from playbook_bench.gate import GateResult
-from playbook_bench.records import Check, Curve, Evidence, Machine
+from playbook_bench.records import Check, Curve, Evidence, Machine, Run
 from playbook_bench.schedule import RunSpec
 
 COLOURS = {
@@ -247,23 +247,24 @@ def _computing(evidence: Evidence) -> str:
 
 def _on_data(evidence: Evidence) -> str:
     """The part of a step that goes by before a batch is on its way to the device, of the variants for which it is worth a look."""
-    share, found = metrics.get("data_time_share").value, []
-    for variant in ("baseline", "candidate"):
-        each = [s for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (s := share(run)) is not None]
-        if each and (median := statistics.median(each)) >= NOTABLE_DATA:
-            found.append(f"{100 * median:.0f} % of the step in {variant}")
-    return ", ".join(found)
+    shares = _medians(evidence, metrics.get("data_time_share").value)
+    return ", ".join(f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA)
 
 
 def _stolen(evidence: Evidence) -> str:
     """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
-    found = []
+    shares = _medians(evidence, lambda run: run.telemetry.get("stolen_percent"))
+    return ", ".join(f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN)
+
+
+def _medians(evidence: Evidence, value: Callable[[Run], float | None]) -> dict[str, float]:
+    """The median of a figure over the matched runs of each variant that have it."""
+    found = {}
     for variant in ("baseline", "candidate"):
-        runs = [r for r in evidence.measured.runs if r.variant == variant and r.role == "measure"]
-        each = [float(share) for r in runs if isinstance(share := r.telemetry.get("stolen_percent"), int | float)]
-        if each and (median := statistics.median(each)) >= NOTABLE_STOLEN:
-            found.append(f"{median:.0f} % from {variant}")
-    return ", ".join(found)
+        each = [v for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (v := value(run)) is not None]
+        if each:
+            found[variant] = statistics.median(each)
+    return found
 
 
 def _receipts(checks: Sequence[Check]) -> str:
