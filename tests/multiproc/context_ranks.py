@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import leave
 
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.models.attention import attend
@@ -64,3 +65,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

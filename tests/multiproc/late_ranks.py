@@ -4,6 +4,8 @@ import os
 import sys
 import time
 
+from ranks import leave
+
 from playbook_trainer import loop
 from playbook_trainer.__main__ import main
 from playbook_trainer.metrics import Recorder
@@ -37,4 +39,4 @@ if __name__ == "__main__":
     except SystemExit as e:
         code = e.code
     print(f"took {seen['end'] - seen['began']}")
-    sys.exit(code)
+    leave(code)

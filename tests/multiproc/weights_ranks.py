@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from ranks import leave
 
 from playbook_trainer import checks
 from playbook_trainer.config import load, parse_overrides
@@ -23,3 +24,4 @@ held = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model
 sys.stdout.write(f"{files.bytes_read} {held}\n")
 weights.save(model, axes, Path(sys.argv[2]), max_shard_bytes=300_000)
 dist.barrier()
+leave()
