@@ -72,6 +72,7 @@ TASKS: dict[str, Task] = {
     "table2": Task(2, "python tests/gpu/megatron_table.py one two --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "lengths": Task(4, "python tests/gpu/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
     "hundred": tests("tests/gpu/test_megatron_vl_gpu.py -k hundred", 4, 260),
+    "hundred2": tests("tests/gpu/test_megatron_vl_gpu.py -k hundred", 2, 300),
     "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),
     "layouts2": tests("tests/gpu/test_megatron_gpu.py", 2, 200),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
