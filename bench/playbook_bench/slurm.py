@@ -141,7 +141,9 @@ class SrunLauncher:
             f"--kill-on-bad-exit={int(self.end_together)}",
             f"--wait={max(1, round(self.drain_s))}",
             "--input=none",
-            f"--output={folder}/rank%t.log",
+            # The default is what the job itself was submitted with: after `sbatch --export=NONE`, ranks would know nothing of each other.
+            "--export=ALL",
+            f"--output={str(folder).replace('%', '%%')}/rank%t.log",
             *self.srun,
             *("/bin/sh", "-c", _RANK, "rank", str(folder), *command),
         ]
@@ -179,7 +181,7 @@ class SrunLauncher:
     def _result(self, code: int, spec: Spec, started: float, wall: float) -> Result:
         ranks = exits(spec.folder, spec.ranks)
         said = tail(spec.folder / "srun.log")
-        if code and not any(r.log.exists() for r in ranks):
+        if not any(r.log.exists() or r.own is not None for r in ranks):
             wait_where_the_job_ends(self.allocation.job)
             raise LaunchError(f"srun could not start the ranks: {said.splitlines()[-1] if said else f'exit code {code}'}")
         if code and not any(r.own for r in ranks):

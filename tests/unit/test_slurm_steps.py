@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from playbook.errors import ConfigError, StoreError
+from playbook.errors import ConfigError, LaunchError, StoreError
+from playbook.paths import repo_root
 from playbook_bench import preflight
 from playbook_bench.case import load_case
 from playbook_bench.journal import Journal
+from playbook_bench.launch import Spec
 from playbook_bench.records import Machine, Run
 from playbook_bench.schedule import RunSpec
 from playbook_bench.slurm import Allocation, SrunLauncher, allocation, exits
+from playbook_trainer import config as trainer_config
 
 TWO = Allocation("7", ("n1", "n2"), "10.0.0.1")
 
@@ -35,6 +38,25 @@ def test_ranks_fill_the_nodes_in_order(ranks, per_node, nodes, hosts):
 def test_more_ranks_than_the_allocation_holds_are_refused():
     with pytest.raises(ConfigError, match="24 ranks at 8 a node need 3 nodes, and the allocation has 2"):
         SrunLauncher(TWO, 8).step(24, Path("/run"), ["rank"])
+
+
+def test_ranks_get_their_variables_however_the_job_was_submitted():
+    """srun takes what `sbatch --export=NONE` left in the job's environment for its own option, and each rank would be a run of one."""
+    assert option(SrunLauncher(TWO).step(2, Path("/run"), ["rank"]), "export") == "ALL"
+
+
+def test_a_folder_with_a_percent_sign_is_no_pattern_of_srun():
+    assert option(SrunLauncher(TWO).step(2, Path("/runs/50%n"), ["rank"]), "output") == "/runs/50%%n/rank%t.log"
+
+
+def test_ranks_that_slurm_could_not_start_did_not_end_well(tmp_path, monkeypatch):
+    """Slurm's own words, and its exit code: 0 where the logs of the tasks cannot be opened."""
+    (tmp_path / "srun").write_text("#!/bin/sh\necho 'srun: error: task 0 launch failed: Slurmd could not connect IO'\n", encoding="utf-8")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    with pytest.raises(LaunchError, match="task 0 launch failed: Slurmd could not connect IO"):
+        SrunLauncher(TWO).run(Spec(config, 2, tmp_path / "run"))
 
 
 def test_an_allocation_is_needed():
