@@ -180,6 +180,8 @@ def confirm(
     if fork and launcher != "local":
         raise PlaybookError(f"--fork has no meaning with --launcher {launcher}; leave one of them out")
     if launcher == "slurm":
+        for target in chosen:
+            harness.tasks_of(target)  # a mistake is told now, not by a job that waited its turn
         words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(cli_slurm.confirm(words, results, request))
     kept = cli_slurm.journal(journal, slurm)

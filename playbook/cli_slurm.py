@@ -271,6 +271,7 @@ def _submit(
     from playbook_bench.slurm import require_tools
 
     submitit = _submitit()
+    _check_folder(results)
     nodes = request.nodes or cluster.nodes
     jobs = results / "jobs"
     if request.show:
@@ -302,6 +303,19 @@ def _submit(
             print_json({"schema": "job/1", "job": number, "folder": str(folder)})
         return 0
     return _follow(number, folder, request)
+
+
+def _check_folder(results: Path) -> None:
+    """The results folder must be one that sbatch takes as it is: in the path of a job's log it reads %, and a backslash, in its own way.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if any(c in "%\\" or not c.isprintable() for c in str(results)):
+        raise ConfigError(
+            f"the results folder {str(results)!r} has a character that Slurm does not take as it is in the path of a log (%, backslash, "
+            "line break); choose another with --results, or submit from another folder"
+        )
 
 
 def _job(

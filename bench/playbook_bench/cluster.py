@@ -157,7 +157,9 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
     own = {} if cluster.venv else {"PYTHONPATH": ":".join(dict.fromkeys([*import_paths(), str(Path(__file__).resolve().parents[1])]))}
     exports = {**own, "PYTHONSAFEPATH": "1", **env}
     forget = [f"unset {CONNECTIONS}"] if CONNECTIONS not in env else []
-    lines = [f"# {shown}", *forget, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()), *cluster.setup]
+    # A word with a line break would end the comment, and its rest would run.
+    comment = "# " + " ".join(shown.splitlines())
+    lines = [comment, *forget, *(f"export {key}={shlex.quote(value)}" for key, value in exports.items()), *cluster.setup]
     given: dict[str, Any] = {
         "partition": cluster.partition,
         "account": cluster.account,

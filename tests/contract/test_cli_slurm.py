@@ -45,6 +45,12 @@ def test_the_script_is_printed_and_nothing_is_submitted(capsys, elsewhere):
     assert list(elsewhere.iterdir()) == []
 
 
+def test_a_word_with_a_line_break_stays_in_its_comment(capsys, elsewhere):
+    code, out, _ = run(capsys, *W9, "--profile", "cpu\ntouch gone", "--print")
+    assert code == 0
+    assert not [line for line in out.splitlines() if line.startswith("touch")]
+
+
 def test_the_script_of_training_holds_the_variables_of_its_layout(capsys, elsewhere):
     words = ("train", TINY, "parallel.tp=2", "parallel.fsdp=false", "--launcher", "slurm", "--print")
     code, out, err = run(capsys, *words, "--ranks-per-node", "2", "--nodes", "4")
@@ -140,6 +146,9 @@ def test_a_bad_cluster_file_is_one_message(capsys, file, elsewhere, text, says):
         ((*W9[:-1], "srun"), "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here"),
         (("confirm", "--launcher", "slurm", "--job", "12"), "job '12' was not submitted with the results folder"),
         (("confirm", "--launcher", "slurm", "--job", "../1"), "job '../1' was not submitted"),
+        (("confirm", "moe-dispatcher-choise", "--launcher", "slurm"), "card 'moe-dispatcher-choise' is not known; did you mean"),
+        ((*W9, "--results", "50%n", "--print"), "50%n' has a character that Slurm does not take as it is in the path of a log"),
+        ((*W9, "--results", "a\nrm b #", "--print"), "a\\nrm b #' has a character that Slurm does not take"),
         (("train", TINY, "--launcher", "slurm"), "say --ranks-per-node, or gpus_per_node in the cluster's file"),
         (("train", TINY, "--launcher", "slurm", "--ranks-per-node", "8"), "this configuration cannot run on 8 ranks"),
         (("train", TINY, "parallel.tpp=2", "--launcher", "slurm", "--ranks-per-node", "8"), "unknown key 'tpp'"),
