@@ -17,6 +17,8 @@ from playbook.errors import PlaybookError
 from playbook_bench.trace_table import STEP, Kind, Op, Span, Timeline
 
 PUSH_POP, START_END = 59, 60
+# Ranges that libraries open around their own calls; they name no part of the step.
+_FOREIGN = re.compile(r"^(nccl[A-Z]|nvshmem|nvte_|transformer_engine\.|cub::|thrust::|cudnn|cublas)")
 COMMUNICATION = re.compile(r"nccl|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 MAX_ROWS = 5_000_000
 # SQLite calls back after this many of its instructions; the limit ends a file that is built to run for ever.
@@ -29,7 +31,10 @@ _NEEDED = {
     "CUPTI_ACTIVITY_KIND_KERNEL": {"start", "end", "correlationId"},
 }
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _NAME_COLUMNS = ("shortName", "demangledName", "mangledName")
+
+_GRAPH = "CUDA graph"
 
 Calls = dict[tuple[int, int], tuple[int, int]]
 
@@ -83,6 +88,11 @@ def _timeline(db: sqlite3.Connection, path: Path) -> Timeline:
             missed += 1
         else:
             ops.append(op)
+    if graphs := sum(op.name == _GRAPH for op in ops):
+        notes.append(
+            f"{graphs} launches of CUDA graphs were recorded whole and count as computation, with what they communicate and copy; "
+            "nsys shows what is in them with --cuda-graph-trace=node"
+        )
     if missed:
         notes.append(f"{missed} operations have no recorded launching call and are left out")
     return Timeline("nsys", "gpu", spans, ops, notes)
@@ -95,7 +105,7 @@ def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
         for n, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
         if "VIRTUAL" not in str(sql)[:20].upper()
     ]
-    wanted = {*_NEEDED, *_COPIES, "StringIds"}
+    wanted = {*_NEEDED, *_COPIES, _GRAPHS, "StringIds"}
     return {n: {str(row[1]) for row in db.execute(f'PRAGMA table_info("{n}")')} for n in names if n in wanted}
 
 
@@ -146,7 +156,7 @@ def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[in
         if kind not in (PUSH_POP, START_END):
             continue
         name = text if isinstance(text, str) and text else strings.get(number, "") if isinstance(number, int) else ""
-        if not name:
+        if not name or _FOREIGN.match(name):
             continue
         begin, tid = _times(path, "NVTX_EVENTS", start, thread)
         until = None if end is None else _times(path, "NVTX_EVENTS", end)[0]
@@ -181,8 +191,11 @@ def _calls(db: sqlite3.Connection, path: Path) -> Calls:
 def _operations(
     db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], calls: Calls, process: int, path: Path
 ) -> Iterator[Op | None]:
-    """Kernels, copies and fills of one process; None for each whose launching call was not recorded."""
-    for table in ("CUPTI_ACTIVITY_KIND_KERNEL", *_COPIES):
+    """Kernels, copies, fills and graphs of one process; None for each whose launching call was not recorded.
+
+    By default nsys records the launch of a CUDA graph whole: its kernels are in no other table.
+    """
+    for table in ("CUPTI_ACTIVITY_KIND_KERNEL", *_COPIES, _GRAPHS):
         columns = tables.get(table, set())
         if not {"start", "end", "correlationId"} <= columns:
             continue
@@ -196,7 +209,8 @@ def _operations(
             if call is None:
                 yield None
                 continue
-            name = strings.get(label, str(label)) if isinstance(label, int) else str(label or table.rsplit("_", 1)[1].lower())
+            unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
+            name = strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed)
             yield Op(call[0], call[1], begin, until, _kind(table, name), name)
 
 

@@ -131,6 +131,31 @@ def test_backward_without_its_ranges_is_unattributed(tmp_path: Path) -> None:
     assert table.coverage.forward == 1
 
 
+def test_a_graph_that_was_recorded_whole_is_busy_where_it_was_launched(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER)")
+        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,200,0)", (2 * MS, 2 * MS + 9, MAIN))
+        db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?,?,200,?)", (16 * MS, 17 * MS, PID))
+    db.close()
+    before, table = read(database(tmp_path / "without.sqlite")), read(path)
+    assert table.busy_ms == pytest.approx(before.busy_ms + 1)
+    assert busy(table)["attention", "forward"] == pytest.approx(busy(before)["attention", "forward"] + 1)
+    assert any("1 launches of CUDA graphs were recorded whole" in n for n in table.notes)
+
+
+@pytest.mark.parametrize("name", ["ncclAllGather", "ncclGroupEnd", "cub::DeviceRadixSort", "nvte_cublas_gemm"])
+def test_a_range_of_a_library_is_no_part_of_the_step(tmp_path: Path, name: str) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE '%.bwd'")
+        db.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,59,?,?,NULL)", (10 * MS, 18 * MS, name, GRAD))
+    db.close()
+    table = read(path)
+    assert busy(table)[UNATTRIBUTED, "backward"] == pytest.approx(4.5)
+    assert table.coverage.backward == 0
+
+
 def test_memory_operations_may_be_absent(tmp_path: Path) -> None:
     table = read(database(tmp_path / "t.sqlite", without="CUPTI_ACTIVITY_KIND_MEMCPY"))
     assert busy(table)["attention", "forward"] == pytest.approx(2)
