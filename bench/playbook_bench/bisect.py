@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
-from playbook_bench import gate
+from playbook_bench import gate, preflight
 from playbook_bench.case import Case
 from playbook_bench.series import Progress
 
@@ -78,7 +78,7 @@ def run(
         LaunchError: git cannot be run, or the good commit fails itself.
     """
     tree = (root or repo_root()).resolve()
-    history, reference = commits(tree, good, bad), _resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
+    history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
 
     def judge(commit: str) -> Judged:
         with gate.worktree(tree, commit) as other:
@@ -143,17 +143,10 @@ def commits(root: Path, good: str, bad: str) -> list[str]:
     Raises:
         ConfigError: one of them is no commit, or `bad` does not follow `good`.
     """
-    first, last = _resolve(root, good), _resolve(root, bad)
+    first, last = gate.resolve(root, good), gate.resolve(root, bad)
     if first == last or _git(root, "merge-base", "--is-ancestor", first, last).returncode:
         raise ConfigError(f"'{bad}' does not follow '{good}'; name the older, good commit first")
     return _git(root, "rev-list", "--reverse", "--first-parent", last, f"^{first}").stdout.split()
-
-
-def _resolve(root: Path, name: str) -> str:
-    sha = "" if name.startswith("-") else _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").stdout.strip()
-    if not sha:
-        raise ConfigError(f"'{name}' is no commit of {root}; name a branch, a tag or a hash")
-    return sha
 
 
 def subject(commit: str, root: Path | None = None) -> str:
@@ -175,6 +168,13 @@ def as_json(found: Found) -> dict[str, Any]:
 
 def _git(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
+        return subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            env=preflight.git_environment(),
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"git cannot be run: {e}") from e

@@ -261,15 +261,11 @@ def worktree(root: Path, reference: str) -> Iterator[Path]:
         ConfigError: the reference is no commit of this repository.
         LaunchError: git cannot make the worktree.
     """
-    if reference.startswith("-"):
-        raise ConfigError(f"'{reference}' is no commit; name a branch, a tag or a hash")
-    found = _git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
-    if found.returncode:
-        raise ConfigError(f"'{reference}' is no commit of {root}; name a branch, a tag or a hash")
+    commit = resolve(root, reference)
     folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
     tree = folder / "tree"
     try:
-        made = _git(root, ["worktree", "add", "--detach", "--quiet", str(tree), found.stdout.strip()])
+        made = _git(root, ["worktree", "add", "--detach", "--quiet", str(tree), commit])
         if made.returncode:
             raise LaunchError(f"git cannot make a worktree of {reference}: {made.stderr.strip()[:500]}")
         yield tree
@@ -278,10 +274,32 @@ def worktree(root: Path, reference: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def resolve(root: Path, reference: str) -> str:
+    """The hash of a commit.
+
+    Raises:
+        ConfigError: the reference is no commit of this repository, or of what a shallow clone has of it.
+    """
+    found = None if reference.startswith("-") else _git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    if found is not None and found.returncode == 0:
+        return found.stdout.strip()
+    shallow = _git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
+    advice = (
+        "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
+    )
+    raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
+
+
 def _git(root: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False, start_new_session=True
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+            env=preflight.git_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise LaunchError(f"git cannot be run: {e}") from e

@@ -52,6 +52,7 @@ _OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
 _QUERY = "name,memory.total,driver_version,power.limit,uuid"
 _PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 _TOOL_TIMEOUT_S = 30
+_OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"})
 
 
 def detect() -> Machine:
@@ -351,11 +352,19 @@ def context() -> dict[str, Any]:
 
 def commit(folder: Path | None = None) -> str | None:
     """The repository's commit, with `+` where files are changed; None outside a repository."""
-    root = folder or repo_root()
-    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"]).strip()
+    root, own = folder or repo_root(), git_environment()
+    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], own).strip()
     if not head:
         return None
-    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]).strip() else "")
+    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], own).strip() else "")
+
+
+def git_environment() -> dict[str, str]:
+    """This process's environment without what git hands to its hooks.
+
+    There, `-C` would not choose the repository, and a new worktree would be written into the index of the commit that is being made.
+    """
+    return {k: v for k, v in os.environ.items() if k not in _OF_A_HOOK}
 
 
 def device_ids(machine: Machine) -> list[str]:
@@ -375,10 +384,10 @@ def _nvidia_smi(arguments: Sequence[str]) -> str:
     return _tool(["nvidia-smi", *arguments]) if shutil.which("nvidia-smi") else ""
 
 
-def _tool(command: Sequence[str]) -> str:
+def _tool(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """What a read-only tool prints, or nothing where it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

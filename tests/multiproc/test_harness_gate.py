@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import ConfigError
-from playbook_bench import gate
+from playbook_bench import bisect, gate, preflight
 from playbook_bench.case import Activation, Case, Delta, Receipt, Rule
 from playbook_bench.launch import LocalLauncher
 
@@ -173,3 +173,29 @@ def test_both_commits_run_in_the_environment_of_the_first_variant(repo, tmp_path
 def test_a_reference_that_is_no_commit(repo, tmp_path, reference):
     with pytest.raises(ConfigError, match="no commit"):
         run(repo, tmp_path, reference)
+
+
+def test_a_worktree_made_inside_a_hook_leaves_the_commit_alone(repo, monkeypatch):
+    """`git commit -a` runs its hooks with GIT_INDEX_FILE: a worktree's files went into the commit in place of the user's."""
+    (repo.root / "added").write_text("x")
+    repo({"n": 1})
+    index = repo.root / ".git" / "index"
+    monkeypatch.setenv("GIT_INDEX_FILE", str(index))
+    monkeypatch.setenv("GIT_DIR", str(repo.root / "elsewhere"))
+    before = index.read_bytes()
+    with gate.worktree(repo.root, "HEAD~1") as tree:
+        assert not (tree / "added").exists()
+        assert len(bisect.commits(repo.root, "HEAD~1", "HEAD")) == 1
+    assert preflight.commit(repo.root) is not None
+    assert index.read_bytes() == before
+
+
+def test_a_shallow_clone_says_that_it_is_one(repo, tmp_path):
+    repo({"n": 1})
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{repo.root}", str(clone)], check=True, capture_output=True)
+    with (
+        pytest.raises(ConfigError, match=r"'HEAD~1' is no commit of .*clone; this clone is shallow.*--unshallow"),
+        gate.worktree(clone, "HEAD~1"),
+    ):
+        pass
