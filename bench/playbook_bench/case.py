@@ -23,6 +23,15 @@ _MAX_REPEATS = 4
 GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
 """Ranges that every run has; finding one proves nothing."""
 
+RANGES = GENERIC_RANGES | {
+    *("vision", "projector", "attention", "router", "dispatch", "experts", "combine"),
+    *("recompute", "offload", "prefetch"),
+}
+"""Every range that the trainer has; `playbook_trainer.nvtx` says what they are. Each has one of the backward pass too, named `attention.bwd`."""
+
+GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "replicate", "shard", "optimizer", "embedding"})
+"""What names of process groups are made of, such as `dp_cp`."""
+
 
 class Rule(Strict):
     """One thing that a run's receipt must show, or must not show.
@@ -274,8 +283,26 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
                     found.append((where, "a rule looks at exactly one of collective, range, counter and kernel"))
                 if rule.kernel is not None and (problem := _pattern_problem(rule.kernel)):
                     found.append(((*where, "kernel"), problem))
+                found += [((*where, key), message) for key, message in _empty(rule)]
                 if kind == "forbid" and rule.count is not None:
                     found.append((where, "a forbidden thing has no count; use require with op and count"))
+    return found
+
+
+def _empty(rule: Rule) -> list[tuple[str, str]]:
+    """What makes a rule hold whatever ran, or look at something else than it says: (key, message) for each."""
+    found = []
+    for key in ("inside", "group", "phase"):
+        if getattr(rule, key) is not None and rule.collective is None:
+            found.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
+    # What a collective is inside of is told without the pass, which has a key of its own.
+    for key, name in (("range", rule.range and rule.range.removesuffix(".bwd")), ("inside", rule.inside)):
+        if name is not None and name not in RANGES:
+            found.append((key, f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"))
+    if rule.group is not None and not set(rule.group.split("_")) <= GROUP_WORDS:
+        found.append(("group", f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"))
+    if rule.op == ">=" and re.fullmatch(r"-[0-9.]+|[0.]+", str(rule.count).strip()):
+        found.append(("count", f"'>= {rule.count}' holds whatever runs; expected at least 1"))
     return found
 
 
@@ -285,6 +312,8 @@ def _pattern_problem(pattern: str) -> str:
         re.compile(pattern)
     except re.error as e:
         return f"'{pattern}' is no regular expression: {e}"
+    if re.search(pattern, ""):
+        return f"'{pattern}' is found in an empty name too, so it tells no kernel from another; write a part of the kernel's name"
     many = re.search(r"\)[*+{]", pattern) or sum(pattern.count(c) for c in "*+{") > _MAX_REPEATS
     return f"'{pattern}' repeats a group, or repeats more than {_MAX_REPEATS} times; write the names themselves" if many else ""
 

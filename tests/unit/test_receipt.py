@@ -1,11 +1,16 @@
 """Activation proof: formulas without eval, and rules that fail closed."""
 
+import re
+
 import pytest
 
 from playbook.errors import ConfigError, FileError
+from playbook.paths import repo_root
 from playbook_bench import receipt
-from playbook_bench.case import Activation, Case, Receipt, Rule, case_problems, load_case
+from playbook_bench.case import GROUP_WORDS, RANGES, Activation, Case, Receipt, Rule, case_problems, load_case
 from playbook_bench.records import CollectiveCount, Observed, Run
+from playbook_trainer.config import ParallelConfig
+from playbook_trainer.parallel.axes import groups
 
 NUMBERS = {"layers": 4.0, "microbatches": 2.0, "ranks": 3.0}
 
@@ -133,6 +138,33 @@ def test_a_pattern_that_is_none_or_may_take_for_ever_is_refused(pattern):
     rules = Activation(baseline=Receipt(require=[Rule(kernel=pattern)]), candidate=Receipt(require=[Rule(kernel="x")]))
     case = Case(id="x", summary="s", trainer="t", metric="fits", profiles={"cpu": {}}, activation=rules)
     assert [where for where, _ in case_problems(case)] == [("activation", "baseline", "require", 0, "kernel")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "key"),
+    [
+        ("require", Rule(collective="all_to_all", count=0, op=">="), "count"),
+        ("require", Rule(collective="all_to_all", count="-1", op=">="), "count"),
+        ("require", Rule(kernel=".*"), "kernel"),
+        ("forbid", Rule(kernel=""), "kernel"),
+        ("forbid", Rule(range="dispach"), "range"),
+        ("forbid", Rule(collective="all_to_all", inside="dispach"), "inside"),
+        ("forbid", Rule(collective="all_to_all", inside="dispatch.bwd"), "inside"),
+        ("forbid", Rule(collective="all_to_all", group="epp"), "group"),
+        ("forbid", Rule(range="dispatch", phase="backward"), "phase"),
+    ],
+)
+def test_a_rule_that_holds_whatever_runs_is_refused(kind, rule, key):
+    activation = Activation(every=Receipt.model_validate({kind: [rule]}))
+    case = Case(id="x", summary="s", trainer="t", metric="fits", profiles={"cpu": {}}, activation=activation)
+    assert [where for where, _ in case_problems(case)] == [("activation", "every", kind, 0, key)]
+
+
+def test_rules_may_speak_of_everything_that_the_trainer_tells():
+    sources = [p.read_text(encoding="utf-8") for p in (repo_root() / "trainer/playbook_trainer").rglob("*.py")]
+    ranges = {name for text in sources for name in re.findall(r'range_\("([a-z_]+)"', text)}
+    assert {"prefetch", "attention", "experts"} <= ranges <= RANGES
+    assert {word for name in groups(1, ParallelConfig()) for word in name.split("_")} <= GROUP_WORDS
 
 
 def test_one_bad_launch_spoils_the_line():
