@@ -111,10 +111,10 @@ def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Itera
     """Each claim of a card with where it stands, followed by its mechanism check."""
     for claim in card.claims:
         shared = {"card": card.id, "kind": claim.kind}
-        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim.id, found), "statement": claim.statement}
+        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, found), "statement": claim.statement}
         check = claim.mechanism_check
         if check:
-            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check.id, found), "statement": check.statement}
+            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, found), "statement": check.statement}
 
 
 @cards_app.command("show")
@@ -128,7 +128,7 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
         raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}")
     card = cards[card_id]
     found = latest()
-    status = {i: status_of(i, found) for c in card.claims for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
+    status = {i.id: status_of(i, found) for c in card.claims for i in (c, c.mechanism_check) if i}
     if as_json:
         print_json({**card.model_dump(mode="json"), "status": status})
     else:

@@ -12,6 +12,7 @@ from playbook.cli_text import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
+    from playbook.cards import Claim, MechanismCheck
     from playbook_bench.records import Evidence
 
 ALTERED = "altered"
@@ -31,7 +32,8 @@ def evidence_list(
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     found = store.records_with_seal(_folders(results))
-    rows = [_row(path, e) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
+    claims = _claims()
+    rows = [_row(path, e, claims.get(_key(e))) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -42,7 +44,7 @@ def evidence_show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
 ) -> None:
     """Show one record: what was claimed, what was found, what it rests on."""
-    from playbook_bench import preflight, report, store
+    from playbook_bench import report, store
     from playbook_bench.confirm import Outcome
 
     evidence, sealed = store.load_with_seal(file)
@@ -59,7 +61,7 @@ def evidence_show(
     report.print_outcome(Outcome(evidence, file), out)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := store.staleness(evidence, preflight.performance_revision()):
+    if stale := _stale(evidence, _claims().get(_key(evidence))):
         say(f"stale    {', '.join(stale)}")
     say(f"repeat   {evidence.command}")
 
@@ -79,11 +81,11 @@ def latest() -> dict[str, tuple[Path, Evidence]]:
     return store.newest(_folders(None))
 
 
-def status_of(claim: str, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
+def status_of(claim: Claim | MechanismCheck, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
     """Where a claim stands, by its newest evidence."""
-    if claim not in found:
+    if claim.id not in found:
         return {"status": "untested", "sentence": None, "evidence": None, "stale": []}
-    row = _row(*found[claim])
+    row = _row(*found[claim.id], claim)
     if row["stale"]:
         row["sentence"] += f"; stale: {', '.join(row['stale'])}"
     return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path", "stale")}
@@ -94,9 +96,30 @@ def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "status": f"{row['status']}, stale"} if row.get("stale") else dict(row)
 
 
-def _row(path: Path, evidence: Evidence) -> dict[str, Any]:
+def _claims() -> dict[tuple[str, str], Claim | MechanismCheck]:
+    """The claims and mechanism checks of today's cards, by card and id."""
+    from playbook.validate import load_all
+
+    every = ((card.id, c) for card in load_all().values() for claim in card.claims for c in (claim, claim.mechanism_check))
+    return {(card, c.id): c for card, c in every if c is not None}
+
+
+def _key(evidence: Evidence) -> tuple[str, str]:
+    """Card and id of the claim that was tested; of no claim where a case was run alone."""
+    claim = evidence.measured.claim
+    return (claim.card, claim.id) if claim else ("", "")
+
+
+def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None) -> list[str]:
+    """Why a verdict no longer speaks for the present; `claim` is the one that it settled, as it stands today."""
     from playbook_bench import preflight, store
 
+    then = evidence.measured.claim
+    same = claim is None or then is None or all(getattr(then, k) == getattr(claim, k) for k in ("metric", "expect", "comparison"))
+    return [*([] if same else ["the claim has changed since"]), *store.staleness(evidence, preflight.performance_revision())]
+
+
+def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
     measured, verdict = evidence.measured, evidence.derived.verdict
     return {
         "evidence": evidence.evidence_id,
@@ -104,7 +127,7 @@ def _row(path: Path, evidence: Evidence) -> dict[str, Any]:
         "card": measured.claim.card if measured.claim else None,
         "case": measured.case.id if measured.case else None,
         "status": verdict.status,
-        "stale": store.staleness(evidence, preflight.performance_revision()),
+        "stale": _stale(evidence, claim),
         "sentence": verdict.sentence,
         "machine": measured.machine.name,
         "created": evidence.created,

@@ -215,3 +215,19 @@ def test_every_command_is_in_the_readme():
     readme = (repo_root() / "README.md").read_text(encoding="utf-8")
     for command in commands(typer.main.get_command(cli.app), "playbook"):
         assert command.name.split()[-1] in readme, command.name
+
+
+def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, monkeypatch):
+    """As the site and the MCP server say it: a verdict on "at most 5 %" says nothing of "at most 1 %"."""
+    from playbook import validate
+
+    cards = validate.load_all()
+    card = cards["moe-dispatcher-choice"]
+    claims = [c.model_copy(update={"expect": c.expect.model_copy(update={"op": ">="})}) if c.id == "W9" else c for c in card.claims]
+    monkeypatch.setattr(validate, "load_all", lambda: cards | {card.id: card.model_copy(update={"claims": claims})})
+    _, out, _ = run(capsys, "cards", "list", "--claims", "--json")
+    stale = {row["id"]: row["stale"] for row in json.loads(out)}
+    assert "the claim has changed since" in stale["W9"]
+    assert "the claim has changed since" not in stale["W9.m"]
+    _, out, _ = run(capsys, "evidence", "list", "--json")
+    assert {row["claim"] for row in json.loads(out) if "the claim has changed since" in row["stale"]} == {"W9"}
