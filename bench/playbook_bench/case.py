@@ -217,6 +217,7 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     if not case.profiles:
         found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
     found += _variant_problems(case)
+    found += _names_problems(case)
     delta = case.delta
     if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
         found.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
@@ -254,6 +255,21 @@ def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     found += [
         ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
     ]
+    return found
+
+
+def _names_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Profiles and variants that a part of the case speaks of and the case has not: what is said of them would be passed over."""
+    own = case.variant_profiles
+    found: list[tuple[tuple[str | int, ...], str]] = [
+        (("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, case.profiles)}")
+        for name in own
+        if name not in case.profiles
+    ]
+    places: list[tuple[tuple[str | int, ...], str]] = [(("variant_profiles", p), v) for p, variants in own.items() for v in variants]
+    places += [(("delta", "environment"), v) for v in case.delta.environment]
+    expected = " or ".join(case.variants)
+    found += [((*where, v), f"variant '{v}' is not known; expected {expected}") for where, v in places if v not in case.variants]
     return found
 
 

@@ -203,3 +203,21 @@ def test_a_case_without_proof_is_invalid(tmp_path, baseline, message):
     with pytest.raises(FileError, match=message) as e:
         load_case(path)
     assert all(f.line > 1 for f in e.value.findings)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "delta: {environment: {candidte: {NCCL_ALGO: Ring}}, reason: r}",
+            "variant 'candidte' is not known; expected baseline or candidate",
+        ),
+        ("variant_profiles: {cpu: {candidte: {train.steps: 9}}}", "variant 'candidte' is not known"),
+        ("variant_profiles: {cpuu: {candidate: {train.steps: 9}}}", "profile 'cpuu' is not among profiles; did you mean 'cpu'"),
+    ],
+)
+def test_what_is_said_of_no_variant_is_not_passed_over(tmp_path, more, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(CASE.replace("BASELINE", "{require: [{collective: all_to_all}]}") + more + "\n")
+    with pytest.raises(FileError, match=message):
+        load_case(path)
