@@ -75,10 +75,12 @@ def run(
 
     Raises:
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
-        LaunchError: git cannot be run, or the good commit fails itself.
+        LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
     tree = (root or repo_root()).resolve()
     history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
+
+    done: list[Judged] = []
 
     def judge(commit: str) -> Judged:
         with gate.worktree(tree, commit) as other:
@@ -94,7 +96,14 @@ def run(
                 root=other,
                 seed=seed,
             )
-        return Judged(commit, trouble_of(found), found.sentence)
+        try:
+            trouble = trouble_of(found)
+        except LaunchError:
+            if not done:
+                raise
+            trouble = UNKNOWN  # the good commit has run before, so this is chance, and hours of judgements must not be lost to it
+        done.append(Judged(commit, trouble, found.sentence))
+        return done[-1]
 
     return search(history, judge, told)
 

@@ -65,6 +65,29 @@ def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None
         run(repo, tmp_path, "HEAD~1")
 
 
+def test_a_good_commit_that_fails_once_by_chance_costs_that_judgement_alone(
+    repo: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repo({"n": 1})
+    repo({"fault": "crash"})
+    repo({"fault": "crash", "n": 2})
+    history = bisect.commits(repo.root, "HEAD~3", "HEAD")
+    real, calls = gate.run, []
+
+    def unlucky(*words: Any, **options: Any) -> gate.GateResult:
+        found = real(*words, **options)
+        calls.append(found)
+        broken = found.runs[0].model_copy(update={"variant": "baseline", "outcome": "crash"})
+        return dataclasses.replace(found, status="error", runs=[broken]) if len(calls) == 2 else found
+
+    monkeypatch.setattr(gate, "run", unlucky)
+    found = run(repo, tmp_path, "HEAD~3")
+    assert [j.trouble for j in found.judged].count(bisect.UNKNOWN) == 1
+    assert history[1] in found.suspects
+
+
 @pytest.mark.parametrize(
     ("good", "bad", "says"), [("HEAD", "HEAD~1", "does not follow"), ("HEAD", "HEAD", "does not follow"), ("-x", "HEAD", "no commit")]
 )
