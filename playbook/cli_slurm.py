@@ -360,6 +360,10 @@ def _follow(job: str, folder: Path, request: Request) -> int:
     log, result = folder / f"{job}_0_log.out", folder / _RESULT
     out = sys.stderr if request.as_json else sys.stdout
     shown, state, gone = 0, "", 0
+    if not result.exists():
+        from playbook_bench.slurm import require_tools
+
+        require_tools("squeue")
     try:
         while not result.exists():
             shown = _echo(log, shown, out)

@@ -163,6 +163,15 @@ def test_a_mistake_is_one_message_and_nothing_stays_behind(capsys, elsewhere, wo
     assert list(elsewhere.iterdir()) == []
 
 
+def test_waiting_for_a_job_where_there_is_no_slurm_is_one_line(capsys, elsewhere):
+    folder = elsewhere / ".playbook/results/jobs/confirm-1"
+    folder.mkdir(parents=True)
+    (folder / "7_submission.sh").touch()
+    code, out, err = run(capsys, "confirm", "--launcher", "slurm", "--job", "7")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: Slurm's squeue is not on PATH")
+
+
 def test_a_missing_submitit_is_one_line(capsys, elsewhere, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     code, out, err = run(capsys, *W9, "--print")
