@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -27,6 +28,8 @@ DEFAULT_RESULTS = Path(".playbook/results")
 EXPIRY_DAYS = 180
 FIGURE_TOLERANCE = 1e-9
 MAX_BYTES = 64_000_000
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What link(2) says on FAT, and on file systems in user space such as those before object stores."""
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
@@ -92,7 +95,7 @@ def write_once(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _write_through(temporary, text)
-            os.link(temporary, path)
+            _give_name(temporary, path)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -101,6 +104,18 @@ def write_once(path: Path, text: str) -> None:
         raise StoreError(f"{path} exists; a record is written once and never replaced") from e
     except OSError as e:
         raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+
+
+def _give_name(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, which no other has; where the file system has no hard links, by renaming it."""
+    try:
+        os.link(temporary, path)
+    except OSError as e:
+        if e.errno not in _NO_HARD_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(path) from e
+        temporary.rename(path)
 
 
 def replace(path: Path, text: str) -> None:

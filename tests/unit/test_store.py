@@ -78,6 +78,20 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, call):
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_loses_no_verdict(tmp_path, monkeypatch, number):
+    def none(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", none)
+    evidence = record()
+    path = store.write(evidence, tmp_path)
+    assert store.load(path) == evidence
+    assert not list(tmp_path.rglob("*.tmp"))
+    with pytest.raises(StoreError, match="never replaced"):
+        store.write(evidence, tmp_path)
+
+
 def limited(tmp_path, prepare):
     code = f"{prepare}\nimport sys; sys.path[:0] = {[*sys.path, str(Path(__file__).parent)]!r}\n" + (
         "from pathlib import Path\nimport test_store as t\n"
