@@ -44,9 +44,9 @@ def trainer_path(case: Case) -> Path:
         raise ConfigError(f"case '{case.id}': 'trainer' is missing; name a file in {_CONFIG_PREFIX}")
     root = data_root("configs").resolve()
     inside = case.trainer.removeprefix(_CONFIG_PREFIX)
-    path = (root / inside).resolve()
-    if inside == case.trainer or not path.is_relative_to(root):
-        raise ConfigError(f"case '{case.id}': trainer '{case.trainer}' is not a path below {_CONFIG_PREFIX}")
+    path = (root / inside.replace("\0", "")).resolve()
+    if inside == case.trainer or "\0" in inside or not path.is_relative_to(root):
+        raise ConfigError(f"case '{case.id}': trainer {case.trainer!r} is not a path below {_CONFIG_PREFIX}")
     if not path.is_file():
         have = [_CONFIG_PREFIX + str(p.relative_to(root)) for p in root.glob("*.yaml")]
         raise ConfigError(f"case '{case.id}': trainer '{case.trainer}' does not exist{did_you_mean(case.trainer, have)}")

@@ -264,7 +264,8 @@ def test_variants_differ_in_what_is_declared_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "trainer", ["../../etc/passwd", "trainer/configs/../../pyproject.toml", "/etc/passwd", "trainer/configs/none.yaml"]
+    "trainer",
+    ["../../etc/passwd", "trainer/configs/../../pyproject.toml", "/etc/passwd", "trainer/configs/none.yaml", "trainer/configs/\0"],
 )
 def test_a_case_reads_no_file_outside_the_configurations(trainer):
     with pytest.raises(ConfigError):
