@@ -25,7 +25,7 @@ def pairs_of(runs: Sequence[Run]) -> list[Pair]:
     for run in runs:
         if run.role == "measure" and run.pair is not None:
             found.setdefault(run.pair, {})[run.variant] = run
-    return [(p["baseline"], p["candidate"]) for _, p in sorted(found.items()) if len(p) == 2]
+    return [(p["baseline"], p["candidate"]) for _, p in sorted(found.items()) if p.keys() == {"baseline", "candidate"}]
 
 
 def aa_differences(runs: Sequence[Run], metric: Metric) -> list[float]:

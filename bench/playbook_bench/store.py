@@ -208,16 +208,24 @@ def replay(path: Path) -> tuple[bool, list[str]]:
     """Derive verdict and figures again from what was measured; (same, what differs).
 
     Raises:
-        StoreError: the file cannot be read or is no evidence record.
-        ConfigError: the record cannot be judged at all.
+        StoreError: the file cannot be read, is no evidence record, or its runs cannot be judged.
+        ConfigError: as `verdict.derive`.
     """
     evidence, sealed = load_with_seal(path)
     differences = []
     if not sealed:
         differences.append("sha256: the content is not the one that was sealed")
-    again = verdict.derive(evidence.measured)
+    again = _derive(path, evidence.measured)
     differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
     return not differences, differences
+
+
+def _derive(path: Path, measured: Measured) -> Derived:
+    """What follows from a record that may come from anybody: figures that no run gives, such as negative tokens, are one message."""
+    try:
+        return verdict.derive(measured)
+    except (ValueError, ArithmeticError, LookupError) as e:
+        raise StoreError(f"{path} holds runs that cannot be judged: {e}; expected them as the harness wrote them") from e
 
 
 def _differences(a: Any, b: Any, where: str) -> list[str]:
@@ -239,7 +247,7 @@ def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path | None:
     evidence, sealed = load_with_seal(path)
     if not sealed:
         raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
-    again = verdict.derive(evidence.measured)
+    again = _derive(path, evidence.measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
     return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
@@ -337,13 +345,18 @@ def staleness(
     if revision is not None and run.performance_revision not in (None, revision):
         reasons.append(f"performance revision {run.performance_revision} -> {revision}")
     for name, now in (packages or {}).items():
-        then = strict.get("packages", {}).get(name)
-        if then is not None and _minor(then) != _minor(now):
+        then = _part(strict, "packages").get(name)
+        if then is not None and _minor(str(then)) != _minor(now):
             reasons.append(f"{name} {then} -> {now}")
-    then_driver = strict.get("machine", {}).get("driver")
+    then_driver = _part(strict, "machine").get("driver")
     if driver is not None and then_driver not in (None, driver):
         reasons.append(f"driver {then_driver} -> {driver}")
     return reasons
+
+
+def _part(strict: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = strict.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _minor(version: str) -> tuple[str, ...]:

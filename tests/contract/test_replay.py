@@ -214,3 +214,39 @@ def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
     assert logic.run(case)[0]
     monkeypatch.setattr(invariants.verdict, "pair_gates", lambda *a, **k: [])
     assert not logic.run(case)[0]
+
+
+def changed(tmp_path, change):
+    """The file of a record with matched runs whose measurements were changed."""
+    data = next(
+        d for d in (json.loads(p.read_text(encoding="utf-8")) for p in RECORDS) if d["measured"]["aa"] and d["derived"]["comparison"]
+    )
+    change(data["measured"])
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: [r.update(ranks=0) for r in m["runs"]],
+        lambda m: [s.update(useful_tokens=-1) for r in m["aa"]["runs"] for s in r["samples"]],
+    ],
+)
+def test_a_record_with_figures_that_no_run_gives_is_one_message(tmp_path, change):
+    with pytest.raises(StoreError, match="runs that cannot be judged"):
+        store.replay(changed(tmp_path, change))
+
+
+def test_a_record_with_runs_of_no_variant_differs(tmp_path):
+    path = changed(tmp_path, lambda m: [r.update(variant="another") for r in m["runs"] if r["variant"] == "candidate"])
+    assert not store.replay(path)[0]
+
+
+def test_the_age_of_a_record_is_told_whatever_its_environment_holds(tmp_path):
+    data = next(d for d in (json.loads(p.read_text(encoding="utf-8")) for p in RECORDS) if d["measured"]["runs"])
+    data["measured"]["strict"] = {key: {"machine": "a string", "packages": 1} for key in data["measured"]["strict"]}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert store.staleness(store.load(path), packages={"torch": "2"}, driver="1", today="2000-01-01") == []
