@@ -68,9 +68,19 @@ class _TwoTrees:
     def run(self, spec: Spec, on_step: Any = None) -> Result:
         """Run it with the variant's sources first on the path."""
         variant = "baseline" if "-baseline-" in spec.folder.name else "candidate"
-        tree = self.trees[variant]
-        path = os.pathsep.join(str(tree / part) for part in (".", "bench", "trainer"))
+        path = os.pathsep.join([*_sources(self.trees[variant]), *self._others()])
         return self.inner.run(replace(spec, environment={**spec.environment, "PYTHONPATH": path}), on_step)
+
+    def _others(self) -> list[str]:
+        """What else is on this process's path, such as a checkout of megatron-core; not the sources of either tree, or of the one that runs this."""
+        ours = {path for tree in (*self.trees.values(), repo_root()) for path in _sources(tree)}
+        given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        return [p for p in given if p not in ours]
+
+
+def _sources(tree: Path) -> list[str]:
+    """Where a tree's packages lie."""
+    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
 
 
 def run(

@@ -1,6 +1,7 @@
 """The regression gate on two commits of a small repository: pass, regression, and everything else is an error."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -167,6 +168,23 @@ def test_both_commits_run_in_the_environment_of_the_first_variant(repo, tmp_path
     declared = case("dispatch_bytes_per_token_layer").model_copy(update={"delta": delta})
     found = gate.run(declared, "HEAD", profile="cpu", results=tmp_path / "results", command=FAKE, root=repo.root)
     assert (found.status, seen) == ("pass", ["Ring", "Ring"]), found.sentence
+
+
+def test_packages_that_come_by_pythonpath_are_there_for_both_commits(repo, tmp_path, monkeypatch):
+    """As in a timed run: a checkout of megatron-core is often found in no other way."""
+    seen = []
+
+    class Watched(LocalLauncher):
+        def run(self, spec, on_step=None):
+            seen.append(spec.environment["PYTHONPATH"].split(os.pathsep))
+            return super().run(spec, on_step)
+
+    monkeypatch.setattr(gate, "LocalLauncher", Watched)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "megatron"), str(repo.root / "bench")]))
+    found = run(repo, tmp_path, "HEAD", metric="dispatch_bytes_per_token_layer")
+    assert found.status == "pass", found.sentence
+    assert [paths[3:] for paths in seen] == [[str(tmp_path / "megatron")]] * 2
+    assert {Path(paths[0]).resolve() == repo.root for paths in seen} == {True, False}
 
 
 @pytest.mark.parametrize("reference", ["no-such-branch", "--upload-pack=x", ""])
