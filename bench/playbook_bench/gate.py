@@ -288,11 +288,13 @@ def resolve(root: Path, reference: str) -> str:
     """The hash of a commit.
 
     Raises:
-        ConfigError: the reference is no commit of this repository, or of what a shallow clone has of it.
+        ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
     """
     found = None if reference.startswith("-") else _git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
     if found is not None and found.returncode == 0:
         return found.stdout.strip()
+    if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
+        raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
     shallow = _git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
     advice = (
         "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"

@@ -217,3 +217,9 @@ def test_a_shallow_clone_says_that_it_is_one(repo, tmp_path):
         gate.worktree(clone, "HEAD~1"),
     ):
         pass
+
+
+def test_a_repository_that_git_will_not_read_says_why(repo, monkeypatch):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(ConfigError, match=r"git cannot read .*repo: fatal: detected dubious ownership.*safe\.directory"):
+        gate.resolve(repo.root, "HEAD")
