@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 from playbook import layout_rules
@@ -56,13 +57,7 @@ def check(
     if cp > 1 and seq_len % (2 * cp):
         broken.append(f"seq_len {seq_len} is not a multiple of 2 x cp = {2 * cp} (each rank takes two chunks); change data.seq_len")
     if not gpus % (tp * pp * cp):
-        dp = gpus // (tp * pp * cp)
-        rows = micro_batch_size * dp
-        if global_batch_size % rows:
-            broken.append(
-                f"global batch {global_batch_size} is not a multiple of micro batch {micro_batch_size} x dp {dp} = {rows};"
-                f" set train.global_batch_size to a multiple of {rows}"
-            )
+        broken += _batch(global_batch_size, micro_batch_size, gpus // (tp * pp * cp), pp, vpp)
     if options is None:
         return broken
     return broken + layout_rules.broken(
@@ -96,6 +91,27 @@ def _chunks(layers: int, pp: int, vpp: int, uneven: bool) -> list[str]:
     return broken
 
 
+def _batch(global_batch_size: int, micro_batch_size: int, dp: int, pp: int, vpp: int) -> list[str]:
+    """A step has whole micro-batches, and the interleaved schedule takes them in groups of pp.
+
+    Source: Megatron-LM, `megatron/core/num_microbatches_calculator.py` and `megatron/core/pipeline_parallel/schedules.py`
+    (`forward_backward_pipelining_with_interleaving`).
+    """
+    rows = micro_batch_size * dp
+    if global_batch_size % rows:
+        return [
+            f"global batch {global_batch_size} is not a multiple of micro batch {micro_batch_size} x dp {dp} = {rows};"
+            f" set train.global_batch_size to a multiple of {rows}"
+        ]
+    microbatches = global_batch_size // rows
+    if vpp > 1 and microbatches % pp:
+        return [
+            f"vpp {vpp} needs micro-batches in a multiple of pp {pp}, and a step has {microbatches};"
+            f" change train.global_batch_size or set parallel.vpp: 1"
+        ]
+    return []
+
+
 def _experts(experts: int, ep: int) -> list[str]:
     """EP shards experts. Source: Megatron-LM, `megatron/core/transformer/moe/moe_layer.py`."""
     if ep > 1 and not experts:
@@ -120,8 +136,8 @@ def grid(*, gpus: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: 
 
 
 def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> int:
-    """The fewest GPUs that hold one copy: `pp x max(tp x cp, ep x etp)`, where one of the two products divides the other."""
-    return pp * max(tp * cp, ep * etp)
+    """The fewest GPUs that hold one copy: `pp x max(tp x cp, ep x etp)` where one product divides the other, else what both divide."""
+    return pp * lcm(tp * cp, ep * etp)
 
 
 def cp_for(seq_len: int) -> int:

@@ -75,7 +75,8 @@ def _candidate(plan: Plan, size: int, degrees: tuple[int, ...]) -> _Candidate:
     tp, cp, pp, *_, vpp = degrees
     distance = sum(_apart(getattr(plan, k), v) for k, v in zip(DEGREES, degrees, strict=True))
     distance += _apart(plan.gpus, size) + OTHER_GPUS if size != plan.gpus else 0
-    uneven, batch, rows = plan.options.uneven, plan.gbs, plan.mbs * (size // (tp * cp * pp))
+    # The interleaved schedule takes micro-batches in groups of pp.
+    uneven, batch, rows = plan.options.uneven, plan.gbs, plan.mbs * (size // (tp * cp * pp)) * (pp if vpp > 1 else 1)
     if plan.shape.layers % (pp * vpp) and not uneven:
         uneven, distance = True, distance + UNEVEN
     if batch % rows:

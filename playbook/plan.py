@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,6 +11,9 @@ from playbook import layout
 from playbook.errors import ConfigError
 from playbook.layout_rules import Options
 from playbook.shapes import MODELS, Shape
+
+_DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
+"""Plain decimals: the page's script, Python and C disagree about what else is a number."""
 
 LARGEST = 1 << 30
 """No degree, length or count above this is taken from outside."""
@@ -145,10 +149,7 @@ def _number(key: str, text: str) -> int:
 
 
 def _ratio(text: str) -> float:
-    try:
-        value = float(text[:40])
-    except ValueError:
-        value = 0.0
+    value = float(text) if _DECIMAL.match(text) else 0.0
     if not 1 <= value <= 1000:
         raise ConfigError(f"imbalance is '{text[:40]}'; expected a ratio from 1 to 1000")
     return value

@@ -61,7 +61,7 @@ var PlaybookLayout = (function () {
   }
 
   function ratio(text) {
-    const value = text.trim() === "" ? 0 : Number(text);
+    const value = /^(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}$/.test(text) ? Number(text) : 0;
     if (!(value >= 1 && value <= 1000)) throw new Error(`imbalance is '${text.slice(0, 40)}'; expected a ratio from 1 to 1000`);
     return value;
   }
@@ -73,7 +73,9 @@ var PlaybookLayout = (function () {
   const globalBatch = (p) => p.gbs || p.mbs * Math.max(dp(p), 1) * p.pp;
   const microbatches = (p) => Math.max(1, floorDiv(globalBatch(p), p.mbs * Math.max(dp(p), 1)));
   const sequenceParallel = (p) => p.tp > 1 && p.options.sp !== false;
-  const minGpus = (p) => p.pp * Math.max(p.tp * p.cp, p.ep * p.etp);
+  const gcd = (a, b) => b ? gcd(b, a % b) : a;
+  const lcm = (a, b) => a / gcd(a, b) * b;
+  const minGpus = (p) => p.pp * lcm(p.tp * p.cp, p.ep * p.etp);
 
   // --- rules on degrees: playbook/layout.py ----------------------------------------------------------------------------------------
 
@@ -88,6 +90,9 @@ var PlaybookLayout = (function () {
       if (globalBatch(p) % rows)
         found.push(`global batch ${globalBatch(p)} is not a multiple of micro batch ${p.mbs} x dp ${dp(p)} = ${rows};` +
           ` set train.global_batch_size to a multiple of ${rows}`);
+      else if (p.vpp > 1 && microbatches(p) % p.pp)
+        found.push(`vpp ${p.vpp} needs micro-batches in a multiple of pp ${p.pp}, and a step has ${microbatches(p)};` +
+          " change train.global_batch_size or set parallel.vpp: 1");
     }
     return [...found, ...RULES.flatMap((rule) => rule(p, p.options, tables))];
   }
@@ -269,7 +274,6 @@ var PlaybookLayout = (function () {
   const round9 = (x) => Math.round(x * 1e9) / 1e9;
   const apart = (a, b) => round9(Math.abs(Math.log2(a) - Math.log2(b)));
   const powers = (most) => range(0, Math.floor(Math.log2(most))).map((i) => 2 ** i);
-  const gcd = (a, b) => b ? gcd(b, a % b) : a;
 
   function halfEven(x) {
     const low = Math.floor(x), rest = x - low;
@@ -292,12 +296,12 @@ var PlaybookLayout = (function () {
   }
 
   function sizes(tables, p) {
-    const one = p.tp * p.cp * p.pp, other = p.etp * p.ep * p.pp, unit = one / gcd(one, other) * other, below = floorDiv(p.gpus, unit) * unit;
+    const one = p.tp * p.cp * p.pp, other = p.etp * p.ep * p.pp, unit = lcm(one, other), below = floorDiv(p.gpus, unit) * unit;
     return [...new Set([p.gpus, below, below + unit])].filter((n) => 0 < n && n <= tables.largest).sort((a, b) => a - b);
   }
 
   function candidate(tables, p, gpus, degrees) {
-    const rows = p.mbs * floorDiv(gpus, degrees.tp * degrees.cp * degrees.pp);
+    const rows = p.mbs * floorDiv(gpus, degrees.tp * degrees.cp * degrees.pp) * (degrees.vpp > 1 ? degrees.pp : 1);
     let distance = DEGREES.reduce((sum, k) => sum + apart(p[k], degrees[k]), 0), uneven = p.options.uneven, gbs = p.gbs;
     if (gpus !== p.gpus) distance += apart(p.gpus, gpus) + tables.nearest.other_gpus;
     if (p.shape.layers % (degrees.pp * degrees.vpp) && !uneven) {

@@ -154,6 +154,7 @@ def compare_memory(case: dict[str, Any], plan: Plan, js: dict[str, Any]) -> None
         ("qwen3_8b", "grad_bytes=3"),
         ("qwen3_8b", "loss=x"),
         ("qwen3_8b", "imbalance=0"),
+        ("qwen3_8b", "imbalance=0x10"),
         ("qwen3_8b", "uneven=maybe"),
         ("qwen3_8b", "layers=1001"),
         ("gpt_9", "tp=1"),

@@ -32,6 +32,7 @@ def test_a_plain_layout_breaks_no_rule():
         ({"gpus": 3, "ep": 3}, "8 experts do not divide over ep 3"),
         ({"gpus": 2, "ep": 2, "experts": 0}, "ep 2 on a model without experts"),
         ({"gpus": 2, "cp": 2, "seq_len": 254}, "seq_len 254 is not a multiple of 2 x cp = 4"),
+        ({"gpus": 2, "pp": 2, "vpp": 2, "global_batch_size": 3}, "micro-batches in a multiple of pp 2, and a step has 3"),
         ({"gpus": 8, "global_batch_size": 12}, "global batch 12 is not a multiple of micro batch 1 x dp 8 = 8"),
     ],
 )
@@ -47,6 +48,12 @@ def test_min_gpus_is_the_smallest_grid_of_powers_of_two(tp, pp, cp, ep, etp, cop
     least = layout.min_gpus(**degrees)
     assert layout.grid(gpus=least * copies, **degrees) == []
     assert all(layout.grid(gpus=n, **degrees) for n in range(1, least))
+
+
+def test_products_that_do_not_divide_one_another_need_a_grid_that_both_divide():
+    assert layout.min_gpus(cp=6, ep=4, pp=2) == 24
+    assert layout.grid(gpus=24, cp=6, ep=4, pp=2) == []
+    assert all(layout.grid(gpus=n, cp=6, ep=4, pp=2) for n in range(1, 24))
 
 
 def test_layouts_without_findings_are_those_whose_two_grids_use_every_gpu_once():

@@ -25,6 +25,7 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=2 pp=2 vpp=2 overlap_p2p=false", "on pp 2 needs overlap_p2p", "gpus=2 pp=2 vpp=2"),
     ("deepseek_v3", "gpus=64 pp=64 uneven=true", "do not fill", "gpus=32 pp=32 uneven=true"),
     ("deepseek_v3", "gpus=8 pp=8", "do not divide into pp 8", "gpus=8 pp=8 uneven=true"),
+    ("qwen3_30b_a3b", "gpus=4 pp=4 vpp=2 gbs=5", "multiple of pp 4, and a step has 5", "gpus=4 pp=4 vpp=2 gbs=4"),
     ("qwen3_30b_a3b", "gpus=8 dispatcher=hybridep", "needs etp x ep > 1", "gpus=8 ep=2 dispatcher=hybridep"),
     ("qwen3_30b_a3b", "gpus=8 ep=2 dispatcher=deepep capacity=true", "excludes padding", "gpus=8 ep=2 dispatcher=deepep"),
     ("llama3_8b", "gpus=8 dispatcher=alltoall", "without experts", "gpus=8"),
@@ -97,6 +98,9 @@ def test_a_degree_below_one_is_a_broken_rule_and_no_traceback(key):
         ("qwen3_30b_a3b", ["loss=mse"], "te, native"),
         ("qwen3_30b_a3b", ["moment_bytes=3"], "1, 2, 4"),
         ("qwen3_30b_a3b", ["imbalance=nan"], "ratio"),
+        ("qwen3_30b_a3b", ["imbalance=1_0"], "ratio"),
+        ("qwen3_30b_a3b", ["imbalance=\uff12"], "ratio"),
+        ("qwen3_30b_a3b", ["imbalance=."], "ratio"),
         ("qwen3_30b_a3b", ["cp_sizes=2,x"], "whole number"),
     ],
 )
@@ -145,6 +149,8 @@ def test_nearest_layouts_are_legal_ordered_and_differ_by_what_they_say(gpus, tp,
 def test_the_nearest_to_one_wrong_degree_changes_that_degree():
     plan = parse("qwen3_30b_a3b", ["gpus=64", "tp=2", "ep=6"])
     assert all(set(n.changes) <= {"ep", "gpus"} for n in nearest(plan, 2))
+    batch = parse("qwen3_30b_a3b", ["gpus=8", "pp=4", "vpp=2", "gbs=26"])
+    assert nearest(batch, 1)[0].changes == {"gbs": 24}
     uneven = parse("deepseek_v3", ["gpus=256", "tp=1", "cp=32", "ep=32", "pp=8", "vpp=4"])
     assert nearest(uneven, 1)[0].changes == {"uneven": True}
 

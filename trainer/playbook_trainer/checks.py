@@ -58,13 +58,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         problems.append(
             f"a shared-expert width of {model.shared_expert_ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it"
         )
-    return (
-        problems
-        + replica_problems(config, world)
-        + token_problems(config)
-        + interleaving_problems(config, world)
-        + context_problems(config)
-    )
+    return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
 
 
 def replica_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -104,18 +98,6 @@ def token_problems(config: TrainerConfig) -> list[str]:
     if reasons and not config.data.pad:
         problems.append(f"{reasons[0]} needs rows of one length: set data.pad: true")
     return problems
-
-
-def interleaving_problems(config: TrainerConfig, world: int) -> list[str]:
-    """The interleaved schedule takes micro-batches in groups of pp. Source: Megatron-LM, arXiv 2104.04473, section 2.2."""
-    par, train = config.parallel, config.train
-    microbatches = train.global_batch_size * par.tp * par.pp * par.cp // (train.micro_batch_size * world)
-    if par.vpp == 1 or not microbatches % par.pp:
-        return []
-    return [
-        f"vpp {par.vpp} needs micro-batches in a multiple of pp {par.pp}, and a step has {microbatches}; "
-        "change train.global_batch_size or set parallel.vpp: 1"
-    ]
 
 
 def context_problems(config: TrainerConfig) -> list[str]:

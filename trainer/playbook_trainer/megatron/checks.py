@@ -109,7 +109,7 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
         tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
     )  # fmt: skip
-    return [_renamed(p) for p in problems] + vocabulary_problems(config) + _pipeline_problems(config, world)
+    return [_renamed(p) for p in problems] + vocabulary_problems(config) + _pipeline_problems(config)
 
 
 def vocabulary_problems(config: TrainerConfig) -> list[str]:
@@ -128,8 +128,8 @@ def _renamed(sentence: str) -> str:
     return re.sub(r"\b(?<!\.)(\w+)=(\w+)", key, sentence)
 
 
-def _pipeline_problems(config: TrainerConfig, world: int) -> list[str]:
-    par, train, problems = config.parallel, config.train, []
+def _pipeline_problems(config: TrainerConfig) -> list[str]:
+    par, problems = config.parallel, []
     chunks = par.pp * par.vpp
     if par.pipeline_layout is not None:
         given, layers = par.pipeline_layout, config.model.num_layers
@@ -142,13 +142,6 @@ def _pipeline_problems(config: TrainerConfig, world: int) -> list[str]:
             )
         elif any(n == 0 for n in given[1:-1]):
             problems.append(f"parallel.pipeline_layout {given}: only the first and the last chunk may be without layers")
-    rows = train.micro_batch_size * world
-    microbatches = train.global_batch_size * par.tp * par.pp * par.cp // rows
-    if par.vpp > 1 and microbatches % par.pp:
-        problems.append(
-            f"vpp {par.vpp} needs micro-batches in a multiple of pp {par.pp}, and a step has {microbatches}; "
-            "change train.global_batch_size or set parallel.vpp: 1"
-        )
     return problems
 
 
