@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from playbook.activations import BF16, tokens
-from playbook.memory import Weights
+from playbook.memory import Weights, shards
 from playbook.plan import Plan
 
 
@@ -97,14 +97,18 @@ def data_parallel(plan: Plan, held: Weights) -> dict[str, float]:
     """Bytes that a rank sends per step for gradients and parameters.
 
     Distributed optimizer: one reduce-scatter of gradients, one all-gather of parameters. Full sharding gathers parameters for both
-    passes and scatters gradients, in each microbatch. No sharding: an all-reduce. Dense over DP x CP, experts over EDP.
+    passes and scatters gradients, in each microbatch. No sharding: an all-reduce. Dense over DP x CP, experts over EDP. Several instances
+    share parameters and gradients among the ranks of each, and reduce each rank's share of the gradients among all, once per step.
     """
-    shares = held.dense * _ring(plan.dp * plan.cp) + held.experts * _ring(plan.edp)
+    inside, across = 0.0, 0.0
+    degrees = {"dense": plan.dp * plan.cp, "experts": plan.edp}
+    for kind, count in (("dense", held.dense), ("experts", held.experts)):
+        shard = shards(plan)[kind]
+        inside += count * _ring(shard)
+        across += 2 * count / shard * _ring(degrees[kind] // shard)
     if plan.options.sharding in ("fsdp", "fsdp2"):
-        return {"gradients": plan.microbatches * plan.grad_bytes * shares, "parameters": plan.microbatches * 2 * BF16 * shares}
-    if plan.options.sharding == "none":
-        return {"gradients": 2 * plan.grad_bytes * shares, "parameters": 0.0}
-    return {"gradients": plan.grad_bytes * shares, "parameters": BF16 * shares}
+        return {"gradients": plan.grad_bytes * (plan.microbatches * inside + across), "parameters": plan.microbatches * 2 * BF16 * inside}
+    return {"gradients": plan.grad_bytes * (inside + across), "parameters": BF16 * inside}
 
 
 def distinct(groups: int, top_k: int) -> float:

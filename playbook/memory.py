@@ -101,16 +101,24 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
     return Weights(sum(dense) + table + tower, sum(experts), linear, max((a + b for a, b in zip(dense, experts, strict=True)), default=0))
 
 
+def shards(plan: Plan) -> dict[str, int]:
+    """The ranks that one copy of what is sharded lies on: DP x CP for dense parameters, EDP for experts, each over the instances.
+
+    Source: Megatron-LM, `megatron/core/distributed/fsdp/mcore_fsdp_adapter.py` (instances make copies of everything, not of the optimizer
+    alone) and `torch_fully_sharded_data_parallel.py` (which has none).
+    """
+    instances = 1 if plan.options.sharding == "fsdp2" else plan.options.optimizer_instances
+    over = {"dense": plan.dp * plan.cp, "experts": plan.edp}
+    return {k: 1 if plan.options.sharding == "none" else max(1, d // instances) for k, d in over.items()}
+
+
 def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state on a rank.
 
-    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. Dense
-    parameters are sharded over DP x CP, experts over EDP.
+    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter.
     """
-    kind, instances = plan.options.sharding, plan.options.optimizer_instances
-    over = {"dense": plan.dp * plan.cp, "experts": plan.edp}
-    optimizer = {k: 1 if kind == "none" else max(1, d // instances) for k, d in over.items()}
-    every = over if kind in ("fsdp", "fsdp2") else dict.fromkeys(over, 1)
+    optimizer = shards(plan)
+    every = optimizer if plan.options.sharding in ("fsdp", "fsdp2") else dict.fromkeys(optimizer, 1)
     counts = {"dense": held.dense, "experts": held.experts}
     split = sum(counts[k] / every[k] for k in counts)
     state = sum(counts[k] / optimizer[k] for k in counts)

@@ -178,8 +178,9 @@ var PlaybookMemory = (function (layout) {
 
   function states(t, p, held) {
     const full = ["fsdp", "fsdp2"].includes(p.options.sharding), over = {dense: layout.dp(p) * p.cp, experts: layout.edp(p)};
-    const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], p.options.optimizer_instances));
-    const count = sum(["dense", "experts"].map((k) => held[k] / (full ? over[k] : 1)));
+    const instances = p.options.sharding === "fsdp2" ? 1 : p.options.optimizer_instances;
+    const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], instances));
+    const count = sum(["dense", "experts"].map((k) => held[k] / (full ? shards(k) : 1)));
     const state = sum(["dense", "experts"].map((k) => held[k] / shards(k)));
     return {parameters: t.param_bytes * count, gradients: p.grad_bytes * count, optimizer: (p.master_bytes + 2 * p.moment_bytes) * state};
   }

@@ -204,6 +204,18 @@ def test_full_sharding_gathers_two_layers_and_mxfp8_copies_carry_scales():
     assert mx.fp8_weights == pytest.approx(32 * (layer - 8192) * 2 * 33 / 32, rel=1e-3)
 
 
+def test_instances_are_copies_of_all_that_full_sharding_shards():
+    held = memory.Weights(1000, 0, 0, 0)
+    for words, shared in (("sharding=fsdp optimizer_instances=8", 1), ("sharding=fsdp optimizer_instances=4", 2), ("sharding=fsdp2", 8)):
+        params, grads, optimizer = memory.state_bytes(plan_of(f"gpus=8 {words}", "llama3_8b"), held)
+        assert (params, grads, optimizer) == (2000 / shared, 4000 / shared, 12000 / shared)
+    copies = plan_of("gpus=8 gbs=16 optimizer_instances=2", "llama3_8b")
+    across = 2 * 250 / 2
+    assert communication.data_parallel(copies, held) == {"gradients": 4 * (750 + across), "parameters": 2 * 750}
+    full = replace(copies, options=Options(sharding="fsdp", optimizer_instances=2))
+    assert communication.data_parallel(full, held) == {"gradients": 4 * (2 * 750 + across), "parameters": 2 * 2 * 2 * 750}
+
+
 def test_traffic_of_data_parallelism_follows_the_sharding():
     held = memory.Weights(1000, 0, 0, 0)
     sharded = plan_of("gpus=4 gbs=8 sharding=fsdp", "llama3_8b")

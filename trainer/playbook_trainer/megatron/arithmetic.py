@@ -66,9 +66,7 @@ def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> tuple[flo
     """Bytes of weights, gradients and optimizer state on the GPU, and of what an offloaded optimizer keeps on the host."""
     unit = replace(plan, grad_bytes=2, master_bytes=2, moment_bytes=1)
     weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
-    if plan.options.sharding == "fsdp":
-        weights = gradients = optimizer  # inside each copy, where there are several
-    elif config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
+    if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
         gradients = optimizer
     fraction = offloaded_fraction(config)
     per_weight, per_gradient, per_state = widths(config)
