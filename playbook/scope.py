@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from math import isfinite
 from typing import Any, Literal
 
 from playbook.document import did_you_mean
@@ -85,7 +86,11 @@ def _fault(kind: Kind, predicate: Any) -> str | None:
     if kind == "word":
         ok = isinstance(predicate, str) and all(_words(part) for part in predicate.split("|"))
         return None if ok else f"expected words such as 'nvlink' or 'H100|H200', found {predicate!r}"
-    if isinstance(predicate, bool) or not isinstance(predicate, int | float | str):
+    if (
+        isinstance(predicate, bool)
+        or not isinstance(predicate, int | float | str)
+        or (isinstance(predicate, float) and not isfinite(predicate))
+    ):
         return f"expected a number, '>=2' or '2..8', found {predicate!r}"
     if isinstance(predicate, str):
         span = _RANGE.match(predicate)
@@ -104,7 +109,9 @@ def _holds(kind: Kind, predicate: Any, found: Any) -> bool:
     if kind == "word":
         have = set(_words(str(found)))
         return any(set(_words(part)) <= have for part in predicate.split("|"))
-    return isinstance(found, int | float) and _number_holds(str(predicate), float(found))
+    if not isinstance(found, int | float):
+        return False
+    return _number_holds(predicate, float(found)) if isinstance(predicate, str) else bool(found == predicate)
 
 
 def _number_holds(predicate: str, found: float) -> bool:

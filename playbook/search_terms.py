@@ -58,7 +58,8 @@ class Facts:
 
     def over(self, found: Facts) -> Facts:
         """These facts, completed by what a question says."""
-        return replace(self, **{k: getattr(self, k) or getattr(found, k) for k in ("hardware", "gpus", "model", "seq_len")})
+        mine = {k: v for k, v in vars(self).items() if v not in (None, ())}  # no GPU at all is said, too
+        return replace(found, **mine)
 
     def each(self) -> list[dict[str, Any]]:
         """The facts as `playbook.scope` asks for them, once for every GPU name."""
@@ -96,7 +97,7 @@ def facts(text: str) -> Facts:
     """What a question says about GPUs, model and sequence length; nothing where it names several lengths."""
     line = normal(text)
     words = set(_WORD.findall(line))
-    hardware = [g for g in sorted(GPUS) if g in words]
+    hardware = [g for g in sorted(GPUS) if g in words or f"{g}s" in words]
     gpus = [int(m[1]) for m in _COUNT.finditer(line)]
     for match in _PROFILE.finditer(line):
         name, number = match[2] or match[3], int(match[1] or match[4])

@@ -172,6 +172,7 @@ def small() -> search.Index:
         ("131,072 tokens on 256 GPUs of GB200", Facts(("gb200",), 256, None, 131072)),
         ("DeepSeek-V3 on 4xH200", Facts(("h200",), 4, "deepseek_v3", None)),
         ("from 4k to 128k", Facts()),
+        ("20 % MFU on H100s", Facts(("h100",))),
         ("does it change between H100 and GB200", Facts(("gb200", "h100"), None, None, None)),
         ("hopper", Facts(("h100", "h200", "h800", "h20", "gh200"))),
         ("40k tokens/s", Facts()),
@@ -183,6 +184,7 @@ def test_a_question_says_where_it_runs(text: str, expected: Facts) -> None:
 
 def test_options_go_before_the_question() -> None:
     assert stated("b200", None, 8).over(facts("H100, 4 gpus, 32k")) == Facts(("b200",), 8, None, 32768)
+    assert stated("cpu", None, None).over(facts("8 gpus")) == Facts(("cpu",), 0)
     assert stated("cpu", None, None) == Facts(("cpu",), 0)
     assert stated("h200x4", "qwen3_30b_a3b", None) == Facts(("h200",), 4, "qwen3_30b_a3b")
     with pytest.raises(PlaybookError, match="did you mean 'deepseek_v3'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from playbook import scope
@@ -73,6 +73,8 @@ def test_waived_keys_are_not_asked():
         ({"gpus": []}, "empty list"),
         ({"gpus": [[1]]}, "do not nest"),
         ({"vision": "yes"}, "expected true or false"),
+        ({"gpus": float("nan")}, "expected a number"),
+        ({"gpus": [2, float("inf")]}, "expected a number"),
         ({"gpu": "|"}, "expected words"),
         ({"gpu": 200}, "expected words"),
     ],
@@ -91,7 +93,9 @@ def test_a_range_equals_its_two_bounds(low, span, found):
     assert bool(both) == bool(scope.unmet({"gpus": f"{low}..{low + span}"}, {"gpus": found}))
 
 
-@given(st.one_of(st.text(max_size=12), st.integers(), st.booleans(), st.none(), st.lists(st.text(max_size=4), max_size=3)))
+@example(1e22)
+@example(1e-7)
+@given(st.one_of(st.text(max_size=12), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.text(max_size=4), max_size=3)))
 def test_any_predicate_is_either_a_fault_or_an_answer(predicate):
     for key in ("gpus", "gpu", "vision"):
         if not scope.problems({key: predicate}):
