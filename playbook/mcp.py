@@ -185,7 +185,7 @@ def _layout(out: MCPServer[Any]) -> None:
             given = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "experts": experts}
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
             batch = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-            return layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch)
+            return layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch, model=model)
 
 
 def _memory(out: MCPServer[Any]) -> None:
@@ -321,10 +321,13 @@ def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
     return counts
 
 
-def layout_answer(gpus: int, counts: Mapping[str, int], degrees: Mapping[str, int], *, vpp: int, batch: Mapping[str, int]) -> LayoutAnswer:
-    """The rules that a layout breaks, and the degrees that follow."""
+def layout_answer(
+    gpus: int, counts: Mapping[str, int], degrees: Mapping[str, int], *, vpp: int, batch: Mapping[str, int], model: str | None = None
+) -> LayoutAnswer:
+    """The rules that a layout breaks, as `playbook layout check` finds them, and the degrees that follow; with a model its widths count."""
     numbers: dict[str, Any] = {**counts, **degrees, **batch}
-    broken = layout.check(gpus=gpus, vpp=vpp, **numbers)
+    options = Options(sp=degrees["tp"] > 1)
+    broken = layout.check(gpus=gpus, vpp=vpp, options=options, shape=MODELS[model] if model else None, **numbers)
     attention = degrees["tp"] * degrees["pp"] * degrees["cp"]
     expert = degrees["etp"] * degrees["ep"] * degrees["pp"]
     return LayoutAnswer(

@@ -18,7 +18,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
 
-from playbook import cli, layout, memory
+from playbook import cli, memory
 from playbook.cli_mcp import library_here
 from playbook.layout_rules import Options
 from playbook.mcp import MAX_CHARS, server
@@ -150,6 +150,14 @@ def test_layouts_are_judged_by_the_trainers_rules(library):
     assert any("experts do not divide over ep 5" in rule for rule in bad["broken"])
 
 
+def test_a_layout_that_can_run_has_an_estimate(library):
+    asked = {**LAYOUT, "model": "qwen3_next_80b_a3b", "gpus": 32, "cp": 32}
+    assert "linear attention" in answer(library, "check_layout", **asked)["broken"][0]
+    odd = {**LAYOUT, "seq_len": 4097, "tp": 2}
+    assert "sequence parallelism splits it" in answer(library, "check_layout", **odd)["broken"][0]
+    assert "sequence parallelism splits it" in refusal(library, "estimate_memory", **odd)
+
+
 def test_search_over_mcp_is_the_commands_search(library):
     found = answer(library, "search", query="DeepEP or all-to-all", hardware="gb200")["hits"]
     assert found[0]["id"] == "moe-dispatcher-choice"
@@ -176,9 +184,15 @@ degree = st.integers(1, 40)
 def test_a_layout_answer_is_the_layout_modules(library, gpus, degrees):
     asked = {**LAYOUT, "gpus": gpus, **degrees}
     found = answer(library, "check_layout", **asked)
-    shape = MODELS[asked.pop("model")]
-    counts = {k: getattr(shape, k) for k in ("heads", "kv_heads", "layers", "experts")}
-    assert found["broken"] == layout.check(**asked, **counts)
+    plan = Plan(
+        MODELS[asked["model"]],
+        gpus=gpus,
+        mbs=asked["micro_batch_size"],
+        gbs=asked["global_batch_size"],
+        seq_len=asked["seq_len"],
+        **degrees,
+    )
+    assert found["broken"] == plan.broken()
     if found["dp"]:
         assert found["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] == gpus
 
