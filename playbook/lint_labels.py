@@ -219,7 +219,7 @@ def exclusions() -> Sequence[Exclusion]:
             "offloading 'attn_proj' needs 'core_attn' beside it; add it",
         ),
         Exclusion(
-            lambda v: "mla_up_proj" in v.recomputed and v.model in MODELS and not v.model.startswith("deepseek"),
+            lambda v: "mla_up_proj" in v.recomputed and v.model in MODELS and MODELS[v.model].mla is None,
             "recompute of 'mla_up_proj' needs a model with latent attention; remove it for this model",
         ),
     )

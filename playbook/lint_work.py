@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from playbook.cards import ConfigFamily
+from playbook.cards import Claim, ConfigFamily, Figure
 from playbook.document import Path_, did_you_mean
 from playbook.lint_base import Found, Rule, Shelf, show
 from playbook.lint_conflicts import effect
@@ -97,13 +97,15 @@ def cannot_settle(shelf: Shelf) -> Iterator[Found]:
 def source_dates(shelf: Shelf) -> Iterator[Found]:
     """Sources dated in the future."""
     for entry in shelf.checked:
-        for i, claim in enumerate(entry.card.claims):
-            for j, source in enumerate(claim.sources):
-                where: Path_ = ("claims", i, "sources", j, "date")
-                if not _is_date(source.date):
-                    yield entry, where, f"'{source.date}' is no date; write YYYY, YYYY-MM or YYYY-MM-DD"
-                elif source.date > shelf.today[: len(source.date)]:
-                    yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
+        parts: dict[str, Sequence[Claim | Figure]] = {"claims": entry.card.claims, "figures": entry.card.figures}
+        for part, owners in parts.items():
+            for i, owner in enumerate(owners):
+                for j, source in enumerate(owner.sources):
+                    where: Path_ = (part, i, "sources", j, "date")
+                    if not _is_date(source.date):
+                        yield entry, where, f"'{source.date}' is no date; write YYYY, YYYY-MM or YYYY-MM-DD"
+                    elif source.date > shelf.today[: len(source.date)]:
+                        yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
 
 
 def old_sources(shelf: Shelf) -> Iterator[Found]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from pydantic import ConfigDict, Field
 
-from playbook.document import MAX_BYTES, Marks, Path_, Strict, did_you_mean, locate, parse, validate
+from playbook.document import MAX_BYTES, Marks, Path_, Strict, did_you_mean, locate, parse, read_bytes, validate
 from playbook.errors import FileError, Finding
 
 FILE = "SKILL.md"
@@ -188,10 +188,10 @@ def index_findings(folder: Path, skills: Sequence[Skill], required: bool) -> lis
 
 def _text(path: Path) -> str:
     try:
-        raw = path.read_bytes() if path.stat().st_size <= MAX_BYTES else None
+        raw = read_bytes(path, MAX_BYTES)
     except OSError as e:
         raise FileError([Finding(str(path), 1, 1, f"cannot be read: {e.strerror or e}; every folder here holds a {FILE}")]) from e
-    if raw is None:
+    if len(raw) > MAX_BYTES:
         raise FileError([Finding(str(path), 1, 1, f"is larger than {MAX_BYTES} bytes")])
     try:
         return raw.decode("utf-8").replace("\r\n", "\n")

@@ -142,6 +142,22 @@ def test_a_source_with_an_impossible_date_is_found(tmp_path, change, rule):
     assert [f.rule for f in findings(tmp_path)] == ["source-date"]
 
 
+def test_a_figure_with_a_source_of_the_future_is_found(tmp_path):
+    figure = "{name: mfu, value: {value: 20, unit: percent}, sources: [{title: Test, origin: ours, date: 2031-01}]}"
+    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", f"figures: [{figure}]\n"), encoding="utf-8")
+    cards = read_cards([tmp_path])
+    assert [f.rule for f in lint.run(cards, cards, TODAY)] == ["source-date"]
+
+
+@pytest.mark.parametrize(("model", "rules"), [("kimi_k2", []), ("deepseek_v3", []), ("qwen3_30b_a3b", ["label-incompatible"])])
+def test_up_projections_are_recomputed_where_attention_is_latent(tmp_path, model, rules):
+    settings = "{recompute_modules: [mla_up_proj]}"
+    family = f"families: [{{name: row, hardware: H200, model: {model}, gpus: 8, layout: {{tp: 1}}, settings: {settings}}}]\n"
+    (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", family), encoding="utf-8")
+    cards = read_cards([tmp_path])
+    assert [f.rule for f in lint.run(cards, cards, TODAY)] == rules
+
+
 def many(folder, number):
     """Cards of the shipped size that differ in what the linter compares; copies of a card with a dispute would contradict each other."""
     shipped = (repo_root() / "cards" / "moe-optimization-workflow.yaml").read_text(encoding="utf-8")

@@ -186,6 +186,12 @@ def test_hostile_files_are_findings(tmp_path, content):
     assert found
 
 
+def test_a_file_that_never_ends_is_too_large(tmp_path):
+    (tmp_path / "endless").mkdir()
+    (tmp_path / "endless" / "SKILL.md").symlink_to("/dev/zero")
+    assert [f.message for f in read_skills(tmp_path)[1]] == ["is larger than 2000000 bytes"]
+
+
 def test_whatever_is_no_skill_is_reported(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "stray.txt").write_text("x", encoding="utf-8")
