@@ -128,13 +128,13 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
 def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     held = weights(plan, stage, chunks)
     params, grads, optimizer = state_bytes(plan, held)
-    alive = pipeline.in_flight(
-        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap
-    )  # fmt: skip
     last = stage == plan.pp - 1
     extra = [plan.shape.layers - 1] * plan.shape.mtp if last else []
     depths = [*chunks[:-1], [*chunks[-1], *extra]]
-    held_bytes = sum(n * activations.kept(plan, i) for n, chunk in zip(alive, depths, strict=True) for i in chunk)
+    sizes = [sum(activations.kept(plan, i) for i in chunk) for chunk in depths]
+    alive = pipeline.in_flight(
+        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap, sizes=sizes
+    )  # fmt: skip
     replay = max((activations.replayed(plan, i) for chunk in depths for i in chunk), default=0.0)
     return Stage(
         stage=stage,
@@ -145,7 +145,7 @@ def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
         optimizer=optimizer,
         fp8_weights=fp8_copies(plan.options.fp8) * held.linear,
         gathered=_gathered(plan, held),
-        activations=held_bytes,
+        activations=sum(n * size for n, size in zip(alive, sizes, strict=True)),
         transient=max(replay, activations.loss(plan) if last else 0.0),
         workspace=WORKSPACE_BYTES,
     )

@@ -38,20 +38,37 @@ def indices(sizes: Sequence[int], pp: int, stage: int) -> list[list[int]]:
     return [list(range(starts[i], starts[i] + sizes[i])) for i in range(stage, len(sizes), pp)]
 
 
-def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, group: int | None = None, overlap: bool = False) -> list[int]:
+def in_flight(
+    *, pp: int, stage: int, microbatches: int, vpp: int = 1, group: int | None = None, overlap: bool = False, sizes: Sequence[float] = ()
+) -> list[int]:
     """Microbatches whose activations a stage holds at its peak, per chunk of the stage.
 
     One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards
     `2 (pp - stage - 1) + (vpp - 1) group` and one more; overlap of expert communication keeps one more again. `group` is
-    `microbatch_group_size_per_vp_stage`, by default pp.
+    `microbatch_group_size_per_vp_stage`, by default pp. `sizes` are the bytes that a microbatch keeps in each chunk of the stage: where they
+    differ, the peak may come later, once more microbatches are in the large ones.
     """
     if vpp == 1:
         return [min(microbatches, pp - stage + (1 if overlap else 0))]
     per_round = group or pp
     alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * per_round + 1 + (1 if overlap else 0))
-    # The peak comes after `alive` forwards, so later microbatches need no place in the order.
-    order = _order(min(microbatches, alive + per_round), vpp, per_round)
-    return [order[:alive].count(chunk) for chunk in range(vpp)]
+    # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
+    order = _order(min(microbatches, alive + 2 * per_round), vpp, per_round)
+    peak = [order[:alive].count(chunk) for chunk in range(vpp)]
+    return _heaviest(peak, order, alive, per_round * vpp, sizes) if len(set(sizes)) > 1 else peak
+
+
+def _heaviest(held: list[int], order: list[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
+    """What is held at the peak once each backward, through the chunks from last to first, makes room for one forward."""
+    peak, most = held, sum(n * size for n, size in zip(held, sizes, strict=True))
+    now, weight = list(held), most
+    for back, forth in zip(order, order[alive : alive + turn], strict=False):
+        back = len(sizes) - 1 - back
+        now[back], weight = now[back] - 1, weight - sizes[back]
+        now[forth], weight = now[forth] + 1, weight + sizes[forth]
+        if weight > most * (1 + 1e-9):  # not by rounding alone
+            peak, most = list(now), weight
+    return peak
 
 
 def _order(microbatches: int, vpp: int, group: int) -> list[int]:

@@ -97,14 +97,29 @@ var PlaybookMemory = (function (layout) {
     return range(0, sizes.length - 1).filter((i) => i % pp === stage).map((i) => range(starts[i], starts[i] + sizes[i] - 1));
   }
 
-  function inFlight(pp, stage, microbatches, vpp, overlap) {
+  function inFlight(pp, stage, microbatches, vpp, overlap, sizes) {
     const extra = overlap ? 1 : 0;
     if (vpp === 1) return [Math.min(microbatches, pp - stage + extra)];
     const alive = Math.min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + extra), order = [];
-    const count = Math.min(microbatches, alive + pp);
+    const count = Math.min(microbatches, alive + 2 * pp);
     for (let start = 0; start < count; start += pp)
       for (let chunk = 0; chunk < vpp; chunk += 1) order.push(...Array(Math.min(pp, count - start)).fill(chunk));
-    return range(0, vpp - 1).map((chunk) => order.slice(0, alive).filter((c) => c === chunk).length);
+    const held = range(0, vpp - 1).map((chunk) => order.slice(0, alive).filter((c) => c === chunk).length);
+    return new Set(sizes).size > 1 ? heaviest(held, order, alive, pp * vpp, sizes) : held;
+  }
+
+  function heaviest(held, order, alive, turn, sizes) {
+    const now = [...held];
+    let peak = held, weight = sum(held.map((n, i) => n * sizes[i])), most = weight;
+    order.slice(alive, alive + turn).forEach((forth, i) => {
+      const back = sizes.length - 1 - order[i];
+      now[back] -= 1;
+      weight -= sizes[back];
+      now[forth] += 1;
+      weight += sizes[forth];
+      if (weight > most * (1 + 1e-9)) [peak, most] = [[...now], weight];
+    });
+    return peak;
   }
 
   const bubble = (p) => (p.pp - 1) / (p.vpp * layout.microbatches(p) + p.pp - 1);
@@ -186,14 +201,16 @@ var PlaybookMemory = (function (layout) {
   }
 
   function stageOf(t, p, stage, chunks) {
-    const held = weights(p, stage, chunks), last = stage === p.pp - 1, alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap);
+    const held = weights(p, stage, chunks), last = stage === p.pp - 1;
     const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers - 1)] : c);
+    const sizes = depths.map((chunk) => sum(chunk.map((index) => kept(t, p, index))));
+    const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
     const gathered = ["fsdp", "fsdp2"].includes(p.options.sharding) ? 2 * t.param_bytes * held.largest : 0;
     const loss = last ? t.losses[p.loss] * tokens(p) * p.shape.vocab / p.tp : 0;
     const found = {
       stage, layers: chunks.flat().length, in_flight: alive, ...states(t, p, held),
       fp8_weights: t.fp8_copies[p.options.fp8] * held.linear, gathered,
-      activations: sum(alive.map((n, i) => sum(depths[i].map((index) => n * kept(t, p, index))))),
+      activations: sum(alive.map((n, i) => n * sizes[i])),
       transient: Math.max(loss, ...depths.flat().map((index) => replayed(t, p, index))), workspace: t.workspace_bytes,
     };
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;

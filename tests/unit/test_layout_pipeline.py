@@ -39,6 +39,29 @@ def test_first_chunks_are_held_by_more_microbatches_than_last_ones():
     assert pipeline.in_flight(pp=4, stage=3, microbatches=64, overlap=True) == [2]
 
 
+def heaviest(pp: int, stage: int, m: int, sizes: list[int]) -> int:
+    """The most that is held at any time, forward by forward and backward by backward."""
+    v = len(sizes)
+    forwards = [chunk for _ in range(m // pp) for chunk in range(v) for _ in range(pp)]
+    backwards = [v - 1 - chunk for chunk in forwards]
+    warm = min(m * v, 2 * (pp - stage - 1) + (v - 1) * pp)
+    now = most = sum(sizes[c] for c in forwards[:warm])
+    for forth, back in zip(forwards[warm:], backwards, strict=False):
+        now += sizes[forth]
+        most = max(most, now)
+        now -= sizes[back]
+    return most
+
+
+@given(pp=st.integers(2, 6), groups=st.integers(1, 5), sizes=st.lists(st.integers(0, 5), min_size=2, max_size=4), data=st.data())
+def test_chunks_of_different_size_peak_when_the_large_ones_are_held(pp, groups, sizes, data):
+    stage, m = data.draw(st.integers(0, pp - 1)), pp * groups
+    alive = pipeline.in_flight(pp=pp, stage=stage, microbatches=m, vpp=len(sizes), sizes=sizes)
+    assert sum(n * size for n, size in zip(alive, sizes, strict=True)) == heaviest(pp, stage, m, sizes)
+    assert sum(alive) == simulated(pp, stage, m, len(sizes))
+    assert all(0 <= n <= m for n in alive)
+
+
 def test_many_microbatches_are_not_listed_one_by_one():
     assert sum(pipeline.in_flight(pp=8, stage=0, microbatches=1 << 30, vpp=4)) == 14 + 24 + 1
 

@@ -89,14 +89,16 @@ def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     held, last = weights(plan, stage, chunks), stage == plan.pp - 1
     state, host = states(config, plan, held)
-    alive = pipeline.in_flight(
-        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap
-    )  # fmt: skip
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
-    kept = [(n, *_layer(config, plan, i, place)) for n, chunk in zip(alive, placed, strict=True) for place, i in chunk]
+    layers = [[_layer(config, plan, i, place) for place, i in chunk] for chunk in placed]
+    alive = pipeline.in_flight(
+        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
+        sizes=[sum(stays for stays, _, _ in chunk) for chunk in layers],
+    )  # fmt: skip
+    kept = [(n, *layer) for n, chunk in zip(alive, layers, strict=True) for layer in chunk]
     away = sum(n * sent for n, _, sent, _ in kept)
     resident = min(away, RESIDENT_LAYERS * max((sent for _, _, sent, _ in kept), default=0.0))
     return Stage(
