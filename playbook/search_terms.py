@@ -129,8 +129,8 @@ def stated(hardware: str | None, model: str | None, gpus: int | None) -> Facts:
 
 
 def _model(line: str) -> str | None:
-    """The one model of the table whose name stands in the line, in full or without the sizes where only one fits."""
-    flat = "".join(_WORD.findall(line))
+    """The model of the table whose whole name stands in the line, the longest where several do."""
+    flat = "".join(_WORD.findall(line)).replace(".", "")
     whole = [m for m in MODELS if m.replace("_", "") in flat]
     return max(whole, key=len) if whole else None
 

@@ -173,6 +173,8 @@ def small() -> search.Index:
         ("DeepSeek-V3 on 4xH200", Facts(("h200",), 4, "deepseek_v3", None)),
         ("from 4k to 128k", Facts()),
         ("20 % MFU on H100s", Facts(("h100",))),
+        ("Qwen3-0.6B is slow", Facts(model="qwen3_0_6b")),
+        ("Qwen3.5-35B-A3B is slow", Facts(model="qwen3_5_35b_a3b")),
         ("does it change between H100 and GB200", Facts(("gb200", "h100"), None, None, None)),
         ("hopper", Facts(("h100", "h200", "h800", "h20", "gh200"))),
         ("40k tokens/s", Facts()),
@@ -205,6 +207,10 @@ def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
     assert first.applies
     assert any(limit.startswith("W10: gpu: found gb200") for limit in first.limits)
     assert not any(limit.startswith("V5") for limit in first.limits)
+
+
+def test_a_dataloader_is_what_cards_call_a_loader(index: search.Index) -> None:
+    assert search.search(index, "is the dataloader the bottleneck")[0].id == "torch-trainer-speed"
 
 
 def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
