@@ -109,7 +109,8 @@ class View:
     def words(self, *names: str) -> frozenset[str]:
         """All words of these keys."""
         found = [v for n in names for k, v in self.values.items() if k.rsplit(".", 1)[-1] == n]
-        return frozenset(w for v in found for w in (v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else ()))
+        parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in found]
+        return frozenset(w for part in parts for w in part if isinstance(w, str))
 
     @property
     def full(self) -> bool:

@@ -97,6 +97,14 @@ def test_hostile_files_are_findings_and_not_followed(tmp_path):
         assert set(rules_of(folder)) == {"import-file"}
 
 
+def test_modules_that_are_no_words_are_no_modules(tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "SKILL.md").write_text("---\nname: odd\ndescription: Odd rows.\n---\nText.\n", encoding="utf-8")
+    card = "row: {offload_modules: [{a: 1}, attn_proj], tp: 1}\n"
+    (tmp_path / "odd" / "card.yaml").write_text(card, encoding="utf-8")
+    assert ["core_attn" in f.message for f in read_folder(tmp_path)[1]] == [True]
+
+
 def test_a_long_skill_is_found(tmp_path):
     assert rules_of(skill(tmp_path / "long", "line\n" * 600)) == ["import-length"]
 
