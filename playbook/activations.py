@@ -75,9 +75,12 @@ def loss(plan: Plan) -> float:
 
 
 def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
-    """Projections, inputs of attention, its output and softmax statistics; under FP8 the output projection keeps its own copy."""
+    """Projections, inputs of attention, its output and softmax statistics; under FP8 the output projection keeps its own copy.
+
+    A rank has one key-value head at least, so several have the same where TP exceeds them.
+    """
     shape, tp = plan.shape, plan.tp
-    n, g, d = shape.heads, shape.kv_heads, shape.head_dim
+    n, g, d = shape.heads, max(shape.kv_heads, plan.tp), shape.head_dim
     if shape.mla is not None:
         mla, d = shape.mla, shape.mla.v_dim
         heads = 2 * (mla.nope_dim + mla.rope_dim) + mla.v_dim

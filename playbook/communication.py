@@ -78,7 +78,7 @@ def context(plan: Plan) -> Sent:
         key, value = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim), shape.heads * shape.mla.v_dim
         query, out = key, value
     else:
-        key = value = shape.kv_heads * shape.head_dim
+        key = value = max(shape.kv_heads, plan.tp) * shape.head_dim  # a rank has one head at least
         query = out = shape.heads * shape.head_dim
     if plan.options.cp_comm == "a2a":
         one = BF16 * local * (query + key + value + out) / plan.tp * _ring(plan.cp)

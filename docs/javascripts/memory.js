@@ -140,13 +140,13 @@ var PlaybookMemory = (function (layout) {
   }
 
   function attention(t, p, wide, thin) {
-    const s = p.shape, n = s.heads, m = s.mla, d = m ? m.v_dim : s.head_dim, found = {};
+    const s = p.shape, n = s.heads, g = Math.max(s.kv_heads, p.tp), m = s.mla, d = m ? m.v_dim : s.head_dim, found = {};
     if (m) {
       found["compressed q, k, v"] = t.bf16 * thin * (m.q_rank + m.kv_rank + m.rope_dim);
       found["q, k, v"] = t.bf16 * wide * n * (2 * (m.nope_dim + m.rope_dim) + m.v_dim) / p.tp;
     } else {
-      const normed = s.qk_norm ? (n + s.kv_heads) * d : 0, gate = s.attention_gate ? n * d : 0;
-      found["q, k, v"] = t.bf16 * wide * ((n + 2 * s.kv_heads) * d + normed + gate) / p.tp;
+      const normed = s.qk_norm ? (n + g) * d : 0, gate = s.attention_gate ? n * d : 0;
+      found["q, k, v"] = t.bf16 * wide * ((n + 2 * g) * d + normed + gate) / p.tp;
     }
     const copy = p.options.fp8 ? t.bf16 / 2 : 0;
     return {...found, "attention out": wide * n * ((t.bf16 + copy) * d + t.fp32) / p.tp};

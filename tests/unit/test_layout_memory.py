@@ -165,6 +165,13 @@ def test_tensor_parallel_traffic_by_hand():
     assert shared.forward == 4 * 4096 * 7168 * 2 / 2
 
 
+def test_a_rank_has_a_whole_key_value_head_where_there_are_fewer_than_ranks():
+    plan = plan_of("gpus=16 tp=8 cp=2")  # 4 key-value heads, 32 others
+    tokens = 4096 // 2
+    assert activations.saved(plan, 0)["q, k, v"] == 2 * tokens * 128 * ((4 + 2) + (4 + 1))
+    assert communication.context(plan).forward == 2 * tokens * 128 * 2
+
+
 def test_expert_tensor_parallelism_grows_only_the_experts_input():
     plain, split = plan_of("gpus=4 ep=2"), plan_of("gpus=4 ep=2 etp=2")
     before, after = activations.saved(plain, 0), activations.saved(split, 0)
