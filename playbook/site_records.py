@@ -25,6 +25,11 @@ MAX_BYTES = 64_000_000
 UNTESTED = "untested"
 STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
 _DECIDED = ("confirmed", "refuted")
+_TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]]] = {
+    ("measured", "case", "id"): str,
+    ("measured", "machine", "gpus"): int,
+    ("measured", "runs"): list,
+}
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,10 @@ class Record:
             return f"expired on {until}" if until else "without expiry date"
         if claim is not None and self._reworded(claim):
             return "the claim has changed since"
-        then = {r.get("performance_revision") for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)} - {None}
+        runs = [r for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
+        then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
         if self.revision is not None and then and then != {self.revision}:
-            return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then, key=str)))}"
+            return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then)))}"
         return None
 
     def _reworded(self, claim: Claim | MechanismCheck) -> bool:
@@ -160,7 +166,7 @@ def _load(path: Path) -> Record:
 
 
 def _check(data: dict[str, Any]) -> None:
-    """The few fields without which no page can be made."""
+    """The few fields without which no page can be made, and the types of those that every reader asks for."""
     key = "evidence_id" if data["schema_version"] == EVIDENCE else "trace_id"
     name = data.get(key)
     if not isinstance(name, str) or not name.isalnum() or len(name) > 64:
@@ -168,6 +174,10 @@ def _check(data: dict[str, Any]) -> None:
     record = Record(Path(), data, "")
     if data["schema_version"] == EVIDENCE and not isinstance(record.get("derived", "verdict", "status"), str):
         raise ValueError("has no derived.verdict.status")
+    for where, kind in _TYPES.items():
+        value = record.get(*where, default=kind())
+        if not isinstance(value, kind):
+            raise ValueError(f"has {'.'.join(where)} as {type(value).__name__}; expected {kind.__name__}")
     if data["schema_version"] == TRACE and not isinstance(record.get("variants"), dict):
         raise ValueError("has no variants")
 
@@ -239,5 +249,5 @@ def trace_for(records: Iterable[Record], case: str | None, profile: str | None =
 def _day(stamp: Any) -> date | None:
     try:
         return datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).astimezone(UTC).date()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

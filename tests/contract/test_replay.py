@@ -2,12 +2,13 @@
 
 import json
 import math
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from playbook import site_records
-from playbook.errors import ConfigError, StoreError
+from playbook.errors import ConfigError, FileError, StoreError
 from playbook.paths import data_root
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
@@ -175,6 +176,21 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
     later = store.load(altered(record, lambda data: change(data, "refuted", "03"), reseal=True))
     store.write(later, folder)
     assert speaks() == later.evidence_id
+
+
+@pytest.mark.parametrize(("key", "value"), [("runs", 5), ("case", {"id": ["x"]}), ("machine", {"name": "cpu", "gpus": "four"})])
+def test_a_record_of_other_types_is_refused_by_name(tmp_path, key, value):
+    data = json.loads(RECORDS[0].read_text(encoding="utf-8"))
+    data["measured"][key] = value
+    (tmp_path / "odd.json").write_text(json.dumps({**data, "sha256": site_records.content_sha(data)}), encoding="utf-8")
+    with pytest.raises(FileError, match=rf"odd\.json.* has measured\.{key}"):
+        site_records.read([tmp_path])
+
+
+def test_an_expiry_date_beyond_the_calendar_is_none(tmp_path):
+    data = json.loads(RECORDS[0].read_text(encoding="utf-8")) | {"expires": "9999-12-31T23:00:00-05:00"}
+    (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": site_records.content_sha(data)}), encoding="utf-8")
+    assert site_records.read([tmp_path])[0].stale(date(2026, 11, 22), None) == "without expiry date"
 
 
 def test_an_altered_record_is_not_judged_again(record, tmp_path):
