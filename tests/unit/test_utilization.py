@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playbook import flops
+from playbook import flops, peaks
 from playbook.shapes import MODELS
 from playbook.utilization import published_utilization, vision_left_out
 
@@ -31,6 +31,11 @@ def test_text_alone_leaves_nothing_out_and_a_text_model_is_refused() -> None:
     assert vision_left_out(model="qwen3_vl_30b_a3b", samples=[{"images": [], "text_tokens": 50}], at_least=0, at_most=0)[0]
     with pytest.raises(ValueError, match="no model with a vision tower"):
         vision_left_out(model="qwen3_30b_a3b", samples=[PHOTO], at_least=0, at_most=1)
+
+
+def test_a_peak_belongs_to_a_whole_name() -> None:
+    found = {name: peaks.dense_bf16(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA RTX A1000 Laptop GPU")}
+    assert [p and p.flops_per_s for p in found.values()] == [312e12, 989.5e12, None]
 
 
 def test_a_published_rate_is_a_share_of_the_peak() -> None:
