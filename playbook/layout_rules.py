@@ -162,12 +162,16 @@ def dispatcher(d: Degrees, o: Options) -> Iterator[str]:
 
 
 def context(d: Degrees, o: Options) -> Iterator[str]:
-    """Ulysses-style CP shards heads; hierarchical sizes multiply to CP.
+    """Ulysses-style CP shards heads, those of keys and values too; hierarchical sizes multiply to CP.
 
-    Source: `megatron/core/transformer/transformer_config.py` and `megatron/core/parallel_state.py`.
+    Source: `megatron/core/transformer/transformer_config.py` and `megatron/core/parallel_state.py`; Transformer Engine,
+    `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py` (heads of keys and values).
     """
+    held = max(d.kv_heads // d.tp, 1)
     if o.cp_comm == "a2a" and d.heads % (d.tp * d.cp):
         yield f"{d.heads} heads do not divide over tp {d.tp} x cp {d.cp} for cp_comm a2a; set cp_comm=p2p or change cp"
+    elif o.cp_comm == "a2a" and held % d.cp:
+        yield f"the {held} key-value heads of a tp rank do not divide over cp {d.cp} for cp_comm a2a; set cp_comm=p2p or change cp"
     if o.cp_comm == "a2a+p2p" and not o.cp_sizes:
         yield "cp_comm a2a+p2p needs the sizes of its two levels; set cp_sizes, such as cp_sizes=2,4"
     if o.cp_sizes and prod(o.cp_sizes) != d.cp:

@@ -30,6 +30,7 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=8 ep=2 dispatcher=deepep capacity=true", "excludes padding", "gpus=8 ep=2 dispatcher=deepep"),
     ("llama3_8b", "gpus=8 dispatcher=alltoall", "without experts", "gpus=8"),
     ("qwen3_30b_a3b", "gpus=64 cp=64 cp_comm=a2a", "do not divide over tp 1 x cp 64", "gpus=64 cp=64 cp_comm=p2p"),
+    ("qwen3_30b_a3b", "gpus=8 cp=8 cp_comm=a2a", "the 4 key-value heads of a tp rank", "gpus=4 cp=4 cp_comm=a2a"),
     ("qwen3_30b_a3b", "gpus=8 cp=8 cp_comm=a2a+p2p", "needs the sizes", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=2,4"),
     ("qwen3_30b_a3b", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=2,2", "is not cp 8", "gpus=8 cp=8 cp_comm=a2a+p2p cp_sizes=4,2"),
     ("qwen3_30b_a3b", "gpus=8 optimizer_instances=3", "optimizer instances", "gpus=8 optimizer_instances=2"),
