@@ -46,7 +46,11 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
     shape = MODELS.get(model)
     if shape and shape.heads % tp:
         yield f"{name}: {shape.heads} attention heads of {model} do not divide over tp {tp}; set tp to a divisor of {shape.heads}"
-    if shape and shape.experts % ep:
+    elif shape and shape.kv_heads % tp and tp % shape.kv_heads:
+        yield f"{name}: {shape.kv_heads} key-value heads of {model} and tp {tp}: one must be a multiple of the other; change tp"
+    if shape and ep > 1 and not shape.experts:
+        yield f"{name}: ep {ep} on {model}, which has no experts; leave ep out"
+    elif shape and shape.experts % ep:
         yield f"{name}: {shape.experts} experts of {model} do not divide over ep {ep}; set ep to a divisor of {shape.experts}"
     if degrees.get("vpp", 1) > 1 and pp == 1:
         yield f"{name}: vpp {degrees['vpp']} needs pp > 1; leave vpp out, or say which pp it was used with"

@@ -315,6 +315,21 @@ def test_a_formula_is_arithmetic_and_nothing_else(text):
 degree = st.sampled_from([1, 2, 4, 8])
 
 
+@pytest.mark.parametrize(
+    ("model", "degrees", "says"),
+    [
+        ("llama3_8b", {"ep": 8}, "ep 8 on llama3_8b, which has no experts"),
+        ("mixtral_8x22b", {"tp": 3}, "8 key-value heads of mixtral_8x22b and tp 3"),
+        ("mixtral_8x22b", {"tp": 5}, "48 attention heads"),
+        ("qwen3_30b_a3b", {"ep": 3}, "128 experts"),
+    ],
+)
+def test_degrees_that_a_model_does_not_take_are_found(model, degrees, says):
+    found = list(layout_problems("row", degrees, None, model))
+    assert len(found) == 1
+    assert says in found[0]
+
+
 @given(tp=degree, pp=degree, cp=degree, ep=degree, copies=st.integers(1, 4))
 def test_a_layout_on_a_multiple_of_both_grids_has_no_problem(tp, pp, cp, ep, copies):
     gpus = tp * pp * cp * ep * copies
