@@ -136,7 +136,7 @@ def grid(*, gpus: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: 
 
 
 def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> int:
-    """The fewest GPUs that hold one copy: `pp x max(tp x cp, ep x etp)` where one product divides the other, else what both divide."""
+    """The fewest GPUs that hold one copy: pp times the least common multiple of `tp x cp` and `ep x etp`, so their larger where one divides the other."""
     return pp * lcm(tp * cp, ep * etp)
 
 
