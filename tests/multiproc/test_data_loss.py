@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from ranks import ROOT, run, steps, summary
 
 from playbook_trainer.config import load, parse_overrides
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.rows import make_rows
+from playbook_trainer.exit_codes import REFUSED
 from playbook_trainer.parallel import axes as layout
 from playbook_trainer.parallel import setup
 
@@ -60,6 +64,23 @@ def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(ranks: 
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
     counted = summary(tmp_path)["data"]
     assert counted["images_decoded"] >= sum(len(d.images) for row in rows for d in row)
+
+
+def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for n in range(40):
+        noise = np.random.default_rng(n).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / f"{n}.jpg")
+    lines = [{"images": [f"{n}.jpg"], "question": "q", "answer": "a"} for n in range(40)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [f"data.path={folder}", "data.pack=false", "data.seq_len=64", "train.steps=3", "train.warmup_steps=1"]
+    bad = make_rows(load(VISION, parse_overrides(words)), "train").row(1)[0].images[0].file  # row 0 is of rank 0
+    bad.write_bytes(bad.read_bytes()[:-1000])  # the header is whole
+    results = run([str(VISION), *words, f"output={tmp_path / 'out'}"], 2)
+    assert results[1][0] == REFUSED
+    assert results[1][2].startswith("error: rank 1: ")
+    assert str(bad) in results[1][2]
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_other_workers_to_the_last_bit(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from playbook.errors import ConfigError, PlaybookError
+from playbook.errors import ConfigError, DataError, PlaybookError
 from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 
 USAGE = "usage: playbook train CONFIG [key.path=value ...]"
@@ -66,6 +66,10 @@ def _run(words: list[str], rank: int, world: int) -> int:
         _check_output(Path(config.output))
     try:
         return OF_OUTCOME[train(config, rank, world)]
+    except DataError as e:
+        if rank:  # what this rank reads or writes, rank 0 does not, and would not say it
+            sys.stderr.write(f"error: rank {rank}: {e}\n")
+        raise
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
         return OUT_OF_MEMORY
