@@ -20,10 +20,11 @@ from playbook.paths import data_root
 from playbook_trainer import checks
 from playbook_trainer.config import GeneratedConfig, TrainerConfig, load
 from playbook_trainer.data.generated import GeneratedText, GeneratedVqa, PoolImage
-from playbook_trainer.data.images import header_size
+from playbook_trainer.data.images import BadImage, header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.data.streams import Flat, Sharded
+from playbook_trainer.data.webdataset import tar_samples
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 TEXTS = [f"document {i} " * (1 + i % 5) for i in range(60)]
@@ -277,13 +278,54 @@ def hostile(kind: str, folder: Path) -> None:
         tar(folder / "x.tar", [("0.jpg", jpeg(0)), ("0.json", b"[" * 200_000)])
     elif kind == "outside":
         (folder / "x.tar").symlink_to("/etc/hostname")
+    elif kind == "one kind twice":
+        tar(folder / "x.tar", good * 20)
+    elif kind == "negative size":
+        header = bytearray(tarfile.TarInfo("1.jpg").tobuf())
+        header[124:136] = (2**96 - tarfile.BLOCKSIZE).to_bytes(12, "big")  # the next header would be this one again
+        header[148:156] = b"%06o\0 " % sum(header[:148] + b" " * 8 + header[156:])
+        before = tarfile.TarInfo("0.jpg").tobuf()
+        (folder / "x.tar").write_bytes(before + bytes(header) + b"\0" * 2048)
 
 
-@pytest.mark.parametrize("kind", ["link", "truncated", "lying size", "gzip", "noise", "video", "no text", "deep json", "outside"])
+HOSTILE = [
+    "link", "truncated", "lying size", "gzip", "noise", "video", "no text", "deep json", "outside", "one kind twice", "negative size",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_shards_are_one_clear_error(tmp_path: Path, kind: str) -> None:
     hostile(kind, tmp_path)
     with pytest.raises(DataError, match=r"x\.tar"):
         check(config(VL, data__path=str(tmp_path), data__source="webdataset"))
+
+
+@pytest.mark.parametrize("fault", ["cut at a member", "cut in a header", "broken header", "joined"])
+def test_a_shard_that_ends_early_loses_nothing_in_silence(tmp_path: Path, fault: str) -> None:
+    path = shard(tmp_path / "x.tar", range(20))
+    data = path.read_bytes()
+    with tarfile.open(path) as archive:
+        at = archive.getmembers()[20].offset
+    path.write_bytes(
+        {
+            "cut at a member": data[:at],
+            "cut in a header": data[: at + 100],
+            "broken header": data[:at] + b"?" + data[at + 1 :],
+            "joined": data + data,
+        }[fault]
+    )
+    with pytest.raises(DataError, match=r"x\.tar has no end mark at byte \d+, or more behind it"):
+        check(config(VL, data__path=str(tmp_path)))
+
+
+def test_images_of_a_sample_come_by_number_and_none_is_left_out(tmp_path: Path) -> None:
+    members = [(f"s.{n}.jpg", jpeg(n, (32 + n, 32))) for n in range(12)] + [("s.txt", b"caption")]
+    path = tar(tmp_path / "x.tar", [*members, ("t.gif", b"GIF89a"), ("t.txt", b"another")])
+    samples = tar_samples([path], "x").open(0)
+    assert [header_size(image)[1] for image in samples[0].images] == [32 + n for n in range(12)]
+    with pytest.raises(BadImage, match=r"t\.gif.*not_an_image"):
+        header_size(samples[1].images[0])
 
 
 def test_a_member_named_upwards_leads_nowhere(tmp_path: Path) -> None:
@@ -327,6 +369,41 @@ def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", vqa_table(range(12)), 5)
     with pytest.raises(DataError, match="under 'text'"):
         check(config(TEXT, data__path=str(tmp_path)))
+    write_parquet(tmp_path / "a.parquet", vqa_table(range(12)).rename_columns(["photo", "question", "answer", "extra"]), 5)
+    with pytest.raises(DataError, match="neither a column image nor images"):
+        check(config(VL, data__path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("fault", ["not UTF-8", "not a date", "two columns"])
+def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, fault: str) -> None:
+    import pyarrow as pa
+
+    texts = pa.array(TEXTS)
+    columns = {
+        "not UTF-8": [pa.Array.from_buffers(pa.string(), 12, pa.array([b"\xff"] * 12, pa.binary()).buffers())],
+        "not a date": [pa.array([2**62] * 12, pa.timestamp("us"))],
+        "two columns": [texts, texts],
+    }[fault]
+    write_parquet(tmp_path / "a.parquet", pa.Table.from_arrays(columns, names=["text"] * len(columns)), 5)
+    with pytest.raises(DataError, match=r"a\.parquet.*(row 0: a value of text cannot be read|several columns named 'text')"):
+        check(config(TEXT, data__path=str(tmp_path)))
+
+
+def test_a_path_that_cannot_be_looked_at_is_named() -> None:
+    for name in (TEXT, VL):
+        with pytest.raises(DataError, match=r"data\.path: a+ cannot be read"):
+            check(config(name, data__path="a" * 5000))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_goes_away_during_a_run_is_one_message(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    loader = build_loader(config(TEXT, data__path=str(tmp_path), data__num_workers=workers), dp_rank=0, dp_size=1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot be read: .*a\.jsonl"):
+        next(iter(loader))
+    loader.close()
 
 
 @pytest.mark.parametrize("fault", ["annotation", "image", "outside", "negative"])

@@ -242,6 +242,8 @@ class _MicroBatches(Dataset[_Packet]):
         except PlaybookError as e:
             # As a value: an exception that crosses the process border loses its type to a traceback in text.
             return _Packet(None, str(e))
+        except OSError as e:
+            return _Packet(None, f"data that was there when the run began cannot be read: {e}; a checkpoint resumes where the run stood")
         counts = {
             **self._decoder.take_counts(),
             "padding_tokens": len(batch.tokens_N) - batch.num_useful,

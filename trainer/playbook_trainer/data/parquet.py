@@ -53,6 +53,8 @@ def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> 
         try:
             with parquet.ParquetFile(files[f], metadata=metadata[f]) as file:
                 present = [c for c in columns if c in file.schema_arrow.names]
+                if twice := [c for c in present if file.schema_arrow.names.count(c) > 1]:
+                    raise DataError(f"{files[f]} has several columns named '{twice[0]}'; keep one")
                 # Several workers read at once; a pool of threads in each would fight over the cores.
                 return _Group(f"{files[f]}: row group {g}", file.read_row_group(g, columns=present, use_threads=False))
         except (OSError, ValueError, NotImplementedError) as e:
@@ -75,13 +77,19 @@ class _Group:
         return int(self.table.num_rows)
 
     def __getitem__(self, i: int) -> Record:
-        return f"{self.name}, row {i}", {c: self.table.column(c)[i].as_py() for c in self.table.column_names}
+        place = f"{self.name}, row {i}"
+        try:
+            return place, {c: self.table.column(c)[i].as_py() for c in self.table.column_names}
+        except (ValueError, OverflowError) as e:  # strings are not checked when they are written, and not every date is one of Python's
+            raise DataError(f"{place}: a value of {', '.join(self.table.column_names)} cannot be read: {e}") from e
 
 
 def _sample(record: Record) -> Sample:
     place, fields = record
     refuse_video(place, [key for key in ("video", "videos") if fields.pop(key, None)])
     question, answer = question_answer(place, fields)
+    if "image" not in fields and "images" not in fields:
+        raise DataError(f"{place}: has neither a column image nor images; rename the one that holds the images")
     images = fields.get("images") if fields.get("images") is not None else fields.get("image")
     images = images if isinstance(images, list) else [] if images is None else [images]
     return Sample(place, [Encoded(f"{place}, image {n}", _bytes(place, image)) for n, image in enumerate(images)], question, answer)

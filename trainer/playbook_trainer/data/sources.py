@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,18 +34,19 @@ def open_text(data: DataConfig, model: ModelConfig) -> TextData:
         ConfigError: a layout that text does not have, or a missing package.
     """
     path = Path(data.path) if data.path is not None else data_root("assets") / "text"
-    layout = data.source if data.source != "auto" else _text_layout(path)
-    if layout == "files":
-        return Flat(text_items(path, data.text_key), str(path))
-    if layout == "parquet":
-        return text_groups(_files(path, (".parquet",)), data.text_key, str(path))
-    if layout == "huggingface":
-        if data.path is None:
-            raise ConfigError("data.source is huggingface: set data.path to a folder written by save_to_disk, or to a data set's name")
-        return hub_text(data.path, data.subset, data.text_key)
-    if layout == "generated":
-        return Flat(GeneratedText(data.generated, _text_ids(model)), "generated text")
-    raise ConfigError(f"data.source {layout} holds images; with data.kind text take files, parquet, huggingface or generated")
+    with _reachable(path):
+        layout = data.source if data.source != "auto" else _text_layout(path)
+        if layout == "files":
+            return Flat(text_items(path, data.text_key), str(path))
+        if layout == "parquet":
+            return text_groups(_files(path, (".parquet",)), data.text_key, str(path))
+        if layout == "huggingface":
+            if data.path is None:
+                raise ConfigError("data.source is huggingface: set data.path to a folder written by save_to_disk, or to a data set's name")
+            return hub_text(data.path, data.subset, data.text_key)
+        if layout == "generated":
+            return Flat(GeneratedText(data.generated, _text_ids(model)), "generated text")
+        raise ConfigError(f"data.source {layout} holds images; with data.kind text take files, parquet, huggingface or generated")
 
 
 def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
@@ -54,18 +57,28 @@ def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
         ConfigError: a layout that such samples do not have, or a missing package.
     """
     path = Path(data.path) if data.path is not None else data_root("assets") / "vqa"
-    layout = data.source if data.source != "auto" else _vqa_layout(path)
-    if layout == "files":
-        return Flat(folder_samples(path), str(path))
-    if layout == "vqav2":
-        return Flat(VqaV2(path, data.subset), str(path))
-    if layout == "webdataset":
-        return tar_samples(_files(path, (".tar",)), str(path))
-    if layout == "parquet":
-        return vqa_groups(_files(path, (".parquet",)), str(path))
-    if layout == "generated":
-        return Flat(GeneratedVqa(data.generated, pool_folder(data.path)), "generated samples")
-    raise ConfigError(f"data.source {layout} holds text; with data.kind vqa take files, vqav2, webdataset, parquet or generated")
+    with _reachable(path):
+        layout = data.source if data.source != "auto" else _vqa_layout(path)
+        if layout == "files":
+            return Flat(folder_samples(path), str(path))
+        if layout == "vqav2":
+            return Flat(VqaV2(path, data.subset), str(path))
+        if layout == "webdataset":
+            return tar_samples(_files(path, (".tar",)), str(path))
+        if layout == "parquet":
+            return vqa_groups(_files(path, (".parquet",)), str(path))
+        if layout == "generated":
+            return Flat(GeneratedVqa(data.generated, pool_folder(data.path)), "generated samples")
+        raise ConfigError(f"data.source {layout} holds text; with data.kind vqa take files, vqav2, webdataset, parquet or generated")
+
+
+@contextmanager
+def _reachable(path: Path) -> Iterator[None]:
+    """Say which path it is that may not be looked into, or cannot be."""
+    try:
+        yield
+    except OSError as e:
+        raise DataError(f"data.path: {path} cannot be read: {e.strerror or e}; check the path and its permissions") from e
 
 
 def _text_layout(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 Files with the same name up to the first dot of the base name are one sample: images (jpg, jpeg, png, webp; also 0.jpg, 1.jpg, ...), and
 either json with question and answer, or txt, which is taken as the answer (a caption).
+Kinds of images that are not read (gif, bmp, tiff, ...) count as bad images, and not as none.
 
 Nothing is unpacked, so a member's name leads nowhere; links, devices and sparse files are refused.
 
@@ -25,6 +26,8 @@ from playbook_trainer.data.text import is_text
 from playbook_trainer.data.vqa import Sample, question_answer
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
+UNREAD = ("avif", "bmp", "gif", "heic", "heif", "jp2", "jxl", "tif", "tiff")
+"""Images too, which decoding refuses under the policy for bad ones; left out, their samples would pass for text."""
 VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
 OPEN_MEMBERS = 200_000
 """Members of the shards whose indices one worker keeps at hand."""
@@ -68,13 +71,30 @@ def index(tar: Path) -> list[list[Member]]:
                     continue
                 if not info.isreg() or info.issparse():
                     raise DataError(f"{tar}: member {info.name[:80]!r} is a link, device or sparse file; expected regular files only")
+                if info.size < 0:  # the next header would lie before this one, for ever
+                    raise DataError(f"{tar}: member {info.name[:80]!r} has {info.size} bytes; the shard is broken")
                 if info.offset_data + info.size > end:
                     raise DataError(f"{tar}: member {info.name[:80]!r} reaches beyond the end of the file; the shard is truncated")
                 members.append(Member(tar, info.name, info.offset_data, info.size))
+            _check_end(tar, archive.offset)
     except (tarfile.TarError, OSError, ValueError, OverflowError) as e:
         raise DataError(f"{tar} cannot be read as an uncompressed tar file ({e}); unpack .gz first, and check the file") from e
     groups = [list(group) for _, group in groupby(members, key=lambda m: _split(m.name)[0])]
     return [group for group in groups if any(_split(m.name)[1] for m in group)]
+
+
+def _check_end(tar: Path, offset: int) -> None:
+    """Refuse a file in which more follows, or nothing at all: at a header that is broken or cut, tarfile stops as it does at the end."""
+    with tar.open("rb") as file:
+        file.seek(offset)
+        block = file.read(tarfile.BLOCKSIZE)
+        whole = len(block) == tarfile.BLOCKSIZE
+        while block and not any(block):
+            block = file.read(2**20)
+    if block or not whole:
+        raise DataError(
+            f"{tar} has no end mark at byte {offset}, or more behind it: the shard is truncated, broken or several joined; write it anew"
+        )
 
 
 def _sample(members: list[Member]) -> Sample:
@@ -82,7 +102,9 @@ def _sample(members: list[Member]) -> Sample:
     by_kind = {_split(m.name)[1].lower(): m for m in members}
     if any(kind.rsplit(".")[-1] in VIDEOS for kind in by_kind):
         raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
-    images = [by_kind[kind] for kind in sorted(by_kind) if kind.rsplit(".")[-1] in IMAGES]
+    if len(by_kind) < len(members):
+        raise DataError(f"{place}: has several members of one kind; expected each once: give each sample a name of its own")
+    images = [by_kind[kind] for kind in sorted(by_kind, key=_order) if kind.rsplit(".")[-1] in IMAGES + UNREAD]
     if "json" in by_kind:
         question, answer = question_answer(place, _json(by_kind["json"]))
     elif "txt" in by_kind:
@@ -109,6 +131,11 @@ def _utf8(member: Member) -> str:
         raise DataError(f"{member} is not UTF-8 text (byte {e.start})") from e
     assert is_text(text)
     return text
+
+
+def _order(kind: str) -> tuple[str, str]:
+    """By number where there is one: 2.jpg before 10.jpg."""
+    return kind.partition(".")[0].zfill(20), kind
 
 
 def _split(name: str) -> tuple[str, str]:
