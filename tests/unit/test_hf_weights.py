@@ -227,6 +227,28 @@ def test_weights_are_never_written_over(text, tmp_path):
         hf.save_safetensors(config, state, tmp_path)
 
 
+def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_path):
+    config, state = text
+    other = {name: torch.zeros_like(t) for name, t in state.items()}
+    hf.save_safetensors(config, state, tmp_path / "m")
+    hf.save_safetensors(config, other, tmp_path / "shards", max_shard_bytes=300_000)
+    for path in (tmp_path / "shards").glob("*.safetensors*"):
+        path.rename(tmp_path / "m" / path.name)
+    theirs = parity.theirs(config, tmp_path / "m").state_dict()["model.norm.weight"]
+    assert torch.equal(hf.load_safetensors(config, tmp_path / "m")["norm.weight"], theirs)
+    assert torch.equal(theirs, state["norm.weight"])
+
+
+def test_attention_to_a_window_is_refused(text, tmp_path):
+    config, state = text
+    hf.save_safetensors(config, state, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(settings | windowed))
+    with pytest.raises(ConfigError, match="use_sliding_window True, here False"):
+        hf.load_safetensors(config, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -185,7 +185,7 @@ class Writer:
 
 
 def refuse_to_overwrite(folder: Path) -> None:
-    """Refuse a folder with weights: an old index beside a new file would be read in its place.
+    """Refuse a folder with weights: an old file beside new shards would be read in their place.
 
     Raises:
         ConfigError: there are some.
@@ -301,9 +301,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     """Which file holds which tensor, or None without an index.
 
     An index comes from elsewhere, so it may only name files right in its own folder. Symbolic links are followed: download caches use them.
+    Where a single file lies beside an index, transformers reads the single file.
     """
     path = folder / INDEX
-    if not path.is_file():
+    if not path.is_file() or (folder / SINGLE).is_file():
         return None
     where = read_json(path).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):

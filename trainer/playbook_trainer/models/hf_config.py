@@ -19,6 +19,7 @@ TEXT_FIELDS = {
     "hidden_act": None,
     "rms_norm_eps": "rms_norm_eps",
     "attention_bias": None,
+    "use_sliding_window": None,
 }
 """Their name to ours; None where the model has no choice."""
 
@@ -127,6 +128,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             "mlp_only_layers": [],
         }
     if vision is None:
+        text["use_sliding_window"] = False
         kind, name = ("qwen3_moe", "Qwen3MoeForCausalLM") if moe else ("qwen3", "Qwen3ForCausalLM")
         return {"architectures": [name], "model_type": kind, **text}
     if moe and not config.norm_topk_prob:
