@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from playbook.document import read
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer.config import ModelConfig, load
+from playbook_trainer.config import ModelConfig, load, parse_overrides
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l_megatron.yaml"
 MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -52,3 +52,17 @@ def test_a_field_of_a_section_leaves_the_rest_of_the_preset_s() -> None:
     assert load(LARGE, {"model": "deepseek_v3", "model.yarn": None}).model.yarn is None
     with pytest.raises(ConfigError, match="original_seq_len"):
         load(LARGE, {"model": "deepseek_v3_tiny", "model.yarn.factor": 64})
+
+
+def test_an_override_in_quotes_is_text() -> None:
+    words = ["data.path='2024'", 'tracker.name="null"', "data.subset=2014a", "train.steps=7", "data.text_key=it's", "checkpoint.dir="]
+    given = parse_overrides(words)
+    assert given == {
+        "data.path": "2024",
+        "tracker.name": "null",
+        "data.subset": "2014a",
+        "train.steps": 7,
+        "data.text_key": "it's",
+        "checkpoint.dir": None,
+    }
+    assert load(data_root("configs") / "qwen3_tiny.yaml", given).data.path == "2024"

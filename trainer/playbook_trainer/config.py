@@ -388,7 +388,7 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`["parallel.ep=4"]` as `{"parallel.ep": 4}`; values are YAML.
+    """`["parallel.ep=4"]` as `{"parallel.ep": 4}`; values are YAML, so a quoted one is text.
 
     Raises:
         ConfigError: a word without '='.
@@ -398,8 +398,15 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         key, sep, text = word.partition("=")
         if not sep or not key:
             raise ConfigError(f"override '{word}' has no '='; write key.path=value, for example train.steps=50")
-        out[key] = parse(text, f"override {key}")[0] if text[:1] in "[{" else parse_scalar(text.strip("'\""))
+        out[key] = _override(key, text)
     return out
+
+
+def _override(key: str, text: str) -> Any:
+    if text[:1] in ("[", "{"):
+        return parse(text, f"override {key}")[0]
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else parse_scalar(text)
 
 
 def model_names() -> list[str]:
