@@ -75,6 +75,26 @@ def test_decode_resizes_to_rgb(tmp_path: Path) -> None:
     assert (pixels == 200).all()
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_pictures_are_upright_as_transformers_loads_them(tmp_path: Path, kind: str, orientation: int) -> None:
+    image_utils = pytest.importorskip("transformers.image_utils")
+    noise = np.random.default_rng(0).integers(0, 256, (40, 72, 3), dtype=np.uint8)
+    note = Image.Exif()
+    note[0x0112] = orientation
+    path = tmp_path / f"image.{kind.lower()}"
+    Image.fromarray(noise).save(path, format=kind, exif=note)
+    theirs = image_utils.load_image(str(path))
+    assert header_size(path) == (theirs.height, theirs.width)
+    assert np.array_equal(decode(ImageRef(path, 32, 64)), np.asarray(theirs.resize((64, 32), Image.Resampling.BICUBIC)))
+
+
+def test_a_broken_note_about_orientation_spoils_no_picture(tmp_path: Path) -> None:
+    Image.new("RGB", (72, 40)).save(tmp_path / "image.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff" + b"\xff" * 50)
+    assert header_size(tmp_path / "image.jpg") == (40, 72)
+    assert decode(ImageRef(tmp_path / "image.jpg", 32, 32)).shape == (32, 32, 3)
+
+
 @pytest.mark.parametrize("keep", [0, 10, 400])
 def test_a_truncated_jpeg_is_an_error_that_names_the_file(tmp_path: Path, keep: int) -> None:
     path = write_jpeg(tmp_path / "cut.jpg")

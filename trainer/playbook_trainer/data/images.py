@@ -31,6 +31,19 @@ BAD_KINDS = ("missing", "empty", "not_an_image", "too_large", "animated", "undec
 """Why an image is not used. CMYK and 16-bit images are none of these: they are converted."""
 
 
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What brings a picture upright, by the orientation that the camera noted (EXIF). From 5 on, height and width change places."""
+
+
 class BadImage(DataError):
     """An image that cannot be used; `kind` is one of BAD_KINDS."""
 
@@ -82,12 +95,17 @@ def read_image(file: Path | ImageFile) -> bytes:
 
 
 def header_size(file: Path | ImageFile, max_pixels: int = MAX_FILE_PIXELS) -> tuple[int, int]:
-    """Height and width from the file's header; nothing is decoded.
+    """Height and width of the upright picture, from the file's header; nothing is decoded.
 
     Raises:
         BadImage: no image, or one that claims too many pixels, or more than one picture.
     """
-    return _opened(file, max_pixels, lambda image: (image.size[1], image.size[0]))
+
+    def upright(picture: Image.Image) -> tuple[int, int]:
+        width, height = picture.size
+        return (width, height) if _orientation(picture) >= 5 else (height, width)
+
+    return _opened(file, max_pixels, upright)
 
 
 def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
@@ -106,14 +124,16 @@ def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[
 
 
 def decode(image: ImageRef, max_pixels: int = MAX_FILE_PIXELS) -> NDArray[np.uint8]:
-    """The file as RGB, resized: uint8 (height, width, 3).
+    """The file as RGB, upright as transformers loads it, and resized: uint8 (height, width, 3).
 
     Raises:
         BadImage: the file is broken or not an image; the message names it.
     """
 
     def resized(picture: Image.Image) -> NDArray[np.uint8]:
-        return np.asarray(_rgb(picture).resize((image.width, image.height), Image.Resampling.BICUBIC))
+        turn = _TURNS.get(_orientation(picture))  # before decoding, which may come upon a later note
+        rgb = _rgb(picture) if turn is None else _rgb(picture).transpose(turn)
+        return np.asarray(rgb.resize((image.width, image.height), Image.Resampling.BICUBIC))
 
     return _opened(image.file, max_pixels, resized)
 
@@ -134,6 +154,17 @@ def patches_into(out_PC: NDArray[np.float32], pixels: NDArray[np.uint8], vision:
     np.multiply(blocks.reshape(first.shape), np.float32(1 / 127.5), out=first)
     first -= 1
     frames[:, :, 1:] = frames[:, :, :1]
+
+
+def _orientation(picture: Image.Image) -> int:
+    """EXIF's orientation, 1 (upright) to 8; 1 where there is none."""
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1  # Pillow would decode the picture to see whether a note follows
+    try:
+        found = picture.getexif().get(_ORIENTATION)
+    except Exception:  # a broken note on a sound picture
+        return 1
+    return found if isinstance(found, int) and found in _TURNS else 1
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
