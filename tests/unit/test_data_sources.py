@@ -190,6 +190,18 @@ def test_a_state_of_another_batch_size_is_refused(tmp_path: Path) -> None:
         build_loader(config(TEXT, train__global_batch_size=4), dp_rank=0, dp_size=1, state=merge_states([state]))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_state_of_less_data_is_refused(tmp_path: Path, kind: str) -> None:
+    cfg = config(TEXT, **text_source(kind, tmp_path))
+    _, state = batches_of(cfg, 1)
+    merged = json.loads(json.dumps(merge_states([state])))
+    build_loader(cfg, dp_rank=0, dp_size=1, state=merged)
+    file = next(tmp_path.iterdir())
+    (tmp_path / f"later{file.suffix}").write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match="would be read twice and others never"):
+        build_loader(cfg, dp_rank=0, dp_size=1, state=merged)
+
+
 def test_a_place_that_the_data_does_not_have_is_refused() -> None:
     lane = [1, 1, 0, 0, 0, 0, 10**6]
     for place in (lane, [*lane[:4], 0, 10**6, 0]):

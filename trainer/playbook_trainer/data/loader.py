@@ -57,7 +57,7 @@ def build_loader(
 
     Raises:
         DataError: missing or unreadable data.
-        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size or stream.
+        ConfigError: data, model and batch sizes do not fit each other, or the state belongs to another batch size, stream or amount of data.
     """
     lanes: dict[int, LaneState] = {}
     if state is not None:
@@ -71,7 +71,13 @@ def build_loader(
         if problem := other_stream(state, config):
             raise ConfigError(problem)
         lanes = {int(number): list(place) for number, place in state.get("lanes", {}).items()}
-    return Loader(config, make_rows(config, split, lanes), dp_rank, dp_size, start_row)
+    rows = make_rows(config, split, lanes)
+    if state is not None and state.get("chunks", rows.num_chunks) != rows.num_chunks:
+        raise ConfigError(
+            f"the checkpoint's data stream has {state['chunks']} chunks of samples, data.path holds {rows.num_chunks} now: in another order, samples "
+            "would be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
+        )
+    return Loader(config, rows, dp_rank, dp_size, start_row)
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -135,6 +141,7 @@ class Loader:
                 f"= {dp_size} x {train.micro_batch_size} = {per_round}"
             )
         self._start, self._step_rows, self._stream = start_row, train.global_batch_size, identity(config)
+        self._chunks = rows.num_chunks
         self._micro_batches = train.global_batch_size // per_round
         self._row = start_row
         self._lanes: dict[str, LaneState] = {}
@@ -172,7 +179,8 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, in which stream: `row` is the first row of the next step, `lanes` the places of this rank's lanes."""
-        return {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes), "stream": self._stream}
+        place = {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes)}
+        return {**place, "stream": self._stream, "chunks": self._chunks}
 
     def counters(self) -> dict[str, int]:
         """What this rank has handed out so far, by the names of COUNTERS: images, padding tokens, samples shortened to fit a row."""
