@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
 import struct
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from playbook.errors import DataError
 from playbook.paths import data_root
 from playbook_trainer.config import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
+from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageRef, decode, header_size
 from playbook_trainer.data.loader import build_loader
+from playbook_trainer.data.parquet import Encoded
 
 VL = "qwen3_vl_moe_tiny"
 MUTATED = 1000
@@ -207,6 +211,22 @@ def test_failing_names_the_file(tmp_path: Path, workers: int) -> None:
     cfg = config(broken_set(tmp_path / "a"), data__on_bad_image="fail", data__num_workers=workers)
     with pytest.raises(DataError, match=r"000[47]\.jpg.*on_bad_image=skip"):
         run(cfg, 40)
+
+
+def test_the_cache_holds_pixels_and_no_encoded_images(tmp_path: Path) -> None:
+    decoder = ImageDecoder(config(tmp_path, data__cache="memory").data)
+
+    def image() -> Encoded:
+        return Encoded("a.parquet: row group 0, row 0, image 0", encoded())
+
+    first = image()
+    gone = weakref.ref(first)
+    pixels, _ = decoder.pixels(ImageRef(first, 32, 32))
+    del first
+    gc.collect()
+    assert gone() is None
+    assert np.array_equal(decoder.pixels(ImageRef(image(), 32, 32))[0], pixels)
+    assert decoder.take_counts() == {"images_decoded": 1, "images_cached": 1}
 
 
 def test_the_cache_changes_no_pixel_and_decodes_each_image_once(tmp_path: Path) -> None:

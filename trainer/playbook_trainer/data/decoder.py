@@ -20,7 +20,7 @@ class ImageDecoder:
     def __init__(self, data: DataConfig) -> None:
         self._skip, self._max_pixels = data.on_bad_image == "skip", data.max_source_pixels
         self._room = int(data.cache_gib * 2**30) if data.cache == "memory" else 0
-        self._cache: dict[ImageRef, NDArray[np.uint8]] = {}
+        self._cache: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
         self._counts: Counter[str] = Counter()
 
     def take_counts(self) -> dict[str, int]:
@@ -34,7 +34,7 @@ class ImageDecoder:
         Raises:
             BadImage: the image is bad and the policy is to fail.
         """
-        held = self._cache.get(image)
+        held = self._cache.get(_name(image)) if self._cache else None
         if held is not None:
             self._counts["images_cached"] += 1
             return held, True
@@ -56,4 +56,9 @@ class ImageDecoder:
     def _keep(self, image: ImageRef, pixels: NDArray[np.uint8]) -> None:
         if pixels.nbytes <= self._room:
             self._room -= pixels.nbytes
-            self._cache[image] = pixels
+            self._cache[_name(image)] = pixels
+
+
+def _name(image: ImageRef) -> tuple[str, int, int]:
+    # Not the image itself, which may hold its whole encoded file: a photograph takes ten times the room of its pixels, and would not be counted.
+    return str(image.file), image.height, image.width
