@@ -286,6 +286,8 @@ def test_a_tokenizer_file_is_read_and_its_ids_must_fit(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match=r"broken\.json"):
         check(config(TEXT, data__tokenizer=str(tmp_path / "broken.json")))
+    with pytest.raises(DataError, match=r"a is no tokenizer\.json"):  # a path that cannot be looked at
+        check(config(TEXT, data__tokenizer="a" * 5000))
 
 
 def test_text_cannot_forge_an_image_token(tmp_path: Path) -> None:

@@ -483,6 +483,15 @@ def test_generated_data_is_the_same_everywhere_and_ignores_what_the_pool_holds(t
     assert data_sha(config(TEXT, data__source="generated", seed=5), steps=2) != data_sha(config(TEXT, data__source="generated"), steps=2)
 
 
+def test_a_pool_that_cannot_be_made_is_no_bad_image(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/pool"):
+        cfg = config(VL, data__path=str(tmp_path / folder), data__source="generated", data__on_bad_image="skip")
+        loader = build_loader(cfg, dp_rank=0, dp_size=1)
+        with pytest.raises(DataError, match=r"set data\.path to a folder for the generated images"):
+            next(iter(loader))
+
+
 def test_rows_are_padded_to_a_multiple(tmp_path: Path) -> None:
     loader = build_loader(config(VL, data__pad=False, data__pad_to_multiple=64, data__pack=False), dp_rank=0, dp_size=1)
     lengths = {(len(b.tokens_N), b.num_useful) for step in itertools.islice(loader, 10) for b in step}

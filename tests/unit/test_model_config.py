@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from playbook.document import read
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
 from playbook_trainer.config import ModelConfig, load, parse_overrides
 
@@ -66,3 +67,8 @@ def test_an_override_in_quotes_is_text() -> None:
         "checkpoint.dir": None,
     }
     assert load(data_root("configs") / "qwen3_tiny.yaml", given).data.path == "2024"
+
+
+def test_a_configuration_that_cannot_be_looked_at_is_named() -> None:
+    with pytest.raises(FileError, match="a:1:1: cannot be read"):
+        load(Path("a" * 5000))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import parity
 import pytest
@@ -180,3 +181,11 @@ def test_hostile_folders_are_refused(spoil, tmp_path):
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=HOSTILE[spoil]):
         hf.check_folder(config, tmp_path)
+
+
+def test_folders_that_cannot_be_looked_into_are_one_message():
+    config, folder = parity.tiny("qwen3_tiny"), Path("a" * 5000)
+    with pytest.raises(ConfigError, match="a cannot be read: "):
+        hf.check_folder(config, folder)
+    with pytest.raises(ConfigError, match="a cannot be written: "):
+        hf.refuse_to_overwrite(folder)

@@ -367,13 +367,16 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
 
 def _read(path: Path) -> tuple[Any, Marks]:
     """The file's content, for the caller to change; every variant of a case reads the same few files."""
-    stat = path.stat() if path.is_file() else None
-    data, marks = _parsed(path, stat and (stat.st_mtime_ns, stat.st_size))
+    try:
+        stat = path.stat()
+    except OSError:  # which reading it will say
+        return read(path)
+    data, marks = _parsed(path, (stat.st_mtime_ns, stat.st_size))
     return deepcopy(data), marks
 
 
 @lru_cache(maxsize=256)
-def _parsed(path: Path, stamp: tuple[int, int] | None) -> tuple[Any, Marks]:
+def _parsed(path: Path, stamp: tuple[int, int]) -> tuple[Any, Marks]:
     return read(path)
 
 

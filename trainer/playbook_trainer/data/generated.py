@@ -120,6 +120,8 @@ class PoolImage:
             return path.read_bytes()
         except FileNotFoundError:
             data = make_jpeg(self.size(), np.random.default_rng([self.seed, 3, self.number]))
+        except OSError as e:  # no fault of an image, and not to be skipped
+            raise DataError(f"{path} cannot be read: {e.strerror or e}; set data.path to a folder for the generated images") from e
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Workers may make the same file at once: each writes its own, with the same bytes, and the last to rename wins.

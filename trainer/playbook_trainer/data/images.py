@@ -178,7 +178,7 @@ def _opened(file: Path | ImageFile, max_pixels: int, use: Callable[[Image.Image]
     """`use` of the opened image, after its header has been checked."""
     try:
         image = _open(file)
-    except BadImage:
+    except DataError:  # a BadImage, or a pool that cannot be written
         raise
     except OSError as e:  # Pillow's own error for what it cannot identify is one too, without a number
         kind = "missing" if e.errno is not None else "not_an_image"

@@ -35,10 +35,12 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Backend
         except ImportError as e:
             raise ConfigError(f"data.tokenizer is {path}, which needs the package 'tokenizers': pip install tokenizers") from e
-        if not path.is_file():
-            raise DataError(f"data.tokenizer: no file {path}; expected 'byte' or the path of a tokenizer.json")
         try:
+            if not path.is_file():
+                raise DataError(f"data.tokenizer: no file {path}; expected 'byte' or the path of a tokenizer.json")
             self._backend = Backend.from_file(str(path))
+        except DataError:
+            raise
         except Exception as e:  # the library raises bare Exception for every broken file
             raise DataError(f"{path} is no tokenizer.json that the 'tokenizers' library can read: {e}") from e
         self._backend.encode_special_tokens = True

@@ -101,7 +101,11 @@ def open_folder(config: ModelConfig, folder: Path, stack: ExitStack) -> Files:
     Raises:
         ConfigError: the folder does not hold this model, in one message.
     """
-    if not (folder / CONFIG).is_file():
+    try:
+        there = (folder / CONFIG).is_file()
+    except OSError as e:  # a folder that may not be looked into
+        raise ConfigError(f"{folder} cannot be read: {e.strerror or e}; check the path and its permissions") from e
+    if not there:
         raise ConfigError(
             f"{folder} has no {CONFIG}; expected a folder as transformers saves it: {CONFIG} and {SINGLE}, or shards with {INDEX}"
         )
@@ -190,9 +194,13 @@ def refuse_to_overwrite(folder: Path) -> None:
     Raises:
         ConfigError: there are some.
     """
-    if old := sorted(p.name for p in folder.glob("*.safetensors*")):
+    try:
+        old, other = sorted(p.name for p in folder.glob("*.safetensors*")), folder.exists() and not folder.is_dir()
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be written: {e.strerror or e}; choose another folder") from e
+    if old:
         raise ConfigError(f"{folder} already holds weights ({old[0]}); choose an empty folder")
-    if folder.exists() and not folder.is_dir():
+    if other:
         raise ConfigError(f"{folder} is a file; choose an empty folder")
 
 
