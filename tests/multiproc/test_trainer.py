@@ -11,6 +11,7 @@ import pytest
 import yaml
 from ranks import ROOT, run, steps, summary
 
+from playbook_trainer.__main__ import main
 from playbook_trainer.metrics import SHOWN_DATA
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -153,3 +154,15 @@ def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
             assert share < SHOWN_DATA or f"  data {share:.0%}  mem" in lines[row["step"]]
         said[name] = sum("  data " in line for line in lines.values())
     assert said["pictures"] > said["random"]
+
+
+@pytest.mark.parametrize(("rank", "local", "said"), [(0, 0, "error: nowhere"), (8, 0, "error: rank 8: nowhere"), (9, 1, "")])
+def test_what_one_node_lacks_is_said_there(
+    rank: int, local: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 16}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["nowhere.yaml"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(said)
+    assert bool(err) == bool(said)

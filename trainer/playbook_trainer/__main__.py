@@ -21,10 +21,15 @@ from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 USAGE = "usage: playbook train CONFIG [key.path=value ...]"
 
 
+class _Alone(PlaybookError):
+    """Met by one rank while training: no other reads or writes the same, so it must speak for itself."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", rank))
     try:
         if not words or words[0] in ("-h", "--help"):
             raise ConfigError(USAGE)
@@ -32,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlaybookError as e:
         if rank == 0:
             sys.stderr.write(f"error: {e}\n")
+        elif local == 0 or isinstance(e, _Alone):  # files may be missing on one node; what all ranks refuse, one of each node says
+            sys.stderr.write(f"error: rank {rank}: {e}\n")
         return REFUSED
 
 
@@ -67,9 +74,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     try:
         return OF_OUTCOME[train(config, rank, world)]
     except DataError as e:
-        if rank:  # what this rank reads or writes, rank 0 does not, and would not say it
-            sys.stderr.write(f"error: rank {rank}: {e}\n")
-        raise
+        raise _Alone(str(e)) from e
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
         return OUT_OF_MEMORY
