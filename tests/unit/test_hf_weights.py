@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import parity
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from playbook import parameters
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import model_names
 from playbook_trainer.model_config import YarnConfig
 from playbook_trainer.models import hf
@@ -218,6 +219,22 @@ def test_missing_and_damaged_files_are_refused(text, tmp_path):
     lost.write_bytes((tmp_path / "m" / lost.name.replace("00002", "00001")).read_bytes()[:-100])
     with pytest.raises(ConfigError, match="no readable safetensors file"):
         hf.load_safetensors(config, tmp_path / "m")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files")
+def test_a_full_disk_is_one_message_and_leaves_nothing(text, tmp_path):
+    import resource
+
+    config, state = text
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"m: the weights could not be written: .*File too large.*make room"):
+            hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "m").iterdir())
+    hf.save_safetensors(config, state, tmp_path / "m")
 
 
 def test_weights_are_never_written_over(text, tmp_path):

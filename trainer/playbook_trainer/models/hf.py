@@ -10,8 +10,8 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, DataError
 from playbook_trainer.config import ModelConfig
 from playbook_trainer.models.hf_config import check_config, hf_config, read_json
 from playbook_trainer.models.hf_rules import HEAD, InMemory, Rule, Shape, Source, rules, whole
@@ -136,6 +136,7 @@ def save_safetensors(config: ModelConfig, state: Mapping[str, Tensor], folder: P
 
     Raises:
         ConfigError: the folder already holds weights, or the state does not fit the model.
+        DataError: it could not be written.
     """
     tensors = to_hf(config, state)
     with Writer(config, folder, {name: t.nbytes for name, t in tensors.items()}, max_shard_bytes) as writer:
@@ -148,6 +149,7 @@ class Writer:
 
     Raises:
         ConfigError: the folder already holds weights.
+        DataError: it could not be written.
     """
 
     def __init__(self, config: ModelConfig, folder: Path, nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -162,7 +164,8 @@ class Writer:
 
     def __enter__(self) -> Writer:
         shutil.rmtree(self._writing, ignore_errors=True)
-        self._writing.mkdir(parents=True)
+        with _written(self._folder):
+            self._writing.mkdir(parents=True)
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -170,22 +173,34 @@ class Writer:
         # A copy of its own for each tensor: safetensors refuses views that share memory.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if name in self._last:
-            save_file(self._held, self._writing / self._file[name], metadata={"format": "pt"})
+            with _written(self._folder):
+                save_file(self._held, self._writing / self._file[name], metadata={"format": "pt"})
             self._held = {}
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self._finish()
-        shutil.rmtree(self._writing, ignore_errors=True)
+        try:
+            if kind is None:
+                with _written(self._folder):
+                    self._finish()
+        finally:
+            shutil.rmtree(self._writing, ignore_errors=True)
 
     def _finish(self) -> None:
-        # The index last: without it, no reader takes shards for a whole.
-        for path in sorted(self._writing.iterdir()):
-            path.replace(self._folder / path.name)
-        (self._folder / CONFIG).write_text(json.dumps(hf_config(self._config), indent=2) + "\n", encoding="utf-8")
+        (self._writing / CONFIG).write_text(json.dumps(hf_config(self._config), indent=2) + "\n", encoding="utf-8")
         if len(self._last) > 1:
             index = {"metadata": {"total_size": sum(self._nbytes.values())}, "weight_map": self._file}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (self._writing / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        # By name, so the index last: without it, no reader takes shards for a whole.
+        for path in sorted(self._writing.iterdir()):
+            path.replace(self._folder / path.name)
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as e:
+        raise DataError(f"{folder}: the weights could not be written: {e}; make room, or choose another folder") from e
 
 
 def refuse_to_overwrite(folder: Path) -> None:
