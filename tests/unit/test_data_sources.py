@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import statistics
+import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -261,6 +262,23 @@ def test_a_large_jsonl_is_read_line_by_line(tmp_path: Path) -> None:
     rows = make_rows(cfg, "train")
     with pytest.raises(DataError, match=r"a\.jsonl:301"):
         [rows.row(k) for k in range(272)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_jsonl_is_read_through_once(tmp_path: Path) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "{"x" * 90}"}}\n' * 100_000)
+    cfg = config(TEXT, data__path=str(tmp_path), eval__every=1)
+    before = bytes_read()
+    check(cfg)
+    for split in ("train", "eval"):
+        build_loader(cfg, dp_rank=0, dp_size=1, split=split)
+    assert bytes_read() - before < 1.5 * path.stat().st_size
+    path.write_text('{"text": "x"}\n' * 20)
+    assert len(make_rows(cfg, "train").row(0)) > 0, "what has changed is read anew"
 
 
 def hostile(kind: str, folder: Path) -> None:

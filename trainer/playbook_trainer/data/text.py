@@ -6,6 +6,7 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,15 +28,10 @@ class JsonLines:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._starts, self._numbers = file, array("q"), array("q")
-        start = 0
+        self._file = file
         try:
-            with file.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if not line.isspace():
-                        self._starts.append(start)
-                        self._numbers.append(number)
-                    start += len(line)
+            stat = file.stat()
+            self._starts, self._numbers = _lines(file, stat.st_mtime_ns, stat.st_size)
         except OSError as e:
             raise DataError(f"{file} cannot be read: {e.strerror or e}") from e
 
@@ -57,6 +53,19 @@ class JsonLines:
         if not isinstance(record, dict):
             raise DataError(f"{place}: expected a JSON object, found {type(record).__name__}")
         return place, record
+
+
+@lru_cache(maxsize=4096)
+def _lines(file: Path, _changed: int, _size: int) -> tuple[array[int], array[int]]:
+    """Where each line that is not blank starts, and its number; found once, for checking, training, evaluation and the data's hash."""
+    starts, numbers, start = array("q"), array("q"), 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.isspace():
+                starts.append(start)
+                numbers.append(number)
+            start += len(line)
+    return starts, numbers
 
 
 def text_items(path: Path, key: str) -> Items[str]:
