@@ -256,13 +256,20 @@ def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_
     assert torch.equal(theirs, state["norm.weight"])
 
 
-def test_attention_to_a_window_is_refused(text, tmp_path):
-    config, state = text
-    hf.save_safetensors(config, state, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        ("text-moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window True, here False"),
+        ("deepseek", {"rope_interleave": False}, "rope_interleave False, here True"),
+        ("vl-moe", {"vision_end_token_id": 7}, r"vision_end_token_id 7, here \d+ \(model\.vision_end_token_id\)"),
+    ],
+)
+def test_a_folder_that_transformers_computes_otherwise_is_refused(kind, other, message, tmp_path):
+    config = MAKE[kind]()
+    hf.save_safetensors(config, parity.random_state(config), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
-    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(settings | windowed))
-    with pytest.raises(ConfigError, match="use_sliding_window True, here False"):
+    (tmp_path / "config.json").write_text(json.dumps(settings | other))
+    with pytest.raises(ConfigError, match=message):
         hf.load_safetensors(config, tmp_path)
 
 

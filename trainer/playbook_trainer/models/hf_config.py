@@ -51,6 +51,7 @@ MLA_FIELDS = {
     "topk_group": "router_group_top_k",
     "routed_scaling_factor": "router_scale",
     "num_nextn_predict_layers": "mtp_layers",
+    "rope_interleave": None,
 }
 
 YARN_FIELDS = {
@@ -258,7 +259,8 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     widths: Mapping[str, str | None] = MLA_FIELDS
     if config.attention == "gqa":
         widths = {"head_dim": "head_dim"} | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)
-    top = {"model_type": None, "image_token_id": "image_token_id", "tie_word_embeddings": "tie_word_embeddings"}
+    top = {"model_type": None} | {f"{name}_token_id": f"{name}_token_id" for name in ("image", "vision_start", "vision_end")}
+    top |= {"tie_word_embeddings": "tie_word_embeddings"}
     parts: list[tuple[str, str, Mapping[str, Any], Mapping[str, str | None]]] = [
         ("", "model.", settings, top),
         ("text_config.", "model.", text, {**TEXT_FIELDS, **widths}),
