@@ -69,6 +69,13 @@ def test_an_override_in_quotes_is_text() -> None:
     assert load(data_root("configs") / "qwen3_tiny.yaml", given).data.path == "2024"
 
 
+def test_no_override_is_lost_to_one_of_its_section() -> None:
+    words = ["model.num_layers=2", "model=qwen3_8b", "data.seq_len=64", "data={kind: text, pack: false}"]
+    config = load(data_root("configs") / "qwen3_tiny.yaml", parse_overrides(words))
+    assert (config.model.name, config.model.num_layers) == ("qwen3_8b", 2)
+    assert (config.data.seq_len, config.data.pack) == (64, False)
+
+
 def test_a_configuration_that_cannot_be_looked_at_is_named() -> None:
     with pytest.raises(FileError, match="a:1:1: cannot be read"):
         load(Path("a" * 5000))

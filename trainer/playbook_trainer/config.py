@@ -384,7 +384,8 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     data, marks = _read(path)
     if not isinstance(data, dict):
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
-    for key, value in overrides.items():
+    # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
+    for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         _set(data, key, value, str(path))
     data = {**data, "model": _expand_model(data.get("model"), marks, str(path))}
     return validate(data, marks, TrainerConfig, str(path))
