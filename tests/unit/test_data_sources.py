@@ -419,6 +419,16 @@ def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, f
         check(config(TEXT, data__path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSONL", "b.txt.zst"])
+def test_a_file_that_would_be_passed_over_is_named(tmp_path: Path, name: str) -> None:
+    cfg = config(TEXT, **text_source("jsonl", tmp_path))
+    (tmp_path / "a.jsonl.gz").touch()  # what was unpacked may stay
+    check(cfg)
+    (tmp_path / "b.jsonl").rename(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} would not be read: unpack it"):
+        check(cfg)
+
+
 def test_a_path_that_cannot_be_looked_at_is_named() -> None:
     for name in (TEXT, VL):
         with pytest.raises(DataError, match=r"data\.path: a+ cannot be read"):

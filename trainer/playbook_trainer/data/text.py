@@ -16,6 +16,8 @@ from playbook_trainer.data.streams import Items, Joined, Mapped
 # In a plain file, documents are set apart as books set apart chapters: by two or more blank lines.
 _BORDER = re.compile(r"\n[ \t\r]*\n(?:[ \t\r]*\n)+")
 
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+
 Record = tuple[str, dict[str, Any]]
 """Where an object stands (file:line), and the object."""
 
@@ -94,10 +96,17 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files of a folder with one of the suffixes, by name; none may be a link out of the folder.
 
     Raises:
-        DataError: none there, or one that is no regular file of the folder.
+        DataError: none there, one that is no regular file of the folder, or one that is packed or named in capitals and would be passed over.
     """
     root = folder.resolve()
-    files = sorted(p for p in root.iterdir() if p.suffix in suffixes)
+    found = sorted(root.iterdir())
+    files = [p for p in found if p.suffix in suffixes]
+    for path in found:
+        plain = path.with_suffix("") if path.suffix in _PACKED else path.with_suffix(path.suffix.lower())
+        if path.suffix not in suffixes and plain.suffix in suffixes and plain not in files:
+            raise DataError(
+                f"data.path: {path} would not be read: unpack it, and let its name end in {plain.suffix}, or take it out of the folder"
+            )
     if not files:
         raise DataError(f"data.path: folder {folder} holds no {' or '.join(suffixes)} file")
     for file in files:
