@@ -191,9 +191,13 @@ def test_a_state_of_another_batch_size_is_refused(tmp_path: Path) -> None:
         build_loader(config(TEXT, train__global_batch_size=4), dp_rank=0, dp_size=1, state=merge_states([state]))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "shards"])
 def test_a_state_of_less_data_is_refused(tmp_path: Path, kind: str) -> None:
-    cfg = config(TEXT, **text_source(kind, tmp_path))
+    if kind == "shards":
+        shard(tmp_path / "0.tar", range(20))
+        cfg = config(VL, data__path=str(tmp_path))
+    else:
+        cfg = config(TEXT, **text_source(kind, tmp_path))
     _, state = batches_of(cfg, 1)
     merged = json.loads(json.dumps(merge_states([state])))
     build_loader(cfg, dp_rank=0, dp_size=1, state=merged)

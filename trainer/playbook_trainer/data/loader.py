@@ -72,10 +72,10 @@ def build_loader(
             raise ConfigError(problem)
         lanes = {int(number): list(place) for number, place in state.get("lanes", {}).items()}
     rows = make_rows(config, split, lanes)
-    if state is not None and state.get("chunks", rows.num_chunks) != rows.num_chunks:
+    if state is not None and state.get("extent", rows.extent) != rows.extent:
         raise ConfigError(
-            f"the checkpoint's data stream has {state['chunks']} chunks of samples, data.path holds {rows.num_chunks} now: in another order, samples "
-            "would be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
+            f"the checkpoint's data stream is over {state['extent']} samples or shards, this run's over {rows.extent}: in another order, samples would "
+            "be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
         )
     return Loader(config, rows, dp_rank, dp_size, start_row)
 
@@ -141,7 +141,7 @@ class Loader:
                 f"= {dp_size} x {train.micro_batch_size} = {per_round}"
             )
         self._start, self._step_rows, self._stream = start_row, train.global_batch_size, identity(config)
-        self._chunks = rows.num_chunks
+        self._extent = rows.extent
         self._micro_batches = train.global_batch_size // per_round
         self._row = start_row
         self._lanes: dict[str, LaneState] = {}
@@ -180,7 +180,7 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Where the run stands, in which stream: `row` is the first row of the next step, `lanes` the places of this rank's lanes."""
         place = {"row": self._row, "rows_per_step": self._step_rows, "lanes": dict(self._lanes)}
-        return {**place, "stream": self._stream, "chunks": self._chunks}
+        return {**place, "stream": self._stream, "extent": self._extent}
 
     def counters(self) -> dict[str, int]:
         """What this rank has handed out so far, by the names of COUNTERS: images, padding tokens, samples shortened to fit a row."""

@@ -28,8 +28,8 @@ CHECKED = 256
 class Rows(Protocol):
     """An endless run of rows. Asking in rising order is cheap; going back in a lane starts it anew."""
 
-    num_chunks: int
-    """What the order is an order of: chunks of the stream (single samples, or parts of shards); 0 where rows are not drawn from any."""
+    extent: int
+    """What the order is an order of: samples, or shards where they come in shards; 0 where rows are drawn from none."""
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`, at most seq_len tokens in all."""
@@ -88,7 +88,7 @@ class LaneRows(Generic[T]):
     ) -> None:
         self._lanes_in_all = config.train.global_batch_size
         self._stream, self._documents, self._states = data.stream(split, self._lanes_in_all), documents, states
-        self.num_chunks = self._stream.num_chunks
+        self.extent = self._stream.extent
         self._packing = Packing(config.data.seq_len, config.data.pack_buffer if config.data.pack else 0)
         self._seed = _seed(config, split)
         self._lanes: dict[int, Lane[T, Document]] = {}
@@ -123,7 +123,7 @@ class LaneRows(Generic[T]):
 class MockRows:
     """Random tokens in rows that are always full. It shows how far such data misleads; it is no substitute for real data."""
 
-    num_chunks = 0
+    extent = 0
 
     def __init__(self, lengths: list[int], model: ModelConfig, data: DataConfig, seed: list[int]) -> None:
         self._lengths, self._model, self._data, self._seed = np.asarray(lengths), model, data, seed

@@ -33,6 +33,8 @@ class Stream(Protocol[T_co]):
     """One split of a data set as numbered chunks; a chunk is opened only by the lane that draws it."""
 
     num_chunks: int
+    extent: int
+    """Samples, or shards where they come in shards: with another number of them, places in the stream mean others."""
 
     def chunk(self, number: int) -> Items[T_co]:
         """The samples of a chunk, read when they are indexed; may be empty."""
@@ -61,6 +63,7 @@ class FlatStream(Generic[T]):
 
     def __init__(self, items: Items[T], split: Split, name: str) -> None:
         self._items, self._split, self._total = items, split, len(items)
+        self.extent = self._total
         held = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
         self.num_chunks = held if split == "eval" else len(items) - held
         if not self.num_chunks:
@@ -88,7 +91,7 @@ class ShardStream(Generic[T]):
     def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], split: Split, name: str, lanes: int) -> None:
         self._open, self._split = open_shard, split
         self._parts = -(-PARTS_PER_LANE * lanes // max(1, num_shards))
-        self.num_chunks = num_shards * self._parts
+        self.num_chunks, self.extent = num_shards * self._parts, num_shards
         if not any(len(self.chunk(part * num_shards + shard)) for shard in range(num_shards) for part in range(self._parts)):
             raise DataError(f"{name} leaves no sample for '{split}'; expected at least {HOLD_OUT}, so that one can be held out")
 
