@@ -1,0 +1,113 @@
+"""Small data sets in every layout, for tests."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from playbook.paths import data_root
+from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.data.rows import make_rows
+
+TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
+TEXTS = [f"document {i} " * (1 + i % 5) for i in range(60)]
+
+
+def config(name: str, **overrides: Any) -> TrainerConfig:
+    keys = {"data.num_workers": 0} | {key.replace("__", "."): value for key, value in overrides.items()}
+    return load(data_root("configs") / f"{name}.yaml", keys)
+
+
+def jpeg(number: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, (number % 256, 20, 30)).save(out, format="JPEG")
+    return out.getvalue()
+
+
+def tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def shard(path: Path, numbers: range) -> Path:
+    members = []
+    for n in numbers:
+        members += [(f"{n:04d}.jpg", jpeg(n)), (f"{n:04d}.json", json.dumps({"question": f"q{n}", "answer": f"a{n}"}).encode())]
+    return tar(path, members)
+
+
+def vqa_table(numbers: range, *, struct: bool = False) -> Any:
+    import pyarrow as pa
+
+    images = [{"bytes": jpeg(n), "path": None} if struct else jpeg(n) for n in numbers]
+    return pa.table({"image": images, "question": [f"q{n}" for n in numbers], "answer": [f"a{n}" for n in numbers], "extra": list(numbers)})
+
+
+def write_parquet(path: Path, table: Any, rows: int) -> Path:
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def write_vqav2(folder: Path, subset: str = "train2014", count: int = 12) -> Path:
+    (folder / subset).mkdir(parents=True)
+    for n in range(count):
+        (folder / subset / f"COCO_{subset}_{n:012d}.jpg").write_bytes(jpeg(n))
+    questions = [{"image_id": n, "question_id": 10 * n, "question": f"q{n}"} for n in range(count)]
+    annotations = [{"question_id": 10 * n, "image_id": n, "multiple_choice_answer": f"a{n}"} for n in reversed(range(count))]
+    (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(json.dumps({"questions": questions}))
+    (folder / f"v2_mscoco_{subset}_annotations.json").write_text(json.dumps({"annotations": annotations}))
+    return folder
+
+
+def text_source(kind: str, folder: Path) -> dict[str, Any]:
+    """A configuration whose 60 documents are TEXTS."""
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n\n" for t in TEXTS[:30]))
+        (folder / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[30:]))
+    elif kind == "parquet":
+        import pyarrow as pa
+
+        write_parquet(folder / "a.parquet", pa.table({"text": TEXTS[:25], "other": list(range(25))}), 10)
+        write_parquet(folder / "b.parquet", pa.table({"text": TEXTS[25:]}), 10)
+    elif kind == "huggingface":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
+        return {"data__path": str(folder / "saved")}
+    return {"data__path": str(folder)}
+
+
+def vqa_source(kind: str, folder: Path) -> dict[str, Any]:
+    """A configuration whose samples are q0 a0 to q29 a29 (others, where generated), one image each."""
+    if kind == "webdataset":
+        shard(folder / "0.tar", range(14))
+        shard(folder / "1.tar", range(14, 30))
+    elif kind == "parquet":
+        write_parquet(folder / "a.parquet", vqa_table(range(14)), 3)
+        write_parquet(folder / "b.parquet", vqa_table(range(14, 30), struct=True), 3)
+    elif kind == "vqav2":
+        write_vqav2(folder / "set", count=30)
+        return {"data__path": str(folder / "set")}
+    elif kind == "generated":
+        return {"data__path": str(folder), "data__source": "generated", "data__generated": {"pool_images": 3, "num_samples": 50}}
+    return {"data__path": str(folder)}
+
+
+def words_of(cfg: TrainerConfig, split: Any, rows: int) -> Counter[bytes]:
+    """The text of every document of the first rows."""
+    made = make_rows(cfg, split)
+    return Counter(bytes(t for t in d.tokens.tolist() if t < 256) for k in range(rows) for d in made.row(k))
