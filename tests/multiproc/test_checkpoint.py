@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from forking import Forks
-from ranks import free_port, run, steps
+from ranks import free_port, run, steps, summary
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_moe_tiny.yaml"
@@ -74,6 +74,24 @@ def test_resumed_in_another_layout(before: str, after: list[str], whole: list[di
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5), (layout, row["step"])
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), (layout, row["step"])
             assert row["useful_tokens"] == expected["useful_tokens"], "the data position is exact"
+
+
+def test_a_resumed_run_warms_up_anew_and_times_the_rest(forks: Forks, tmp_path: Path) -> None:
+    words = ["train.warmup_steps=2", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4"]
+    trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=4")
+    rows = trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=8")
+    assert [r["step"] for r in rows if r["timed"]] == [3, 4, 7, 8]
+    found = summary(tmp_path / "out")
+    assert found["window"] == {"first": 7, "last": 8}
+    assert found["seconds"]["timed"] == pytest.approx(sum(r["seconds"] for r in rows if r["timed"] and r["step"] > 4))
+    assert found["flops"]["flops_per_step"]["linear"] > 0
+
+
+def test_a_resumed_run_is_traced(forks: Forks, tmp_path: Path) -> None:
+    words = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4"]
+    trained(forks, tmp_path / "first", TEXT, "one", *words, "train.steps=4")
+    trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=8", "profile.kineto=true", "profile.steps=1")
+    assert (tmp_path / "out" / "trace.json").stat().st_size
 
 
 def test_images_resume_in_another_layout(forks: Forks, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> No
     bad.write_bytes(bad.read_bytes()[:-1000])  # the header is whole
     results = run([str(VISION), *words, f"output={tmp_path / 'out'}"], 2)
     assert results[1][0] == REFUSED
-    assert results[1][2].startswith("error: rank 1: ")
+    assert results[1][2].startswith("rank 1: error: ")
     assert str(bad) in results[1][2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from playbook_bench.launch import LocalLauncher, Spec
 from playbook_trainer.config import load
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
+VISION = "trainer/configs/qwen3_vl_tiny.yaml"
 QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=6", "data.seq_len=64", "model.num_layers=1"]
 
 NAN_GRADIENT = """
@@ -119,6 +121,61 @@ def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:
     words = ["train.on_nan=skip", "train.steps=30", "optimizer.lr=1e30", "optimizer.warmup_steps=0", f"output={tmp_path}"]
     assert forks.run([TEXT, *QUICK, *words], 1, free_port()) == [3]
     assert [bool(r.get("skipped")) for r in steps(tmp_path)] == [False] + [True] * 10
+
+
+def pictures(folder: Path, damaged: set[int]) -> list[str]:
+    """Words for twelve photographs of one sample each; of those that are `damaged`, the second half is missing."""
+    folder.mkdir()
+    whole = Path("trainer/assets/vqa/brick_wall.jpg")
+    samples = []
+    for i in range(12):
+        shutil.copy(whole, folder / f"{i}.jpg")
+        if i in damaged:
+            (folder / f"{i}.jpg").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        samples.append(json.dumps({"images": [f"{i}.jpg"], "question": "What?", "answer": f"A wall, {i} times."}))
+    (folder / "samples.jsonl").write_text("\n".join(samples) + "\n")
+    return [f"data.path={folder}", "data.num_workers=0", "data.pack=false", "data.max_image_pixels=16384", "data.seq_len=128"]
+
+
+QUICK_VISION = ["train.receipt=false", "train.warmup_steps=0", "train.steps=6", "train.global_batch_size=2"]
+
+
+def test_steps_without_labels_change_nothing_but_the_count(forks: Forks, tmp_path: Path) -> None:
+    """Every image is bad and skipped, so no sample bears a loss: zero over zero labels is no NaN."""
+    words = [*pictures(tmp_path / "data", set(range(12))), "data.on_bad_image=skip", f"output={tmp_path / 'out'}"]
+    assert forks.run([VISION, *QUICK_VISION, *words], 1, free_port()) == [0], forks.text(0)
+    assert [(r["loss"], r["grad_norm"], r.get("nan")) for r in steps(tmp_path / "out")] == [(0.0, 0.0, None)] * 6
+
+
+def test_what_one_rank_alone_has_found_is_said(forks: Forks, tmp_path: Path) -> None:
+    data = pictures(tmp_path / "data", {3})
+    for seed in range(20):  # until the second of two ranks is the one that reads the damaged image
+        codes = forks.run([VISION, *QUICK_VISION, *data, f"seed={seed}", f"output={tmp_path / 'out'}"], 2, free_port())
+        if codes[0] != 2:
+            break
+    assert codes[1] == 2
+    assert "3.jpg cannot be used as an image" in forks.text(1).splitlines()[-1]
+    assert forks.text(1).splitlines()[-1].startswith("rank 1: error: ")
+
+
+def test_peak_memory_is_that_of_the_largest_rank(forks: Forks, tmp_path: Path) -> None:
+    large = 1200 << 20
+    plant = f"import os; os.environ['RANK'] == '1' and len(b'x' * {large})"
+    assert forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, free_port(), plant) == [0, 0], forks.text(0)
+    assert min(r["peak_memory_bytes"] for r in steps(tmp_path)) > large
+    assert summary(tmp_path)["metrics"]["peak_memory_bytes"] > large
+
+
+def test_the_summary_of_a_run_before_does_not_stay(forks: Forks, tmp_path: Path) -> None:
+    assert forks.run([TEXT, *QUICK, f"output={tmp_path}"], 1, free_port()) == [0], forks.text(0)
+    crash = "from playbook_trainer import loop; loop.run_steps = None"
+    assert forks.run([TEXT, *QUICK, f"output={tmp_path}"], 1, free_port(), crash) == [1]
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_checkpoints_that_have_no_folder_are_said(forks: Forks, tmp_path: Path) -> None:
+    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", f"output={tmp_path}"], 1, free_port()) == [0], forks.text(0)
+    assert "checkpoint.every 2 saves nothing, since checkpoint.dir is not set\n" in forks.text(0)
 
 
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:

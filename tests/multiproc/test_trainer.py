@@ -156,7 +156,7 @@ def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
     assert said["pictures"] > said["random"]
 
 
-@pytest.mark.parametrize(("rank", "local", "said"), [(0, 0, "error: nowhere"), (8, 0, "error: rank 8: nowhere"), (9, 1, "")])
+@pytest.mark.parametrize(("rank", "local", "said"), [(0, 0, "error: nowhere"), (8, 0, "rank 8: error: nowhere"), (9, 1, "")])
 def test_what_one_node_lacks_is_said_there(
     rank: int, local: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

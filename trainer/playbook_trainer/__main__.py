@@ -15,21 +15,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from playbook.errors import ConfigError, DataError, PlaybookError
+from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 
 USAGE = "usage: playbook train CONFIG [key.path=value ...]"
-
-
-class _Alone(PlaybookError):
-    """Met by one rank while training: no other reads or writes the same, so it must speak for itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_RANK", rank))
     try:
         if not words or words[0] in ("-h", "--help"):
             raise ConfigError(USAGE)
@@ -37,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlaybookError as e:
         if rank == 0:
             sys.stderr.write(f"error: {e}\n")
-        elif local == 0 or isinstance(e, _Alone):  # files may be missing on one node; what all ranks refuse, one of each node says
-            sys.stderr.write(f"error: rank {rank}: {e}\n")
+        elif os.environ.get("LOCAL_RANK") == "0":
+            # Data or packages may be missing on this machine alone.
+            sys.stderr.write(f"rank {rank}: error: {e}\n")
         return REFUSED
 
 
@@ -73,8 +69,12 @@ def _run(words: list[str], rank: int, world: int) -> int:
         _check_output(Path(config.output))
     try:
         return OF_OUTCOME[train(config, rank, world)]
-    except DataError as e:
-        raise _Alone(str(e)) from e
+    except PlaybookError as e:
+        if rank == 0:
+            raise
+        # It may be about what this rank alone has read; the others would only say that they have lost it.
+        sys.stderr.write(f"rank {rank}: error: {e}\n")
+        return REFUSED
     except torch.cuda.OutOfMemoryError as e:
         sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
         return OUT_OF_MEMORY

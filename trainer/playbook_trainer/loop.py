@@ -66,6 +66,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if config.checkpoint.dir:
         trainer.stop.listen()
     recorder = Recorder(config, axes, device, first_step=trainer.step)
+    if config.checkpoint.every and not config.checkpoint.dir:
+        recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
     if resumed:
         rest = "" if trainer.step < config.train.steps else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
@@ -121,14 +123,16 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
 def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     """Train until the last step, the first NaN, or the signal to stop."""
     config = trainer.config
-    last = config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
+    # A process that goes on from a checkpoint is as cold as one that begins.
+    warm = trainer.step + config.train.warmup_steps
+    last = warm + config.profile.steps if profiling(config) else config.train.steps
     skipped = 0
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
     try:
         with trainer.engine.ranges() if profiling(config) else nullcontext(), annotated(config, recorder.out) as trace:
             while trainer.step < last:
-                if trainer.step == config.train.warmup_steps:
+                if trainer.step == warm:
                     trace.begin()
                     recorder.begin_timed()
                 stats = compared_step(trainer, recorder) if is_compared(trainer) else train_step(trainer)
@@ -162,6 +166,7 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
         labels = torch.full((), float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
+        labels.clamp_(min=1.0)  # where every image of a step is bad it has none, and its gradient is zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
             totals = _totals(trainer, on_cpu, loss)

@@ -79,6 +79,8 @@ class Recorder:
     timed_compile: dict[str, float] = field(default_factory=dict)
     timed_seconds: float = 0.0
     timed_steps: int = 0
+    peak_memory: int = 0
+    """Bytes; of the rank that has the largest."""
     model_flops: Counter[str] = field(default_factory=Counter)
     """Of the timed steps, by class, over all ranks."""
     hardware_flops: Counter[str] = field(default_factory=Counter)
@@ -100,6 +102,7 @@ class Recorder:
             self.out = Path(self.config.output)
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
+            (self.out / "summary.json").unlink(missing_ok=True)  # of a run before this one, which may crash
             _keep_until(self.out / "metrics.jsonl", self.first_step)
             self.trackers = tracker.start(self.config, self.out)
 
@@ -141,14 +144,15 @@ class Recorder:
             return
         rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
         own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
-        ends = torch.tensor(own, dtype=torch.float64, device=self.device)
+        most = torch.tensor([*own, float(peak_memory(self.device))], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-        latest = ends.tolist()
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        *latest, peak_bytes = most.tolist()
+        self.peak_memory = int(peak_bytes)
         lasted = lengths(self._latest_s, latest)
         self._own_s, self._latest_s = own[-1], latest[-1]
         for row, step, seconds in zip(rows, steps, lasted, strict=True):
-            row["seconds"] = seconds
+            row["seconds"], row["peak_memory_bytes"] = seconds, self.peak_memory
             row["mfu"] = self.utilisation(row["flops"], seconds)
             self.nan = self.nan or ("nan" in row and "skipped" not in row)
             self.nan_steps += "nan" in row
@@ -193,7 +197,6 @@ class Recorder:
             "images": int(images),
             "flops": int(sum(self.ledger.model(_counts(stats)).values())),
             "data_seconds": stats.data_seconds,
-            "peak_memory_bytes": peak_memory(self.device),
             **compiled,
         }
 
@@ -327,13 +330,13 @@ def write_summary(
     """Write summary.json, atomically and last: its presence says that the run came to its end."""
     assert recorder.out is not None
     rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timed = [r for r in rows if r["timed"]]
+    timed = [r for r in rows if r["timed"] and r["step"] > recorder.first_step]
     compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
     metrics = {
         **extra.get("metrics", {}),
         "nan_steps": recorder.nan_steps,
         "skipped_steps": recorder.skipped_steps,
-        "peak_memory_bytes": peak_memory(recorder.device),
+        "peak_memory_bytes": recorder.peak_memory or peak_memory(recorder.device),
         "recompiles": int(compiled["recompiles"]),
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
         "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
