@@ -86,6 +86,26 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     assert state(4, **split) == pytest.approx(whole / 4 * 12 / 16), "two micro-batches add to a gradient in float32"
 
 
+def test_copies_of_weights_that_stay_until_the_backward_pass_count():
+    """As measured on one and two ranks: what FSDP has handed out at the end of a forward pass is every weight, unless it is shared out."""
+
+    def gathered(world, **overrides):
+        stage = dry_run(load(TEXT, overrides), world).stages[0]
+        return stage.gathered_bytes, stage.parameters
+
+    for world, words in ((1, {}), (2, {"parallel.fsdp": False}), (2, {"parallel.reshard_after_forward": False}), (2, {"parallel.tp": 2})):
+        copies, held = gathered(world, **{"train.dtype": "bf16", **words})
+        assert copies == 2 * held, words
+    copies, held = gathered(1, **{"offload.optimizer": True})
+    assert copies == 4 * held
+    assert gathered(1)[0] == 0
+    assert gathered(2, **{"parallel.tp": 2})[0] == 0
+    passing, held = gathered(2, **{"train.dtype": "bf16"})
+    assert passing < held, "two layers of four, at most"
+    experts = 2 * 4 * 4 * 3 * 64 * 64  # bytes, of four of eight experts in each of four layers
+    assert gathered(2, **{"train.dtype": "bf16", "parallel.ep": 2})[0] > experts, "no other rank has this rank's experts, so they stay"
+
+
 def test_experts_of_their_own_width_and_cut_tokens_count():
     def stage(**overrides):
         return dry_run(load(TEXT, {"parallel.tp": 2, "parallel.fsdp": False, **overrides}), 2).stages[0]

@@ -80,6 +80,21 @@ def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
     return MASTER_BYTES + (2 if config.optimizer.master == "split" and once else 4)
 
 
+def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
+    """Bytes of the copies of weights that FSDP hands out, in the precision of training.
+
+    Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
+    stay until the backward pass. Source: `playbook_trainer.parallel.setup.shard` and `wants_fsdp`.
+    """
+    if not (plan.dp * plan.cp > 1 or plan.edp > 1 or config.train.dtype == "bf16" or config.offload.optimizer):
+        return 0.0
+    again = config.parallel.reshard_after_forward
+    dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
+    passing = 0.0 if dense_stay else held.largest - held.experts / layers
+    passing += 0.0 if experts_stay else held.experts / layers
+    return WIDTH[config.train.dtype] * (held.dense * dense_stay + held.experts * experts_stay + 2 * passing)
+
+
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
     held = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
@@ -100,7 +115,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         layers=sum(map(len, chunks)),
         parameters=held.dense + held.experts,
         state_bytes=state_on_gpu,
-        gathered_bytes=2 * width * held.largest if shards > 1 else 0.0,
+        gathered_bytes=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
         activation_bytes=on_gpu,
         vision_bytes=vision(config, plan) if stage == 0 else 0.0,
         loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,

@@ -23,7 +23,7 @@ class Stage:
     state_bytes: float
     """Parameters, gradients and optimizer state between steps."""
     gathered_bytes: float
-    """Two layers gathered at once under full sharding."""
+    """Two layers gathered at once under full sharding; all of them where they stay until the backward pass."""
     activation_bytes: float
     loss_bytes: float
     host_bytes: float
