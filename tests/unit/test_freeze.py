@@ -94,6 +94,12 @@ def test_a_batch_without_images_trains_nothing_where_the_language_model_is_froze
         (VISION, {"train.freeze": list(FREEZABLE)}, 1, "nothing is left to train"),
         (
             VISION,
+            {"train.freeze": ["vision"], "train.recompute": "selective", "train.recompute_modules": ["vision"]},
+            1,
+            "keeps nothing that could be made again",
+        ),
+        (
+            VISION,
             {"train.freeze": ["language_model"], "parallel.pp": 2, "train.global_batch_size": 4},
             2,
             "pipeline stages after the first",

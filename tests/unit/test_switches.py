@@ -13,12 +13,14 @@ from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
 from playbook_trainer import adamw, checks
 from playbook_trainer.config import CompileConfig, OptimizerConfig, load
+from playbook_trainer.data.batch import Batch
 from playbook_trainer.metrics import compile_counters
 from playbook_trainer.models.attention import attend, cudnn_width
 from playbook_trainer.models.decoder import Decoder, Options
 from playbook_trainer.models.memory import recomputed
 from playbook_trainer.models.ops import compiled
 from playbook_trainer.optimizer import make, shards
+from playbook_trainer.parallel import context
 from playbook_trainer.parallel.axes import Axes, Axis
 from playbook_trainer.parallel.setup import _compiled, check_device, compile_regions
 from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
@@ -174,6 +176,14 @@ SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dt
         ({"train.fused_activation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.fused_norms": True, "model.head_dim": 48, "model.num_heads": 2, "model.num_kv_heads": 1}, "power of two"),
         ({"train.attention": "cudnn"}, "16-bit numbers"),
+        ({"train.attention": "cudnn", "train.dtype": "bf16", "parallel.cp": 2}, "does not serve cp_comm allgather"),
+        ({"train.attention": "cudnn", "train.dtype": "bf16", "parallel.cp": 2, "parallel.cp_comm": "ring"}, "does not serve cp_comm ring"),
+        ({"moe.fused_permutation": True, **DENSE}, "moe.fused_permutation is about experts"),
+        ({"moe.weigh": "activation", **DENSE}, "moe.weigh is about experts"),
+        ({"moe.experts": "grouped", **DENSE}, "moe.experts is about experts"),
+        ({"moe.router_dtype": "bf16", "train.dtype": "bf16", **DENSE}, "moe.router_dtype is about experts"),
+        ({"moe.router_dtype": "bf16"}, "leaves the router in train.dtype, which is fp32"),
+        ({"train.compile.vision": True}, "the model has no vision tower"),
         ({"train.compile.loss": True, "parallel.tp": 2}, "no collectives"),
     ],
 )
@@ -198,6 +208,22 @@ def test_switches_that_cannot_work_are_refused_by_rule(words, expected):
 def test_switches_that_need_a_gpu_are_refused_without_one(words):
     with pytest.raises(ConfigError, match="needs a GPU"):
         check_device(load(TEXT, {"train.dtype": "bf16", **words}), torch.device("cpu"))
+
+
+def test_context_parallel_attention_is_computed_as_asked_for_or_refused(monkeypatch):
+    """Gathered keys go to the kernel of train.attention; a ring has its own, which on a GPU is flash."""
+    asked = []
+    monkeypatch.setattr(context, "all_gather", lambda x, axis: torch.cat([x] * axis.size))
+    monkeypatch.setattr(context, "attend", lambda q, *_, backend="auto", **__: asked.append(backend) or q)
+    axis, cu, places = Axis("cp", 2), torch.tensor([0, 8], dtype=torch.int32), torch.arange(8)
+    plan = context.split(Batch(places, places, places, cu, 8, 8, 8, 0), axis, "allgather")
+    x = torch.zeros(4, 2, 4)
+    context.attend_across(x, x, x, plan, axis, "plain")
+    assert asked == ["plain"] * 2
+    config = load(TEXT, {"train.dtype": "bf16", "train.attention": "plain", "parallel.cp": 2, "parallel.cp_comm": "ring"})
+    check_device(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="computed by flash on a GPU"):
+        check_device(config, torch.device("cuda"))
 
 
 def test_bf16_moments_take_half_the_bytes_and_the_update_is_that_of_adamw_but_for_rounding():

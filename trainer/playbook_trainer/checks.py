@@ -191,7 +191,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
         problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
-    problems += _router_problems(config)
+    problems += _router_problems(config) + _idle_problems(config)
     if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
         problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
@@ -225,6 +225,28 @@ def _split_problems(config: TrainerConfig) -> list[str]:
         "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
     }
     return [f"optimizer.master split: {rule}" for rule, broken in rules.items() if broken]
+
+
+def _idle_problems(config: TrainerConfig) -> list[str]:
+    """Switches that would be in the configuration of a run and do nothing in it."""
+    train, moe, par, problems = config.train, config.moe, config.parallel, []
+    if not config.model.num_experts:
+        idle = {
+            "fused_permutation": moe.fused_permutation,
+            "weigh": moe.weigh != "output",
+            "experts": moe.experts != "auto",
+            "router_dtype": moe.router_dtype != "fp32",
+        }
+        problems += [f"moe.{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+    elif moe.router_dtype == "bf16" and train.dtype == "fp32":
+        problems.append(
+            "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"
+        )
+    if train.compile.vision and config.model.vision is None:
+        problems.append("train.compile.vision: the model has no vision tower: set it to false")
+    if train.attention == "cudnn" and par.cp > 1 and par.cp_comm != "ulysses" and config.model.vision is None:
+        problems.append(f"train.attention 'cudnn' does not serve cp_comm {par.cp_comm}, whose kernel is flash: set it to auto")
+    return problems
 
 
 def _router_problems(config: TrainerConfig) -> list[str]:
@@ -271,6 +293,8 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
         return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
     if set(frozen) == set(FREEZABLE):
         return ["train.freeze names every part, so nothing is left to train: take one out"]
+    if "vision" in frozen and "vision" in config.train.recompute_modules:
+        return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]
     if "language_model" in frozen and config.parallel.pp > 1:
         return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
     return []

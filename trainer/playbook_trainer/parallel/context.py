@@ -103,17 +103,17 @@ def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis
     if plan.ring is not None:
         return ring.attend_ring(q_NHd, k_NGd, v_NGd, plan.ring, axis)
     if plan.slices is not None:
-        return attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis)
+        return attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis, backend)
     return attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)
 
 
-def attend_gathered(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[Slice], axis: Axis) -> Tensor:
+def attend_gathered(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[Slice], axis: Axis, backend: str = "auto") -> Tensor:
     """Attention over the keys and values of all ranks, gathered."""
     kv = _natural_order(all_gather(torch.stack([k_NGd, v_NGd], dim=1), axis), axis.size)
     outs = []
     for part, q in zip(parts, q_NHd.chunk(2), strict=True):
         k, v = kv[part.k0 : part.k1].unbind(1)
-        outs.append(attend(q, k, v, part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True))
+        outs.append(attend(q, k, v, part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True, backend=backend))
     return torch.cat(outs)
 
 

@@ -133,6 +133,8 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
             problems.append("parallel.comm_sms needs a GPU, and there is none: set it to 0")
         if train.attention in ("flash", "cudnn"):
             problems.append(f"train.attention '{train.attention}' needs a GPU, and there is none: set it to auto or plain")
+    elif train.attention == "plain" and config.parallel.cp > 1 and config.parallel.cp_comm == "ring":
+        problems.append("train.attention 'plain': the blocks of a ring are computed by flash on a GPU; set parallel.cp_comm: allgather")
     elif train.attention == "cudnn" and not has_packed_cudnn() and (config.data.pack or config.data.pad or config.model.vision):
         problems.append(
             "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
