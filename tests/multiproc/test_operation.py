@@ -51,6 +51,19 @@ engine.forward_backward = planted
 """
 
 
+FULL = """
+import os, resource, signal
+from playbook_trainer import checkpoint
+real = checkpoint.Checkpointer.save
+def planted(self, step, data):
+    if step == 4 and os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return real(self, step, data)
+checkpoint.Checkpointer.save = planted
+"""
+
+
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     forks = Forks(tmp_path_factory.mktemp("forks") / "log")
@@ -115,6 +128,23 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
         held = [tensors(f) for f in folders]
         assert held[1] == held[2], "no rank made the update"
         assert held[2] != held[3]
+
+
+def test_a_disk_that_is_full_is_said_and_the_checkpoint_before_stays(forks: Forks, tmp_path: Path) -> None:
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    assert forks.run([TEXT, *QUICK, *saving, f"output={tmp_path / 'out'}"], 2, free_port(), FULL) == [2, 2]
+    said = forks.text(0).splitlines()[-1]
+    assert "the checkpoint of step 4 could not be written" in said
+    assert "rank 1: a file could not be written to its end, as where a disk or a quota is full" in said
+    assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
+
+
+def test_an_evaluation_that_is_not_finite_leaves_the_summary_json(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, "train.on_nan=continue", "eval.every=2", f"output={tmp_path}"]
+    assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [3, 3], forks.text(0)
+    assert "NaN" not in (tmp_path / "summary.json").read_text()
+    evaluated = summary(tmp_path)["eval"]
+    assert [(row["step"], row["loss"] is None) for row in evaluated] == [(2, False), (4, True), (6, True)]
 
 
 def test_a_run_that_only_skips_ends(forks: Forks, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer import environment
+from playbook_trainer import environment, loop
 from playbook_trainer.config import load
 
 TINY = data_root("configs") / "qwen3_moe_tiny.yaml"
@@ -69,3 +70,11 @@ def test_collectives_keep_to_their_multiprocessors_on_the_torch_backend():
     assert environment.apply(config, {}, "hopper") == {"NCCL_MAX_CTAS": "16"}
     given = {"NCCL_MAX_CTAS": "8"}
     assert environment.apply(config, given, "hopper") == {}
+
+
+@pytest.mark.parametrize(("gpus", "local_rank"), [(0, 0), (2, 2)])
+def test_a_rank_without_a_gpu_of_its_own_is_refused(gpus, local_rank, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(ConfigError, match=f"local rank {local_rank} needs a GPU of its own, and this machine has {gpus}"):
+        loop.start(load(TINY, {"train.device": "cuda"}), 0, 1)

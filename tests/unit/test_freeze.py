@@ -92,6 +92,7 @@ def test_a_batch_without_images_trains_nothing_where_the_language_model_is_froze
     [
         (TEXT, {"train.freeze": ["vision"]}, 1, "no vision tower"),
         (VISION, {"train.freeze": list(FREEZABLE)}, 1, "nothing is left to train"),
+        (VISION, {"train.freeze": ["language_model"], "data.kind": "text"}, 1, "no images, leaves nothing to train"),
         (
             VISION,
             {"train.freeze": ["vision"], "train.recompute": "selective", "train.recompute_modules": ["vision"]},

@@ -233,5 +233,8 @@ def _cause(e: BaseException) -> str:
     """The first rank's own error, in one line."""
     if isinstance(e, dcp.CheckpointException) and e.failures:
         rank, (cause, _) = sorted(e.failures.items())[0]
-        return f"rank {rank}: {str(cause).splitlines()[0] if str(cause) else type(cause).__name__}"
+        text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        if "unexpected pos" in text:  # torch's writer of archives, which does not say why it could not go on
+            text = f"a file could not be written to its end, as where a disk or a quota is full ({text})"
+        return f"rank {rank}: {text}"
     return str(getattr(e, "strerror", None) or e)

@@ -293,6 +293,10 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
         return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
     if set(frozen) == set(FREEZABLE):
         return ["train.freeze names every part, so nothing is left to train: take one out"]
+    if "language_model" in frozen and config.data.kind != "vqa":
+        return [
+            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: vqa"
+        ]
     if "vision" in frozen and "vision" in config.train.recompute_modules:
         return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]
     if "language_model" in frozen and config.parallel.pp > 1:

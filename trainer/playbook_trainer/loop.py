@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from playbook.errors import ConfigError
 from playbook_trainer import engine as backends
 from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.config import TrainerConfig
@@ -91,10 +92,19 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
 
 
 def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
-    """The device of this rank, and the process group."""
+    """The device of this rank, and the process group.
+
+    Raises:
+        ConfigError: this machine has no GPU for this rank.
+    """
     cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
+        found = torch.cuda.device_count()
+        if device.index >= found:
+            raise ConfigError(
+                f"local rank {device.index} needs a GPU of its own, and this machine has {found}; start fewer ranks on it, or set train.device: cpu"
+            )
         torch.cuda.set_device(device)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

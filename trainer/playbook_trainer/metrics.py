@@ -368,7 +368,7 @@ def write_summary(
             "total": now - recorder.began + recorder.phases["start_up"],
         },
         "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
-        "eval": [{"step": s, "loss": v} for s, v in recorder.evals.items()],
+        "eval": [{"step": s, "loss": v if math.isfinite(v) else None} for s, v in recorder.evals.items()],
         "data": extra.get("data", {}),
         "metrics": metrics,
         "flops": flops,
