@@ -103,6 +103,19 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
     assert "nothing is left to do, raise train.steps" in forks.text(0)
 
 
+def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: Forks, tmp_path: Path) -> None:
+    diverging = ["train.on_nan=continue", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=4000"]
+    ranks = forks.start([TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}", f"output={tmp_path / 'out'}"], 1, free_port())
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "out" / "metrics.jsonl").is_file() or not any(r.get("nan") for r in steps(tmp_path / "out")):
+        assert time.monotonic() < deadline, forks.text(0)
+        time.sleep(0.01)
+    os.kill(ranks[0], signal.SIGTERM)
+    assert forks.wait() == [3], forks.text(0)
+    assert summary(tmp_path / "out")["outcome"] == "nan"
+    assert list((tmp_path / "saved").iterdir()) == []
+
+
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANT", json.dumps({"baseline": {"fault": "terminate", "rank": 1, "at": 2}}))
     changes = {k: v for k, _, v in (w.partition("=") for w in QUICK)} | {"train.steps": 400, "checkpoint.dir": str(tmp_path / "saved")}

@@ -155,7 +155,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                 trainer.watchdog.alive(trainer.step)
                 if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals[-1]):
                     save(trainer, recorder)
-                    return "stopped"
+                    return "nan" if recorder.nan else "stopped"  # what is not finite was not saved, so there is nothing to go on from
             trace.end()
             recorder.flush()
         return "nan" if recorder.nan else "ok"
