@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import lint
+from playbook import cli_check, lint
 from playbook.cards import Expect, Quantity
 from playbook.cli import main
 from playbook.cli_check import CASE_RULES, check_all
@@ -133,6 +133,20 @@ def test_expired_evidence_is_a_warning():
     found = check_all([], "2031-01-01")[2]
     assert "evidence-old" in {f.rule for f in found}
     assert all(f.warning for f in found)
+
+
+def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(tmp_path, monkeypatch):
+    records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(cli_check.data_root("results").glob("*/*.json"))]
+    record = next(r for r in records if ((r.get("measured") or {}).get("claim") or {}).get("id") == "T1")
+    folder = tmp_path / "results" / "elsewhere"
+    folder.mkdir(parents=True)
+    for name, status, expires in (("a", "confirmed", "2030-01-01"), ("b", "not_applicable", "2040-01-01")):
+        record["derived"]["verdict"]["status"], record["expires"] = status, expires
+        (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+    real = cli_check.data_root
+    monkeypatch.setattr(cli_check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
+    found = [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
+    assert found == ["the newest evidence of T1 expired on 2030-01-01; run `playbook confirm` again"]
 
 
 @pytest.mark.parametrize(("change", "rule"), [("date: 2026-06", "date: 2027-06"), ("date: 2026-06", "date: 2026-19")])
