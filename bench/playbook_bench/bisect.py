@@ -6,7 +6,6 @@ the configuration, fails in another way than the bad one, or differs by too litt
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
-from playbook_bench import gate, preflight
+from playbook_bench import gate
 from playbook_bench.case import Case
 from playbook_bench.series import Progress
 
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
 """What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
 EXIT_CODES = {"found": 0, "suspects": 3, "no_trouble": 3}
-_GIT_TIMEOUT_S = 60
 _LEFT_OPEN = frozenset({"ok", "refused"})
 
 
@@ -153,14 +151,14 @@ def commits(root: Path, good: str, bad: str) -> list[str]:
         ConfigError: one of them is no commit, or `bad` does not follow `good`.
     """
     first, last = gate.resolve(root, good), gate.resolve(root, bad)
-    if first == last or _git(root, "merge-base", "--is-ancestor", first, last).returncode:
+    if first == last or gate.git(root, ["merge-base", "--is-ancestor", first, last]).returncode:
         raise ConfigError(f"'{bad}' does not follow '{good}'; name the older, good commit first")
-    return _git(root, "rev-list", "--reverse", "--first-parent", last, f"^{first}").stdout.split()
+    return gate.git(root, ["rev-list", "--reverse", "--first-parent", last, f"^{first}"]).stdout.split()
 
 
 def subject(commit: str, root: Path | None = None) -> str:
     """The commit's short hash and first line."""
-    return _git((root or repo_root()).resolve(), "log", "-1", "--format=%h %s", commit).stdout.strip() or commit
+    return gate.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
 
 
 def as_json(found: Found) -> dict[str, Any]:
@@ -173,17 +171,3 @@ def as_json(found: Found) -> dict[str, Any]:
         "suspects": found.suspects,
         "judged": [{"commit": j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in found.judged],
     }
-
-
-def _git(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            ["git", "-C", str(root), *words],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-            env=preflight.git_environment(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as e:
-        raise LaunchError(f"git cannot be run: {e}") from e

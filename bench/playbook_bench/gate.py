@@ -275,12 +275,12 @@ def worktree(root: Path, reference: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
     tree = folder / "tree"
     try:
-        made = _git(root, ["worktree", "add", "--detach", "--quiet", str(tree), commit])
+        made = git(root, ["worktree", "add", "--detach", "--quiet", str(tree), commit])
         if made.returncode:
             raise LaunchError(f"git cannot make a worktree of {reference}: {made.stderr.strip()[:500]}")
         yield tree
     finally:
-        _git(root, ["worktree", "remove", "--force", str(tree)])
+        git(root, ["worktree", "remove", "--force", str(tree)])
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -290,19 +290,24 @@ def resolve(root: Path, reference: str) -> str:
     Raises:
         ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
     """
-    found = None if reference.startswith("-") else _git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    found = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
     if found is not None and found.returncode == 0:
         return found.stdout.strip()
     if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
         raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
-    shallow = _git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
+    shallow = git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
     advice = (
         "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
     )
     raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
 
 
-def _git(root: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def git(root: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """What git says of a repository, whatever its exit code.
+
+    Raises:
+        LaunchError: git cannot be run, or does not end.
+    """
     try:
         return subprocess.run(
             ["git", "-C", str(root), *words],
