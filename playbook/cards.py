@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from playbook.document import Strict
 
@@ -124,6 +124,18 @@ class Claim(Strict):
     contradicts: list[str] = Field(default_factory=list)
     supersedes: list[str] = Field(default_factory=list)
     depends_on: list[str] = Field(default_factory=list)
+
+
+def reworded(then: Mapping[str, Any], claim: Claim | MechanismCheck) -> bool:
+    """Whether a claim, as a record holds it in plain data, was put to another test than today's: another metric, margin or comparison."""
+    try:
+        expect = Expect.model_validate(then.get("expect"))
+    except ValidationError:
+        return True
+    # Read as today's model, so that a field which came later does not make an old record differ.
+    return bool(
+        then.get("metric") != claim.metric or expect != claim.expect or then.get("comparison") != claim.comparison.model_dump(mode="json")
+    )
 
 
 class Decision(Strict):

@@ -112,11 +112,12 @@ def _key(evidence: Evidence) -> tuple[str, str]:
 
 def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None) -> list[str]:
     """Why a verdict no longer speaks for the present; `claim` is the one that it settled, as it stands today."""
+    from playbook.cards import reworded
     from playbook_bench import preflight, store
 
     then = evidence.measured.claim
-    same = claim is None or then is None or all(getattr(then, k) == getattr(claim, k) for k in ("metric", "expect", "comparison"))
-    return [*([] if same else ["the claim has changed since"]), *store.staleness(evidence, preflight.performance_revision())]
+    changed = claim is not None and then is not None and reworded(then.model_dump(mode="json"), claim)
+    return [*(["the claim has changed since"] if changed else []), *store.staleness(evidence, preflight.performance_revision())]
 
 
 def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from playbook.cards import Card, Claim, Expect, MechanismCheck
+from playbook.cards import Card, Claim, MechanismCheck, reworded
 from playbook.document import did_you_mean, read_bytes
 from playbook.errors import FileError, Finding, PlaybookError
 
@@ -99,26 +97,13 @@ class Record:
         until = _day(self.get("expires", default=""))
         if until is None or until < today:
             return f"expired on {until}" if until else "without expiry date"
-        if claim is not None and self._reworded(claim):
+        if claim is not None and reworded(self.get("measured", "claim", default={}), claim):
             return "the claim has changed since"
         runs = [r for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
         then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
         if self.revision is not None and then and then != {self.revision}:
             return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then)))}"
         return None
-
-    def _reworded(self, claim: Claim | MechanismCheck) -> bool:
-        then = self.get("measured", "claim", default={})
-        try:
-            expect = Expect.model_validate(then.get("expect"))
-        except ValidationError:
-            return True
-        # Read as today's model, so that a field which came later does not make an old record differ.
-        return bool(
-            then.get("metric") != claim.metric
-            or expect != claim.expect
-            or then.get("comparison") != claim.comparison.model_dump(mode="json")
-        )
 
 
 def read(folders: Sequence[Path], revision: int | None = None) -> list[Record]:
