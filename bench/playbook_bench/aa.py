@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -130,7 +131,7 @@ def ensure(running: Series, folder: Path) -> bool:
 def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
     """Take up the A/A that this series measured and stored before it was stopped: its own runs are no fresh check of it, and their time is spent."""
     before, pairs = len(running.runs), len(own.runs) // 2
-    _say_if_short(running, pairs, variant)
+    _say_if_short(running, pairs, variant, own.runs[0].pair or 0)
     if len(series.measure_aa(running, pairs, first=own.runs[0].pair or 0, variant=variant)) < 2 * pairs:
         return False
     running.runs = running.runs[:before]
@@ -138,13 +139,14 @@ def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
     return True
 
 
-def _say_if_short(running: Series, pairs: int, variant: Variant) -> None:
+def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0) -> None:
     """Say so where the budget holds no series as far as its first look, before it is spent."""
-    looks = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
-    to_come = [variant] * 2 * pairs + running.alive * looks
-    if not running.has_time_for(to_come):
-        text = f"the budget does not hold the {len(to_come)} launches to the first look; with --journal FOLDER, a second command with a larger budget goes on"
-        running.progress.note(text)
+    look = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
+    measured = [s for _, specs in itertools.islice(series.blocks(running), look) for s in specs if s.variant in running.alive]
+    specs = [*schedule.aa(pairs, first, variant), *measured]
+    if not running.has_time_for(specs):
+        later = "the same command goes on where this one stops" if running.journal else "with --journal FOLDER, a second command goes on"
+        running.progress.note(f"the budget does not hold the {len(running.to_come(specs))} launches to the first look; {later}")
 
 
 def _contradicts(fresh: Sequence[Run], running: Series) -> bool:

@@ -357,17 +357,17 @@ def _run_series(
 
 
 def _series(case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry) -> Series:
-    budget = 60 * case.budget.minutes
-    own = time.monotonic() + budget
-    deadline = own if options.deadline is None else min(own, options.deadline)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     journal = options.journal.series(case, profile, seed) if options.journal else None
+    # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
+    own = time.monotonic() + 60 * case.budget.minutes - (journal.spent_s if journal else 0.0)
+    deadline = own if options.deadline is None else min(own, options.deadline)
     return Series(
         case=case,
         profile=profile,
         machine=preflight.restrict(machine, profile),
         variants=resolve_all(case, profile),
-        plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, deadline - time.monotonic()),
+        plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, max(0.0, deadline - time.monotonic())),
         launcher=options.launcher,
         work=work,
         cache=options.results / "cache",
@@ -411,7 +411,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
 def _burn_in(running: Series) -> bool:
     """One discarded run per variant; False where one fails that must not, or the budget is spent, which settles the series."""
     for spec in schedule.burn_in(running.variants):
-        if not running.has_time_for([spec.variant]):
+        if not running.has_time_for([spec]):
             return False
         run = running.run(spec)
         if run.outcome != "ok" and not running.tolerates(run):

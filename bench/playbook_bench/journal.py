@@ -45,6 +45,22 @@ class SeriesJournal:
         found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
         return found.pop(0) if found else None
 
+    def lacking(self, launches: Sequence[tuple[RunSpec, str]]) -> list[RunSpec]:
+        """Those of these launches, with the hashes of their configurations, that no run of before stands for."""
+        left = {key: len(found) for key, found in self.kept.items()}
+        out = []
+        for spec, config_sha in launches:
+            key = (spec.variant, spec.role, spec.pair, config_sha)
+            left[key] = left.get(key, 0) - 1
+            if left[key] < 0:
+                out.append(spec)
+        return out
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the runs of before that no launch has taken yet."""
+        return sum(k.run.wall_s for found in self.kept.values() for k in found)
+
     def holds(self, runs: Sequence[Run]) -> bool:
         """Whether all of these are runs of before that no launch has taken yet."""
         return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,14 +121,12 @@ class Series:
         return run
 
     def _again(self, kept: Kept, resolved: Resolved) -> Run:
-        """A run of before, in its new place; the time that it took is spent."""
+        """A run of before, in its new place."""
         run = kept.run.model_copy(update={"position": len(self.runs)})
         self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
         if run.strict_sha:
             self.strict[run.strict_sha] = kept.strict
         self._took[run.variant] = run.wall_s
-        if self.deadline is not None:
-            self.deadline -= run.wall_s
         self.runs.append(run)
         self.launched.append(run)
         return run
@@ -144,10 +141,15 @@ class Series:
         """Whether a launch failed as the claims say that it may."""
         return (self.oom_is_data and run.outcome == "oom") or (run.variant in self.infeasible and run.outcome in ("oom", "refused"))
 
-    def has_time_for(self, variants: Sequence[Variant]) -> bool:
-        """Whether the budget holds a launch of each, as long as its last one; the first of a variant is taken to be as long as the longest other."""
+    def to_come(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Those of these launches that the journal does not hold from before."""
+        return self.journal.lacking([(s, self.variants[s.variant].sha) for s in specs]) if self.journal else list(specs)
+
+    def has_time_for(self, specs: Sequence[RunSpec]) -> bool:
+        """Whether the budget holds these launches, each as long as its variant's last one; the first of a variant is taken to be as long as the longest other."""
         longest = max(self._took.values(), default=0.0)
-        return self.deadline is None or time.monotonic() + sum(self._took.get(v, longest) for v in variants) <= self.deadline
+        needed = sum(self._took.get(s.variant, longest) for s in self.to_come(specs))
+        return self.deadline is None or not self.to_come(specs) or time.monotonic() + needed <= self.deadline
 
     def extend(self) -> None:
         """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
@@ -275,7 +277,7 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
     """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
     for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
-        if not series.has_time_for([one.variant, other.variant]):
+        if not series.has_time_for([one, other]):
             break
         for spec in (one, other):
             runs.append(series.run(spec))
@@ -284,16 +286,21 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
     return runs
 
 
+def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
+    """Its pairs, or blocks of all variants, in the order that its seed gives."""
+    seed = series.plan.seed
+    return schedule.measured(seed) if series.case.kind == "pair" else schedule.rounds(seed, list(series.variants))
+
+
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
     """Pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
-    blocks = schedule.measured if series.case.kind == "pair" else functools.partial(schedule.rounds, variants=list(series.variants))
-    for label, specs in blocks(series.plan.seed):
+    for label, specs in blocks(series):
         due = [s for s in specs if s.variant in series.alive]
         if not due:
             return _stop(series, order, "failed")
-        if not series.has_time_for([s.variant for s in due]):
+        if not series.has_time_for(due):
             return _stop(series, order, "budget")
         order.append(label)
         for spec in due:

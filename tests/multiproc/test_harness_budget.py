@@ -1,5 +1,6 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
+import json
 import signal
 from dataclasses import replace
 
@@ -44,7 +45,8 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
     monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
-    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    # Enough for two launches of 90 s, and for nothing if what the first command has spent were taken off: a budget is for its own command.
+    whole = bench(path, tmp_path, budget_s=190.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
 
@@ -61,6 +63,26 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
     bench(case(), tmp_path, budget_s=250.0, progress=Noting())
     assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
+
+
+def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monkeypatch):
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    path = case(steps=STEPS)
+    stopped_at_launch_14(path, tmp_path, monkeypatch)
+    journal = tmp_path / "journal" / "planted.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines[1:]:
+        line["run"]["wall_s"] = 20.0
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = bench(path, tmp_path, budget_s=100.0, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
+    assert notes == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
+    assert len(found.evidence.measured.plan.order) == 4
 
 
 def stopped_at_launch_14(path, tmp_path, monkeypatch):
