@@ -39,17 +39,44 @@ def distances(rows: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float
     return within, across
 
 
+def series_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What runs have in common that may be compared."""
+    return row["ranks"], row["torch"], row["megatron"], "lr" in row
+
+
 def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the parity page says about them; nothing without rows."""
-    if not rows:
+    """What the parity page says about them, series by series; nothing without rows."""
+    series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(series_of(row), []).append(row)
+    if not series:
         return []
-    within, across = distances(rows)
-    first, ways = rows[0], list(dict.fromkeys(str(r["run"]) for r in rows))
-    out = [
+    intro = [
         "## Training side by side",
         "",
-        f"A small vision-language model with experts, {len(first['loss'])} steps in bfloat16 on {first['ranks']} GPUs, from the same weights on the same",
-        f"stream of photographs with questions and answers, {len(rows)} runs. torch {text(first['torch'])}, megatron-core {text(first['megatron'])}.",
+        "A small vision-language model with experts, in bfloat16, from the same weights on the same stream of photographs with questions and answers.",
+        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats have the same seed.",
+        f"Asked for: at most {ALLOWED:g} times the distance of repeats.",
+        "",
+    ]
+    return intro + [line for found in series.values() for line in _series(found)]
+
+
+def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One series: a picture, a table, and what its repeats are."""
+    within, across = distances(rows)
+    first, ways = rows[0], list(dict.fromkeys(str(r["run"]) for r in rows))
+    same = [way for way in ways if len(own := [r["loss"] for r in rows if r["run"] == way]) > 1 and all(loss == own[0] for loss in own)]
+    if "lr" in first:
+        why = "Learning rates of repeats differ by a millionth, as little as the order of a sum does: most ways repeat to the last bit without that."
+    elif same:
+        why = f"Repeats of {', '.join(map(text, same))} are equal to the last bit; those of the rest differ, since sums are not always added up in one order."
+    else:
+        why = "Repeats differ because sums on a GPU are not always added up in the same order."
+    return [
+        f"### {len(first['loss'])} steps on {first['ranks']} GPUs",
+        "",
+        f"{len(rows)} runs. torch {text(first['torch'])}, megatron-core {text(first['megatron'])}. {why}",
         "",
         figure(rows, ways),
         "",
@@ -58,11 +85,7 @@ def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"| repeats of one way | {within:.1e} | 1 |",
         *(f"| {text(names)} | {far:.1e} | {_times(far, within)} |" for names, far in across.items()),
         "",
-        "Distance: root mean square of the difference in loss over all steps, the largest of any two such runs. Repeats differ because sums on a GPU are",
-        f"not always added up in the same order. Asked for: at most {ALLOWED:g} times the distance of repeats.",
-        "",
     ]
-    return out
 
 
 def _times(far: float, within: float) -> str:

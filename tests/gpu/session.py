@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = arguments.out.resolve()
     (out / "parity").mkdir(parents=True, exist_ok=True)
-    for kept in (ROOT / "docs" / "parity").glob("megatron-*.jsonl"):
+    for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
         if not (out / "parity" / kept.name).exists():
             shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
     became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
 from ranks import ROOT, steps
 
-from playbook.site_loss_curves import ALLOWED, distances
+from playbook.site_loss_curves import ALLOWED, distances, series_of
 from playbook.site_parity import CURVES
 from playbook_trainer.config import load, parse_overrides
 
@@ -213,9 +213,10 @@ WAYS: dict[int, dict[str, list[str]]] = {
     },
 }
 """By the number of GPUs."""
-REPEATS = 3
-"""As many as time leaves: every way has to run once, and two of them twice."""
-HUNDRED = ["train.steps=100", "train.warmup_steps=2", "train.receipt=false", "data.seq_len=1024", "data.cache=memory", "optimizer.lr=1e-3"]
+RATES = ("1e-3", "1.000001e-3", "0.999999e-3")
+"""Learning rates of the repeats of a way. Most ways repeat to the last bit, and then say nothing of how far roundings carry: these are of the same seed, weights
+and stream, and differ by less than the order of a sum does. As many as time leaves: every way has to run once, and two of them twice."""
+HUNDRED = ["train.steps=100", "train.warmup_steps=2", "train.receipt=false", "data.seq_len=1024", "data.cache=memory"]
 WIDER = ["model.num_experts=16", "model.top_k=4", "model.vision.hidden_size=128", "model.vision.ffn_size=256"]
 
 
@@ -226,18 +227,22 @@ def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> Non
     """Writes the curves for the page on parity, where PLAYBOOK_PARITY names its folder; PLAYBOOK_SECONDS ends it with the runs that there are by then."""
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
     ways = WAYS[ranks]
-    names = {(way, i): f"{number}-{i}" for i in range(REPEATS) for number, way in enumerate(ways)}
+    names = {(way, i): f"{number}-{i}" for i in range(len(RATES)) for number, way in enumerate(ways)}
     long = f"train.micro_batch_size={4 // ranks}"  # as few launches as four rows over the ranks allow: hosts are what takes the time
-    jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, long, *ways[way])) for (way, _), name in names.items()]
+    jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, long, f"optimizer.lr={RATES[i]}", *ways[way])) for (way, i), name in names.items()]
     errors = train_all(jobs, tmp_path, timeout=float(os.environ.get("PLAYBOOK_SECONDS", "540")), stall=150, workers=4)
     versions = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core")}
     rows: list[dict[str, Any]] = []
     for (way, i), name in names.items():
         if errors[name] is None:
-            rows.append({"run": way, "repeat": i, "ranks": ranks, "loss": [s["loss"] for s in steps(tmp_path / name)], **versions})
+            loss = [s["loss"] for s in steps(tmp_path / name)]
+            rows.append({"run": way, "repeat": i, "lr": float(RATES[i]), "ranks": ranks, "loss": loss, **versions})
     if folder := os.environ.get("PLAYBOOK_PARITY"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / CURVES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = Path(folder) / CURVES
+        before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        others = [row for row in before if not rows or series_of(row) != series_of(rows[0])]
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*others, *rows]))
     wrong = {key: errors[name] for key, name in names.items() if errors[name] and not (key[1] > 0 and errors[name] == "was not reached")}
     assert not wrong, wrong
     assert sum(row["repeat"] == 1 for row in rows) >= 2, "too few repeats to tell how far they are apart"
