@@ -14,9 +14,10 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.resources import FunctionResource
-from mcp.types import ToolAnnotations
+from mcp.types import CallToolResult, InputRequiredResult, Tool, ToolAnnotations
 from pydantic import BaseModel, Field
 
 from playbook import layout, memory
@@ -70,6 +71,7 @@ Model = Annotated[str | None, Field(max_length=64, description=f"One of {', '.jo
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 A = TypeVar("A", bound=BaseModel)
+Answer = CallToolResult | InputRequiredResult
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,30 @@ class Library:
         return self.cards[card_id]
 
 
+class Strict(MCPServer[Any]):
+    """A server whose tools refuse arguments that they do not have; the base class drops them, so that a misspelt degree would count as 1."""
+
+    async def list_tools(self) -> list[Tool]:
+        """The tools, with schemas that say that there are no other arguments."""
+        found = await super().list_tools()
+        return [t.model_copy(update={"input_schema": {**t.input_schema, "additionalProperties": False}}) for t in found]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
+        """The tool's answer.
+
+        Raises:
+            ToolError: there is no such tool, an argument is not one of its own, or the tool refuses the call.
+        """
+        known = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
+        unknown = sorted(set(arguments) - set(known)) if known is not None else []
+        if known is not None and unknown:
+            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
+        return await super().call_tool(name, arguments, context)
+
+
 def server(library: Library) -> MCPServer[Any]:
     """The server with its tools and resources; `run("stdio")` serves it."""
-    out: MCPServer[Any] = MCPServer("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
+    out = Strict("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -312,7 +335,8 @@ def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
         PlaybookError: the model is not in the table, or counts are missing.
     """
     if model is not None and model not in MODELS:
-        raise PlaybookError(f"model '{model}' is not known{did_you_mean(model, MODELS)}; or leave it out and give {', '.join(given)}")
+        other = f"; or leave it out and give {', '.join(given)}" if given else ""
+        raise PlaybookError(f"model '{model}' is not known{did_you_mean(model, MODELS)}{other}")
     known = {k: getattr(MODELS[model], k) for k in given} if model else {}
     counts = {**known, **{k: v for k, v in given.items() if v is not None}}
     missing = [k for k in given if k not in counts]

@@ -81,6 +81,7 @@ def test_every_tool_is_read_only_and_has_an_output_schema(library):
         assert (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint) == (True, False, True, False)
         assert tool.output_schema["properties"], tool.name
         assert tool.description.endswith("."), tool.name
+        assert tool.input_schema["additionalProperties"] is False
         for name, schema in tool.input_schema["properties"].items():
             text = json.dumps(schema)
             bounded = (
@@ -129,6 +130,13 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
         ("search", {"query": "dispatcher", "status": "proven"}, "Input should be"),
         ("search", {"query": "dispatcher", "model": "qwen3"}, "is not known"),
         ("estimate_memory", {"model": "qwen3_30b", "gpus": 8}, "did you mean"),
+        (
+            "estimate_memory",
+            {"model": "qwen3_30b_a3b", "gpus": 8, "mbs": 8},
+            "'mbs' is not an argument of estimate_memory; expected some of: model, gpus",
+        ),
+        ("check_layout", {**LAYOUT, "sharding": "fsdp"}, "'sharding' is not an argument"),
+        ("list_cards", {"limit": 3}, "'limit' is not an argument of list_cards"),
         ("estimate_memory", {"model": "qwen3_30b_a3b", "gpus": 8, "ep": 5}, "do not divide over ep 5"),
         ("estimate_memory", {"model": "qwen3_30b_a3b", "gpus": 8, "recompute": ["everything"]}, "Input should be"),
         ("check_layout", {**LAYOUT, "gpus": 0}, "greater than or equal to 1"),
@@ -139,6 +147,12 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
 )
 def test_a_mistake_is_an_error_that_says_what_to_do(library, tool, arguments, says):
     assert says in refusal(library, tool, **arguments)
+
+
+def test_a_model_that_is_not_known_is_refused_in_whole_sentences(library):
+    """The estimate takes no counts in place of a model, so it cannot offer them."""
+    assert "leave it out" not in refusal(library, "estimate_memory", model="qwen3_30b", gpus=8)
+    assert "or leave it out and give heads" in refusal(library, "check_layout", **{**LAYOUT, "model": "qwen3_30b"})
 
 
 def test_layouts_are_judged_by_the_trainers_rules(library):
@@ -333,7 +347,7 @@ def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value)
     if result.is_error:
         # A refusal says what is wrong; a crash would say only that the tool failed.
         assert any(word in text for word in ("validation error", "does not exist", "is not known", "has no claim", "missing")) or any(
-            word in text for word in ("cannot run", "holds no word", "not modelled")
+            word in text for word in ("cannot run", "holds no word", "not modelled", "is not an argument")
         ), text
     else:
         assert result.structured_content
