@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from playbook import site_curves
-from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
+from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, expectation
 from playbook.site_figures import effect_axis
 from playbook.site_records import UNTESTED, Record, earlier, trace_for, verdicts
 from playbook.site_text import (
@@ -143,8 +143,9 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
         ", ".join(text(p) for p in (s.title, s.origin, s.section, s.date) if p) + (f" ({text(s.url)})" if s.url else "")
         for s in claim.sources
     )
+    metric, words = expectation(claim)
     facts = [
-        ("Expects", f"{code(claim.metric)} {text(in_words(claim.expect, claim.kind))}"),
+        ("Expects", f"{code(metric) if metric else ''} {text(words)}".strip()),
         (
             "Baseline and candidate",
             comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card, Claim, ConfigFamily, MechanismCheck, in_words
+from playbook.cards import Card, Claim, ConfigFamily, MechanismCheck, expectation
 from playbook.site_cards import Shelf, effect
 from playbook.site_records import verdicts
 from playbook.site_text import NBSP, plain
@@ -80,7 +80,7 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
     sources = "; ".join(", ".join(x for x in (s.title, s.origin, s.section, s.date) if x) for s in claim.sources)
     lines = [
         f"Why: {claim.mechanism}",
-        f"Expects: {claim.metric} {in_words(claim.expect, claim.kind)}",
+        f"Expects: {' '.join(filter(None, expectation(claim)))}",
         f"Scope: {_words(claim.scope) or 'everywhere'}",
         *_verdicts(shelf, claim),
         f"Source: {sources}",

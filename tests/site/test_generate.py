@@ -144,6 +144,40 @@ def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path)
     assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
 
 
+def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
+    """`holds` is no metric, and 0.45 times the baseline is not 0.45 times better."""
+    generate(tree)
+    whole = page(tree, "llms-full.txt")
+    for shown in (page(tree, "cards/long-context-cp-sizing.md"), whole):
+        assert "| **Expects** | holds |" in shown or "- Expects: holds\n" in shown
+        assert "holds</code> holds" not in shown
+        assert "holds holds" not in shown
+    assert "- Expects: useful_tokens_per_s_per_gpu at least 0.45 times as good" in whole
+    assert "times better" not in whole
+
+
+def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fell(tree: Path) -> None:
+    generate(tree)
+    assert "Change of the metric itself" not in page(tree, f"evidence/{ID}.md"), "the same as the effect where higher is better"
+
+    def turn(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"] |= {"better": "lower", "baseline": 150.0, "candidate": 100.0, "effect": 0.5, "low": 0.4, "high": 0.6}
+
+    reseal(record(tree), turn)
+    generate(tree)
+    assert "| Change of the metric itself | −33.3 % |" in page(tree, f"evidence/{ID}.md")
+
+
+def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Path) -> None:
+    def few(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"]["pairs_needed"] = 2
+        data["measured"]["plan"] = {"seed": 1, "looks": [4, 8], "alpha": 0.05, "budget_s": 600.0, "stopped": "budget"}
+
+    reseal(record(tree), few)
+    generate(tree)
+    assert "| Pairs needed | 4 |" in page(tree, f"evidence/{ID}.md")
+
+
 def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
     generate(tree)
     assert "the GPU computed" not in page(tree, f"evidence/{ID}.md"), "not known off the GPU"
