@@ -59,7 +59,8 @@ READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint
 INSTRUCTIONS = (
     "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
     " get_card: `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
-    " verdict on hardware like the user's is a hypothesis; say so. Nothing here runs anything: the commands in plans and records do."
+    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
+    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."
 )
 
 CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]

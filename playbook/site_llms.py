@@ -22,7 +22,8 @@ SUMMARY = (
 )
 READING = (
     "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
-    "Effects are positive where the candidate is better than the baseline. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
+    "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
+    "so +100 % stands for half. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
     "and says nothing about W9 itself."
 )
 
