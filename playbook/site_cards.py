@@ -11,7 +11,7 @@ from pathlib import Path
 from playbook import site_curves
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, expectation
 from playbook.site_figures import effect_axis
-from playbook.site_records import UNTESTED, Record, earlier, trace_for, verdicts
+from playbook.site_records import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site_text import (
     NBSP,
     attribute,
@@ -163,7 +163,7 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
         f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
         f"{text(claim.statement)}\n{{ .pb-statement }}",
         _verdicts(shelf, card, claim),
-        _trace(shelf, claim),
+        *(_trace(record) for record in traces(shelf.records, claim.case)),
         details("info", f"About {claim.id}", table(["", ""], [[f"**{k}**", v] for k, v in facts])),
     ]
     if claim.mechanism_check:
@@ -221,11 +221,8 @@ def _axis(record: Record, expect: Expect) -> str:
     return effect_axis(value, low, high, margin, expect.op)
 
 
-def _trace(shelf: Shelf, claim: Claim) -> str:
+def _trace(record: Record) -> str:
     """Where the time goes, baseline and candidate side by side."""
-    record = trace_for(shelf.records, claim.case)
-    if record is None:
-        return ""
     page = f"../evidence/{record.id}.md"
     measures = record.get("variants", "baseline", "table", "measures", default="gpu")
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"

@@ -268,6 +268,22 @@ def test_a_trace_is_on_the_card_with_its_collector_and_coverage(tree: Path) -> N
     assert "Exposed comm. ms" in page(tree, "evidence/abcdef12.md")
 
 
+def test_a_trace_of_this_machine_stands_beside_that_of_a_gpu_and_replaces_an_older_one_of_its_own(tree: Path) -> None:
+    """Whoever follows a skill without a GPU traces on the CPU; the trace that the card speaks of has to stay."""
+    folder = tree / "results" / "traces"
+    folder.mkdir()
+    (folder / "gpu.json").write_text(json.dumps(trace()))
+    for trace_id, day in (("00000001", 21), ("00000002", 22)):
+        (folder / f"{trace_id}.json").write_text(
+            json.dumps(trace(trace_id=trace_id, profile="cpu", created=f"2026-11-{day}T11:00:00+00:00", collector="kineto"))
+        )
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    for part in ("fixture-case on h200x4", "../evidence/abcdef12.md", "fixture-case on cpu", "../evidence/00000002.md"):
+        assert part in shown
+    assert "../evidence/00000001.md" not in shown
+
+
 def test_text_from_files_never_becomes_markup(tree: Path) -> None:
     generate(tree)
     shown = page(tree, "cards/fixture-card.md") + page(tree, "cards/index.md")
