@@ -276,7 +276,10 @@ def card_list(library: Library) -> CardList:
     stock = library.stock()
     rows = []
     for card in list(library.cards.values())[:MAX_ROWS]:
-        stands = {i: [f"{s['status']} on {s['machine']}" for s in standing(card, i, stock)] for i in claim_ids(card)}
+        stands = {
+            i: [f"{s['status']}{', stale' if s['stale'] else ''} on {s['machine']}" for s in standing(card, i, stock)]
+            for i in claim_ids(card)
+        }
         texts = {k: str(getattr(card, k))[:MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
         rows.append(CardRow(**texts, symptoms=[s[:MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:

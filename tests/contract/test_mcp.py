@@ -104,6 +104,19 @@ def test_cards_and_claims_come_with_their_verdicts(library):
     assert set(claim["verdicts"]) == {"W9", "W9.m"}
 
 
+def test_the_list_of_cards_says_which_verdicts_no_longer_count(library):
+    """As `cards list` does: an agent that reads no further takes `confirmed` for today's."""
+    rows = {c["id"]: c for c in answer(library, "list_cards")["cards"]}
+    for card_id, row in rows.items():
+        found = answer(library, "get_card", card_id=card_id)["verdicts"] if any(row["claims"].values()) else {}
+        for claim, verdicts in found.items():
+            assert row["claims"][claim] == [f"{v['status']}{', stale' if v['stale'] else ''} on {v['machine']}" for v in verdicts]
+    later = dataclasses.replace(library, today=lambda: date(2099, 1, 1))
+    claims = [v for c in answer(later, "list_cards")["cards"] for each in c["claims"].values() for v in each]
+    assert claims
+    assert all(", stale on " in v for v in claims)
+
+
 def test_evidence_is_listed_newest_first_and_grows_stale(library):
     listed = answer(library, "list_evidence", claim_id="W9")
     stamps = [r["created"] for r in listed["records"]]
