@@ -217,8 +217,14 @@ def _axis(record: Record, expect: Expect) -> str:
     low, value, high = (found.get(k) for k in ("low", "effect", "high"))
     if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
         return ""
-    margin = expect.margin.value / 100 if expect.margin and expect.margin.unit == "percent" else None
-    return effect_axis(value, low, high, margin, expect.op)
+    return effect_axis(value, low, high, _margin(expect), expect.op)
+
+
+def _margin(expect: Expect) -> float | None:
+    """The claimed margin on the effect's own scale, a share of the baseline; a ratio of 0.45 is a loss of 0.55."""
+    if expect.margin is None:
+        return None
+    return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
 
 
 def _trace(record: Record) -> str:

@@ -111,6 +111,13 @@ def test_the_newest_verdict_speaks_and_a_failed_run_does_not_hide_it(tree: Path)
     assert "rank 0 was killed" in page(tree, "evidence/01JD0000000000000000000003.md")
 
 
+def test_a_margin_that_is_a_ratio_is_marked_beside_the_effect(tree: Path) -> None:
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace("margin: {value: 3, unit: percent}", "margin: {value: 0.45, unit: ratio}"))
+    generate(tree)
+    assert "at least −55.0 %</text>" in page(tree, "cards/fixture-card.md")
+
+
 def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
     record(tree).unlink()
     generate(tree)
