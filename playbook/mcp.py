@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
-from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.server.mcpserver.resources import FunctionResource
 from mcp.types import CallToolResult, InputRequiredResult, Tool, ToolAnnotations
 from pydantic import BaseModel, Field
@@ -267,8 +267,13 @@ def _skill_now(skill: Skill, library: Library) -> str:
 
 def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:
     """One resource, read when it is asked for."""
+
+    def told() -> str:
+        with _told(ResourceError):
+            return read()
+
     kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
-    out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=read))
+    out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=told))
 
 
 def card_list(library: Library) -> CardList:
@@ -384,9 +389,9 @@ def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[St
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """A user's mistake becomes a tool error that the agent can read."""
+def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
+    """A user's mistake, or a record that cannot be read, becomes an error that the agent can read."""
     try:
         yield
     except PlaybookError as e:
-        raise ToolError(str(e)[:2000]) from e
+        raise kind(str(e)[:2000]) from e

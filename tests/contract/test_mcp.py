@@ -20,6 +20,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook import cli, memory
 from playbook.cli_mcp import library_here
+from playbook.errors import PlaybookError
 from playbook.layout_rules import Options
 from playbook.mcp import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
@@ -255,6 +256,21 @@ def test_an_answer_that_is_too_long_is_refused(library):
     listed = answer(dataclasses.replace(library, cards=many, skills={}), "list_cards")
     assert listed["left_out"] == 300 - len(listed["cards"])
     assert len(json.dumps(listed)) < 1.2 * MAX_CHARS
+
+
+def test_a_record_that_cannot_be_read_is_named_by_tools_and_resources_alike(library):
+    def broken():
+        raise PlaybookError("x.json: not a JSON document; remove it")
+
+    async def read():
+        async with Client(server(dataclasses.replace(library, records=broken))) as client:
+            with pytest.raises(MCPError, match="remove it"):
+                await client.read_resource("card://fp8-recipes")
+            with pytest.raises(MCPError, match="remove it"):
+                await client.read_resource("skill://choose-layout/card.yaml")
+
+    anyio.run(read)
+    assert "remove it" in refusal(dataclasses.replace(library, records=broken), "get_card", card_id="fp8-recipes")
 
 
 def test_resources_are_cards_and_whole_skills(library):
