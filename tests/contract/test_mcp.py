@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
 import sys
 import tomllib
 from datetime import date
@@ -405,6 +407,21 @@ def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, 
     assert result.structured_content == answer(library, "get_card", card_id="moe-dispatcher-choice")
     assert broken.is_error
     assert skill.startswith("---\nname: confirm-claim\n")
+
+
+def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    command = [sys.executable, "-m", "playbook", "mcp"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as serving:
+        try:
+            serving.stdin.write(json.dumps({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello}).encode() + b"\n")
+            serving.stdin.flush()
+            assert json.loads(serving.stdout.readline())["result"]["serverInfo"]["name"] == "playbook"
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(timeout=5) == -signal.SIGINT
+        finally:
+            serving.kill()
 
 
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
