@@ -123,7 +123,8 @@ def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
     for d in decisions:
         when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
         because = " ".join(_claim_link(shelf, i) for i in d.because)
-        rows.append([when or "always", mapping(d.set), because, text(d.note or "")])
+        avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
+        rows.append([when or "always", mapping(d.set) + avoid, because, text(d.note or "")])
     return table(["When", "Set", "Because", "Note"], rows)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card, Claim, ConfigFamily, MechanismCheck, expectation
+from playbook.cards import Card, Claim, ConfigFamily, Decision, MechanismCheck, expectation
 from playbook.site_cards import Shelf, effect
 from playbook.site_records import verdicts
 from playbook.site_text import NBSP, plain
@@ -59,10 +59,12 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     parts = [f"# {card.title}", card.summary, f"Card `{card.id}`, phase {card.phase}, wall {card.wall}."]
     parts.append("## Symptoms\n\n" + _bullets(card.symptoms))
     if card.decide:
-        rows = [f"{_words(d.when)}: set {_words(d.set)} (because of {', '.join(d.because)}). {d.note or ''}" for d in card.decide]
-        parts.append("## What to set\n\n" + _bullets(rows))
+        parts.append("## What to set\n\n" + _bullets(map(_decision, card.decide)))
     parts.append("## Claims")
     parts += [_claim(shelf, card, c) for c in card.claims]
+    if card.disputes:
+        rows = [f"{d.subject}: {', '.join(d.claims)}; {d.stands} stands. {d.why}" for d in card.disputes]
+        parts.append("## In dispute\n\n" + _bullets(rows))
     if card.pitfalls:
         parts.append("## Pitfalls\n\n" + _bullets(f"{p.symptom}. Cause: {p.cause}. Fix: {p.fix}." for p in card.pitfalls))
     if card.interactions:
@@ -70,6 +72,11 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     if card.families:
         parts.append("## Configurations in use\n\n" + _bullets(map(_family, card.families)))
     return "\n\n".join(parts) + "\n"
+
+
+def _decision(rule: Decision) -> str:
+    avoid = f"; avoid {_words(rule.avoid)}" if rule.avoid else ""
+    return f"{_words(rule.when)}: set {_words(rule.set)}{avoid} (because of {', '.join(rule.because)}). {rule.note or ''}"
 
 
 def _family(family: ConfigFamily) -> str:
