@@ -250,10 +250,18 @@ class Card(Strict):
         return claims
 
 
+def expectation(claim: Claim) -> tuple[str, str]:
+    """A claim's metric and what is expected of it, in words; no metric where arithmetic or an invariant holds or does not."""
+    words = in_words(claim.expect, claim.kind)
+    return ("", words) if claim.expect.op == "holds" else (claim.metric, words)
+
+
 def in_words(expect: Expect, kind: str = "pair") -> str:
     """What a claim expects, in words, such as `at least 5 % better`."""
     margin = expect.margin or Quantity(value=0.0, unit="percent")
     unit = {"percent": " %", "ratio": " times"}.get(margin.unit, f" {margin.unit}")
     names = [" or ".join(v if isinstance(v, str) else f"{v:g}" for v in values) for values in (expect.at, expect.infeasible)]
-    text = _WORDS[expect.op].format(m=f"{margin.value:g}{unit}", at=names[0] or "some value", infeasible=names[1])
+    # A ratio is of the candidate to the baseline, so 0.45 times is a loss and not a gain.
+    words = _WORDS[expect.op].replace("better", "as good") if margin.unit == "ratio" and expect.op in (">=", "<=") else _WORDS[expect.op]
+    text = words.format(m=f"{margin.value:g}{unit}", at=names[0] or "some value", infeasible=names[1])
     return (_SUBJECTS.get(kind, "") if expect.op in (">=", "<=", "within") else "") + text

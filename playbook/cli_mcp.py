@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from playbook import __version__
@@ -26,7 +27,10 @@ def mcp() -> None:
         if e.name is None or e.name.split(".")[0] not in ("mcp", "mcp_types"):
             raise
         raise PlaybookError("the package 'mcp' is not installed; run pip install 'perf-playbook[mcp]'") from e
-    server(library_here()).run("stdio")
+    serving = server(library_here())
+    # A thread of the library waits for the next line and would hold an interrupted server until one comes. It writes nothing, so it may just end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    serving.run("stdio")
 
 
 def library_here() -> Library:

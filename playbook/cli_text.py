@@ -73,7 +73,8 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[
     if card.decide:
         yield "\ndecide"
     for rule in card.decide:
-        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}  (because {', '.join(rule.because)})"
+        never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
+        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)})"
         if rule.note:
             yield f"    {rule.note}"
     for dispute in card.disputes:
@@ -82,6 +83,10 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[
         yield "\npitfalls"
     for pitfall in card.pitfalls:
         yield f"  {pitfall.symptom}\n    cause: {pitfall.cause}\n    fix: {pitfall.fix}"
+    if card.interactions:
+        yield "\ninteractions"
+    for words in card.interactions:
+        yield f"  {words}"
 
 
 def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:

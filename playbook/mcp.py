@@ -14,9 +14,10 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from mcp.server import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.server.mcpserver.resources import FunctionResource
-from mcp.types import ToolAnnotations
+from mcp.types import CallToolResult, InputRequiredResult, Tool, ToolAnnotations
 from pydantic import BaseModel, Field
 
 from playbook import layout, memory
@@ -58,7 +59,8 @@ READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint
 INSTRUCTIONS = (
     "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
     " get_card: `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
-    " verdict on hardware like the user's is a hypothesis; say so. Nothing here runs anything: the commands in plans and records do."
+    " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
+    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."
 )
 
 CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
@@ -70,6 +72,7 @@ Model = Annotated[str | None, Field(max_length=64, description=f"One of {', '.jo
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 A = TypeVar("A", bound=BaseModel)
+Answer = CallToolResult | InputRequiredResult
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,30 @@ class Library:
         return self.cards[card_id]
 
 
+class Strict(MCPServer[Any]):
+    """A server whose tools refuse arguments that they do not have; the base class drops them, so that a misspelt degree would count as 1."""
+
+    async def list_tools(self) -> list[Tool]:
+        """The tools, with schemas that say that there are no other arguments."""
+        found = await super().list_tools()
+        return [t.model_copy(update={"input_schema": {**t.input_schema, "additionalProperties": False}}) for t in found]
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
+        """The tool's answer.
+
+        Raises:
+            ToolError: there is no such tool, an argument is not one of its own, or the tool refuses the call.
+        """
+        known = next((t.input_schema.get("properties", {}) for t in await self.list_tools() if t.name == name), None)
+        unknown = sorted(set(arguments) - set(known)) if known is not None else []
+        if known is not None and unknown:
+            raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
+        return await super().call_tool(name, arguments, context)
+
+
 def server(library: Library) -> MCPServer[Any]:
     """The server with its tools and resources; `run("stdio")` serves it."""
-    out: MCPServer[Any] = MCPServer("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
+    out = Strict("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -243,8 +267,13 @@ def _skill_now(skill: Skill, library: Library) -> str:
 
 def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:
     """One resource, read when it is asked for."""
+
+    def told() -> str:
+        with _told(ResourceError):
+            return read()
+
     kind = "text/markdown" if uri.endswith(".md") else "application/json" if uri.endswith(".json") else "application/yaml"
-    out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=read))
+    out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=told))
 
 
 def card_list(library: Library) -> CardList:
@@ -252,7 +281,10 @@ def card_list(library: Library) -> CardList:
     stock = library.stock()
     rows = []
     for card in list(library.cards.values())[:MAX_ROWS]:
-        stands = {i: [f"{s['status']} on {s['machine']}" for s in standing(card, i, stock)] for i in claim_ids(card)}
+        stands = {
+            i: [f"{s['status']}{', stale' if s['stale'] else ''} on {s['machine']}" for s in standing(card, i, stock)]
+            for i in claim_ids(card)
+        }
         texts = {k: str(getattr(card, k))[:MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
         rows.append(CardRow(**texts, symptoms=[s[:MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
@@ -312,7 +344,8 @@ def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
         PlaybookError: the model is not in the table, or counts are missing.
     """
     if model is not None and model not in MODELS:
-        raise PlaybookError(f"model '{model}' is not known{did_you_mean(model, MODELS)}; or leave it out and give {', '.join(given)}")
+        other = f"; or leave it out and give {', '.join(given)}" if given else ""
+        raise PlaybookError(f"model '{model}' is not known{did_you_mean(model, MODELS)}{other}")
     known = {k: getattr(MODELS[model], k) for k in given} if model else {}
     counts = {**known, **{k: v for k, v in given.items() if v is not None}}
     missing = [k for k in given if k not in counts]
@@ -356,9 +389,9 @@ def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[St
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """A user's mistake becomes a tool error that the agent can read."""
+def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
+    """A user's mistake, or a record that cannot be read, becomes an error that the agent can read."""
     try:
         yield
     except PlaybookError as e:
-        raise ToolError(str(e)[:2000]) from e
+        raise kind(str(e)[:2000]) from e

@@ -52,7 +52,7 @@ class CardRow(BaseModel):
     wall: str
     symptoms: list[str]
     claims: dict[str, list[str]]
-    """Claim id to its verdicts, each `status on machine`; empty where it is untested."""
+    """Claim id to its verdicts, each `status on machine` or, where it no longer counts, `status, stale on machine`; empty where it is untested."""
 
 
 class CardList(BaseModel):

@@ -9,9 +9,9 @@ from datetime import date
 from pathlib import Path
 
 from playbook import site_curves
-from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, in_words
+from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, expectation
 from playbook.site_figures import effect_axis
-from playbook.site_records import UNTESTED, Record, earlier, trace_for, verdicts
+from playbook.site_records import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site_text import (
     NBSP,
     attribute,
@@ -123,7 +123,8 @@ def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
     for d in decisions:
         when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
         because = " ".join(_claim_link(shelf, i) for i in d.because)
-        rows.append([when or "always", mapping(d.set), because, text(d.note or "")])
+        avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
+        rows.append([when or "always", mapping(d.set) + avoid, because, text(d.note or "")])
     return table(["When", "Set", "Because", "Note"], rows)
 
 
@@ -143,8 +144,9 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
         ", ".join(text(p) for p in (s.title, s.origin, s.section, s.date) if p) + (f" ({text(s.url)})" if s.url else "")
         for s in claim.sources
     )
+    metric, words = expectation(claim)
     facts = [
-        ("Expects", f"{code(claim.metric)} {text(in_words(claim.expect, claim.kind))}"),
+        ("Expects", f"{code(metric) if metric else ''} {text(words)}".strip()),
         (
             "Baseline and candidate",
             comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
@@ -162,7 +164,7 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
         f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
         f"{text(claim.statement)}\n{{ .pb-statement }}",
         _verdicts(shelf, card, claim),
-        _trace(shelf, claim),
+        *(_trace(record) for record in traces(shelf.records, claim.case)),
         details("info", f"About {claim.id}", table(["", ""], [[f"**{k}**", v] for k, v in facts])),
     ]
     if claim.mechanism_check:
@@ -216,15 +218,18 @@ def _axis(record: Record, expect: Expect) -> str:
     low, value, high = (found.get(k) for k in ("low", "effect", "high"))
     if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
         return ""
-    margin = expect.margin.value / 100 if expect.margin and expect.margin.unit == "percent" else None
-    return effect_axis(value, low, high, margin, expect.op)
+    return effect_axis(value, low, high, _margin(expect), expect.op)
 
 
-def _trace(shelf: Shelf, claim: Claim) -> str:
+def _margin(expect: Expect) -> float | None:
+    """The claimed margin on the effect's own scale, a share of the baseline; a ratio of 0.45 is a loss of 0.55."""
+    if expect.margin is None:
+        return None
+    return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
+
+
+def _trace(record: Record) -> str:
     """Where the time goes, baseline and candidate side by side."""
-    record = trace_for(shelf.records, claim.case)
-    if record is None:
-        return ""
     page = f"../evidence/{record.id}.md"
     measures = record.get("variants", "baseline", "table", "measures", default="gpu")
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"

@@ -31,9 +31,9 @@ from playbook.site_text import (
 )
 
 NOTABLE_DATA = 0.03
+"""The share of a step at data from which it is said; the terminal says it from the same share on."""
 NOTABLE_STOLEN = 2.0
 """Percent of the processor time of a run."""
-"""The share of a step at data from which it is said; the terminal says it from the same share on."""
 
 
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
@@ -109,6 +109,7 @@ def _comparison(record: Record) -> str:
         ["Baseline", quantity(found.get("baseline"), unit)],
         ["Candidate", quantity(found.get("candidate"), unit)],
         ["Effect, positive where the candidate is better", f"**{effect(record)}**"],
+        *_itself(found),
         ["Design", text(str(found.get("design")).replace("_", " "))],
         ["Pairs", number(found.get("pairs")) + _between(found)],
     ]
@@ -124,9 +125,25 @@ def _comparison(record: Record) -> str:
     for key, label in labels.items():
         value = found.get(key)
         if isinstance(value, int | float):
+            if key == "pairs_needed":
+                value = max(value, _first_look(record))
             # Figures of log ratios are shown as the ratios that the effect is given in.
             rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
+
+
+def _itself(found: Mapping[str, Any]) -> list[list[str]]:
+    """The metric's own change where lower is better: the effect is a ratio of baseline to candidate, 100 % where half is left."""
+    value = found.get("effect")
+    if found.get("scale") != "log_ratio" or found.get("better") != "lower" or not isinstance(value, int | float) or not value > -1:
+        return []
+    return [["Change of the metric itself", percent(1 / (1 + value) - 1)]]
+
+
+def _first_look(record: Record) -> int:
+    """The pairs before which no series gives a verdict, however little it scatters."""
+    looks = record.get("measured", "plan", "looks", default=[])
+    return min((n for n in looks if isinstance(n, int)), default=0) if isinstance(looks, list) else 0
 
 
 def _between(found: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card, Claim, ConfigFamily, MechanismCheck, in_words
+from playbook.cards import Card, Claim, ConfigFamily, Decision, MechanismCheck, expectation
 from playbook.site_cards import Shelf, effect
 from playbook.site_records import verdicts
 from playbook.site_text import NBSP, plain
@@ -22,7 +22,8 @@ SUMMARY = (
 )
 READING = (
     "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
-    "Effects are positive where the candidate is better than the baseline. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
+    "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
+    "so +100 % stands for half. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
     "and says nothing about W9 itself."
 )
 
@@ -58,10 +59,12 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     parts = [f"# {card.title}", card.summary, f"Card `{card.id}`, phase {card.phase}, wall {card.wall}."]
     parts.append("## Symptoms\n\n" + _bullets(card.symptoms))
     if card.decide:
-        rows = [f"{_words(d.when)}: set {_words(d.set)} (because of {', '.join(d.because)}). {d.note or ''}" for d in card.decide]
-        parts.append("## What to set\n\n" + _bullets(rows))
+        parts.append("## What to set\n\n" + _bullets(map(_decision, card.decide)))
     parts.append("## Claims")
     parts += [_claim(shelf, card, c) for c in card.claims]
+    if card.disputes:
+        rows = [f"{d.subject}: {', '.join(d.claims)}; {d.stands} stands. {d.why}" for d in card.disputes]
+        parts.append("## In dispute\n\n" + _bullets(rows))
     if card.pitfalls:
         parts.append("## Pitfalls\n\n" + _bullets(f"{p.symptom}. Cause: {p.cause}. Fix: {p.fix}." for p in card.pitfalls))
     if card.interactions:
@@ -69,6 +72,11 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     if card.families:
         parts.append("## Configurations in use\n\n" + _bullets(map(_family, card.families)))
     return "\n\n".join(parts) + "\n"
+
+
+def _decision(rule: Decision) -> str:
+    avoid = f"; avoid {_words(rule.avoid)}" if rule.avoid else ""
+    return f"{_words(rule.when)}: set {_words(rule.set)}{avoid} (because of {', '.join(rule.because)}). {rule.note or ''}"
 
 
 def _family(family: ConfigFamily) -> str:
@@ -80,7 +88,7 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
     sources = "; ".join(", ".join(x for x in (s.title, s.origin, s.section, s.date) if x) for s in claim.sources)
     lines = [
         f"Why: {claim.mechanism}",
-        f"Expects: {claim.metric} {in_words(claim.expect, claim.kind)}",
+        f"Expects: {' '.join(filter(None, expectation(claim)))}",
         f"Scope: {_words(claim.scope) or 'everywhere'}",
         *_verdicts(shelf, claim),
         f"Source: {sources}",

@@ -221,14 +221,16 @@ def earlier(records: Iterable[Record], claim: str) -> list[Record]:
     return [r for r in records if r.schema == EVIDENCE and r.claim == claim]
 
 
-def trace_for(records: Iterable[Record], case: str | None, profile: str | None = None) -> Record | None:
-    """The newest trace of a case (on one profile), unless altered."""
-    found = [
-        r
-        for r in records
-        if r.schema == TRACE and not r.altered and r.get("case") == case and (profile is None or r.get("profile") == profile)
-    ]
-    return max(found, key=lambda r: r.created, default=None)
+def traces(records: Iterable[Record], case: str | None) -> list[Record]:
+    """The newest trace of a case on each profile, those of GPUs first; altered ones do not count."""
+    chosen: dict[str, Record] = {}
+    for r in records:
+        if r.schema == TRACE and not r.altered and r.get("case") == case:
+            profile = str(r.get("profile"))
+            chosen[profile] = max(chosen.get(profile, r), r, key=lambda each: each.created)
+    return sorted(
+        chosen.values(), key=lambda r: (r.get("variants", "baseline", "table", "measures", default="gpu") != "gpu", str(r.get("profile")))
+    )
 
 
 def _day(stamp: Any) -> date | None:

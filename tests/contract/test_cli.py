@@ -133,6 +133,9 @@ def test_a_card_is_shown_whole(capsys, elsewhere):
     _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
     for part in ("W9.m", "why:", "scope:", "source:", "decide", "pitfalls", "fix:"):
         assert part in out
+    _, out, _ = run(capsys, "cards", "show", "recompute")
+    for part in ("; avoid train.recompute_modules ['core_attn']  (because L3, L4)", "\ninteractions\n  Modules nested in one another"):
+        assert part in out
     _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice", "--json")
     assert json.loads(out)["status"]["W9"]["status"]
 

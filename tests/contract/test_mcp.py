@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
 import sys
 import tomllib
 from datetime import date
@@ -20,6 +22,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook import cli, memory
 from playbook.cli_mcp import library_here
+from playbook.errors import PlaybookError
 from playbook.layout_rules import Options
 from playbook.mcp import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
@@ -81,6 +84,7 @@ def test_every_tool_is_read_only_and_has_an_output_schema(library):
         assert (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint) == (True, False, True, False)
         assert tool.output_schema["properties"], tool.name
         assert tool.description.endswith("."), tool.name
+        assert tool.input_schema["additionalProperties"] is False
         for name, schema in tool.input_schema["properties"].items():
             text = json.dumps(schema)
             bounded = (
@@ -101,6 +105,19 @@ def test_cards_and_claims_come_with_their_verdicts(library):
     claim = answer(library, "get_claim", card_id="moe-dispatcher-choice", claim_id="W9.m")
     assert claim["claim"]["id"] == "W9"
     assert set(claim["verdicts"]) == {"W9", "W9.m"}
+
+
+def test_the_list_of_cards_says_which_verdicts_no_longer_count(library):
+    """As `cards list` does: an agent that reads no further takes `confirmed` for today's."""
+    rows = {c["id"]: c for c in answer(library, "list_cards")["cards"]}
+    for card_id, row in rows.items():
+        found = answer(library, "get_card", card_id=card_id)["verdicts"] if any(row["claims"].values()) else {}
+        for claim, verdicts in found.items():
+            assert row["claims"][claim] == [f"{v['status']}{', stale' if v['stale'] else ''} on {v['machine']}" for v in verdicts]
+    later = dataclasses.replace(library, today=lambda: date(2099, 1, 1))
+    claims = [v for c in answer(later, "list_cards")["cards"] for each in c["claims"].values() for v in each]
+    assert claims
+    assert all(", stale on " in v for v in claims)
 
 
 def test_evidence_is_listed_newest_first_and_grows_stale(library):
@@ -129,6 +146,13 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
         ("search", {"query": "dispatcher", "status": "proven"}, "Input should be"),
         ("search", {"query": "dispatcher", "model": "qwen3"}, "is not known"),
         ("estimate_memory", {"model": "qwen3_30b", "gpus": 8}, "did you mean"),
+        (
+            "estimate_memory",
+            {"model": "qwen3_30b_a3b", "gpus": 8, "mbs": 8},
+            "'mbs' is not an argument of estimate_memory; expected some of: model, gpus",
+        ),
+        ("check_layout", {**LAYOUT, "sharding": "fsdp"}, "'sharding' is not an argument"),
+        ("list_cards", {"limit": 3}, "'limit' is not an argument of list_cards"),
         ("estimate_memory", {"model": "qwen3_30b_a3b", "gpus": 8, "ep": 5}, "do not divide over ep 5"),
         ("estimate_memory", {"model": "qwen3_30b_a3b", "gpus": 8, "recompute": ["everything"]}, "Input should be"),
         ("check_layout", {**LAYOUT, "gpus": 0}, "greater than or equal to 1"),
@@ -139,6 +163,12 @@ def test_evidence_is_listed_newest_first_and_grows_stale(library):
 )
 def test_a_mistake_is_an_error_that_says_what_to_do(library, tool, arguments, says):
     assert says in refusal(library, tool, **arguments)
+
+
+def test_a_model_that_is_not_known_is_refused_in_whole_sentences(library):
+    """The estimate takes no counts in place of a model, so it cannot offer them."""
+    assert "leave it out" not in refusal(library, "estimate_memory", model="qwen3_30b", gpus=8)
+    assert "or leave it out and give heads" in refusal(library, "check_layout", **{**LAYOUT, "model": "qwen3_30b"})
 
 
 def test_layouts_are_judged_by_the_trainers_rules(library):
@@ -228,6 +258,21 @@ def test_an_answer_that_is_too_long_is_refused(library):
     listed = answer(dataclasses.replace(library, cards=many, skills={}), "list_cards")
     assert listed["left_out"] == 300 - len(listed["cards"])
     assert len(json.dumps(listed)) < 1.2 * MAX_CHARS
+
+
+def test_a_record_that_cannot_be_read_is_named_by_tools_and_resources_alike(library):
+    def broken():
+        raise PlaybookError("x.json: not a JSON document; remove it")
+
+    async def read():
+        async with Client(server(dataclasses.replace(library, records=broken))) as client:
+            with pytest.raises(MCPError, match="remove it"):
+                await client.read_resource("card://fp8-recipes")
+            with pytest.raises(MCPError, match="remove it"):
+                await client.read_resource("skill://choose-layout/card.yaml")
+
+    anyio.run(read)
+    assert "remove it" in refusal(dataclasses.replace(library, records=broken), "get_card", card_id="fp8-recipes")
 
 
 def test_resources_are_cards_and_whole_skills(library):
@@ -333,7 +378,7 @@ def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value)
     if result.is_error:
         # A refusal says what is wrong; a crash would say only that the tool failed.
         assert any(word in text for word in ("validation error", "does not exist", "is not known", "has no claim", "missing")) or any(
-            word in text for word in ("cannot run", "holds no word", "not modelled")
+            word in text for word in ("cannot run", "holds no word", "not modelled", "is not an argument")
         ), text
     else:
         assert result.structured_content
@@ -362,6 +407,21 @@ def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, 
     assert result.structured_content == answer(library, "get_card", card_id="moe-dispatcher-choice")
     assert broken.is_error
     assert skill.startswith("---\nname: confirm-claim\n")
+
+
+def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    command = [sys.executable, "-m", "playbook", "mcp"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as serving:
+        try:
+            serving.stdin.write(json.dumps({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello}).encode() + b"\n")
+            serving.stdin.flush()
+            assert json.loads(serving.stdout.readline())["result"]["serverInfo"]["name"] == "playbook"
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(timeout=5) == -signal.SIGINT
+        finally:
+            serving.kill()
 
 
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):

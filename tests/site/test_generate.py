@@ -111,6 +111,13 @@ def test_the_newest_verdict_speaks_and_a_failed_run_does_not_hide_it(tree: Path)
     assert "rank 0 was killed" in page(tree, "evidence/01JD0000000000000000000003.md")
 
 
+def test_a_margin_that_is_a_ratio_is_marked_beside_the_effect(tree: Path) -> None:
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace("margin: {value: 3, unit: percent}", "margin: {value: 0.45, unit: ratio}"))
+    generate(tree)
+    assert "at least −55.0 %</text>" in page(tree, "cards/fixture-card.md")
+
+
 def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
     record(tree).unlink()
     generate(tree)
@@ -142,6 +149,51 @@ def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path)
     assert shown.count("<circle") == 16
     assert "playbook bench replay" in shown
     assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
+
+
+def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
+    """`holds` is no metric, and 0.45 times the baseline is not 0.45 times better."""
+    generate(tree)
+    whole = page(tree, "llms-full.txt")
+    for shown in (page(tree, "cards/long-context-cp-sizing.md"), whole):
+        assert "| **Expects** | holds |" in shown or "- Expects: holds\n" in shown
+        assert "holds</code> holds" not in shown
+        assert "holds holds" not in shown
+    assert "- Expects: useful_tokens_per_s_per_gpu at least 0.45 times as good" in whole
+    assert "times better" not in whole
+
+
+def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -> None:
+    generate(tree)
+    assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
+    whole = page(tree, "llms-full.txt")
+    assert "; avoid train.recompute_modules: " in whole
+    from playbook.validate import load_all
+
+    for dispute in (d for card in load_all().values() for d in card.disputes):
+        assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole
+
+
+def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fell(tree: Path) -> None:
+    generate(tree)
+    assert "Change of the metric itself" not in page(tree, f"evidence/{ID}.md"), "the same as the effect where higher is better"
+
+    def turn(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"] |= {"better": "lower", "baseline": 150.0, "candidate": 100.0, "effect": 0.5, "low": 0.4, "high": 0.6}
+
+    reseal(record(tree), turn)
+    generate(tree)
+    assert "| Change of the metric itself | −33.3 % |" in page(tree, f"evidence/{ID}.md")
+
+
+def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Path) -> None:
+    def few(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"]["pairs_needed"] = 2
+        data["measured"]["plan"] = {"seed": 1, "looks": [4, 8], "alpha": 0.05, "budget_s": 600.0, "stopped": "budget"}
+
+    reseal(record(tree), few)
+    generate(tree)
+    assert "| Pairs needed | 4 |" in page(tree, f"evidence/{ID}.md")
 
 
 def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
@@ -232,6 +284,22 @@ def test_a_trace_is_on_the_card_with_its_collector_and_coverage(tree: Path) -> N
     for part in ("12.34", "23.45", "nsys", "2025&#46;3.1", "98.7 %", "95.4 %", "../evidence/abcdef12.md"):
         assert part in shown
     assert "Exposed comm. ms" in page(tree, "evidence/abcdef12.md")
+
+
+def test_a_trace_of_this_machine_stands_beside_that_of_a_gpu_and_replaces_an_older_one_of_its_own(tree: Path) -> None:
+    """Whoever follows a skill without a GPU traces on the CPU; the trace that the card speaks of has to stay."""
+    folder = tree / "results" / "traces"
+    folder.mkdir()
+    (folder / "gpu.json").write_text(json.dumps(trace()))
+    for trace_id, day in (("00000001", 21), ("00000002", 22)):
+        (folder / f"{trace_id}.json").write_text(
+            json.dumps(trace(trace_id=trace_id, profile="cpu", created=f"2026-11-{day}T11:00:00+00:00", collector="kineto"))
+        )
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    for part in ("fixture-case on h200x4", "../evidence/abcdef12.md", "fixture-case on cpu", "../evidence/00000002.md"):
+        assert part in shown
+    assert "../evidence/00000001.md" not in shown
 
 
 def test_text_from_files_never_becomes_markup(tree: Path) -> None:
