@@ -123,7 +123,10 @@ def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
 
 
 def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
-    assert run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0][0] == 0
+    code, out, _ = run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0]
+    assert code == 0
+    assert "ends after step 5, whatever train.steps says" in out
+    assert len(steps(tmp_path)) == 5
     names = {e.get("name") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"step", "forward", "attention", "dispatch", "experts", "combine", "experts.bwd", "attention.bwd", "optimizer"} <= names
     assert not any(r["timed"] for r in steps(tmp_path)), "a traced run is never timed"

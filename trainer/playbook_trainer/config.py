@@ -318,7 +318,9 @@ class TrackerConfig(Strict):
 
 
 class ProfileConfig(Strict):
-    """Annotation and tracing. A timed run has kineto off."""
+    """Annotation and tracing. A run with nvtx or kineto exists to be traced: it ends after its warm-up and `steps`, whatever train.steps says,
+    and times nothing.
+    """
 
     nvtx: bool = False
     kineto: bool = False

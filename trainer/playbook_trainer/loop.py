@@ -70,8 +70,12 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if config.checkpoint.every and not config.checkpoint.dir:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
     if resumed:
-        rest = "" if trainer.step < config.train.steps else "; nothing is left to do, raise train.steps to go on"
+        rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
+    if profiling(config):
+        recorder.say(
+            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; without the section profile it trains on"
+        )
     try:
         outcome = run_steps(trainer, recorder)
         engine.saver.wait()
@@ -134,8 +138,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     """Train until the last step, the first NaN, or the signal to stop."""
     config = trainer.config
     # A process that goes on from a checkpoint is as cold as one that begins.
-    warm = trainer.step + config.train.warmup_steps
-    last = warm + config.profile.steps if profiling(config) else config.train.steps
+    warm, last = trainer.step + config.train.warmup_steps, last_step(trainer)
     skipped = 0
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
@@ -161,6 +164,12 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
         return "nan" if recorder.nan else "ok"
     finally:
         gc.enable()
+
+
+def last_step(trainer: Trainer) -> int:
+    """The step after which the run, as it stands before its first, ends."""
+    config = trainer.config
+    return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
 
 
 def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
