@@ -69,6 +69,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     if config.checkpoint.every and not config.checkpoint.dir:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
+    if _forgets_tokenizer(config):
+        recorder.say(f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: its weights know text by other ids")
     if resumed:
         rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
@@ -322,6 +324,12 @@ def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, fl
     rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
     cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
     return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
+
+
+def _forgets_tokenizer(config: TrainerConfig) -> bool:
+    """Whether text goes by bytes into weights that come with a tokenizer of their own."""
+    reads = config.data.kind != "mock" and config.data.source != "generated" and config.data.tokenizer == "byte"
+    return reads and config.init.weights is not None and (Path(config.init.weights) / "tokenizer.json").is_file()
 
 
 def profiling(config: TrainerConfig) -> bool:
