@@ -132,6 +132,25 @@ def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
     assert not any(r["timed"] for r in steps(tmp_path)), "a traced run is never timed"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"RANK": "x"}, "RANK 'x', WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, WORLD_SIZE '2'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK '2', WORLD_SIZE '2'"),
+    ],
+)
+def test_half_a_launcher_is_said(
+    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main([TEXT]) == 2
+    assert f"error: {found} in the environment; expected both" in capsys.readouterr().err
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from playbook_trainer.__main__ import main; main(['nowhere.yaml']); assert 'torch' not in sys.modules"
     results = run([code], command=[sys.executable, "-c"])
