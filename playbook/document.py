@@ -207,7 +207,10 @@ def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Fin
     elif kind == "literal_error":
         expected = str(error["ctx"]["expected"])
         options = re.findall(r"'([^']*)'", expected)
-        message = f"'{dotted}' is {error['input']!r}{did_you_mean(str(error['input']), options) if options else f'; expected {expected}'}"
+        hint = did_you_mean(str(error["input"]), options) if options else f"; expected {expected}"
+        # The nearest spelling may be far from what was meant: 'gpu' is nearest to 'cpu'.
+        rest = f" There are {', '.join(options)}" if hint.endswith("?") else ""
+        message = f"'{dotted}' is {error['input']!r}{hint}{rest}"
     else:
         text = error["msg"].removeprefix("Value error, ")
         shown = repr(error["input"])

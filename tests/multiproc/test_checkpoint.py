@@ -279,6 +279,14 @@ def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: P
     assert [p.name for p in copy.glob("step_*")] == ["step_00000002"]
 
 
+def test_a_checkpoint_is_not_taken_for_the_folder_of_all(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    code, err = resumed(copy / "step_00000002")
+    assert (code, f"is itself a checkpoint; set it to the folder of all of them, {copy}" in err) == (2, True), err
+    assert [p.name for p in copy.rglob("step_*")] == ["step_00000002"]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     results = run([TEXT, *QUICK, *saving(tmp_path / "file" / "saved"), f"output={tmp_path / 'out'}"])

@@ -123,10 +123,32 @@ def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
 
 
 def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
-    assert run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0][0] == 0
+    code, out, _ = run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0]
+    assert code == 0
+    assert "ends after step 5, whatever train.steps says" in out
+    assert len(steps(tmp_path)) == 5
     names = {e.get("name") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"step", "forward", "attention", "dispatch", "experts", "combine", "experts.bwd", "attention.bwd", "optimizer"} <= names
     assert not any(r["timed"] for r in steps(tmp_path)), "a traced run is never timed"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"RANK": "x"}, "RANK 'x', WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, WORLD_SIZE '2'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK '2', WORLD_SIZE '2'"),
+    ],
+)
+def test_half_a_launcher_is_said(
+    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main([TEXT]) == 2
+    assert f"error: {found} in the environment; expected both" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:

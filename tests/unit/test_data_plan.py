@@ -238,7 +238,10 @@ def test_a_line_that_is_no_sample_is_placed(tmp_path: Path, line: str) -> None:
     ("name", "overrides", "message"),
     [
         (TEXT, {"data__path": "no/such/file.txt"}, "no file or folder"),
-        (VL, {"data__path": "no/such/folder"}, "no samples.jsonl"),
+        (VL, {"data__path": "no/such/folder"}, "there is no no/such/folder; expected a folder with samples.jsonl"),
+        (VL, {"data__path": __file__, "data__source": "files"}, "is a file; expected a folder with samples.jsonl"),
+        (VL, {"model__vision_start_token_id": 258}, "model.vision_start_token_id and model.image_token_id are both 258"),
+        (VL, {"model__eos_token_id": 258}, "model.eos_token_id and model.image_token_id are both 258"),
         (TEXT, {"data__kind": "vqa"}, "no vision tower"),
         (VL, {"data__seq_len": 7}, "at least 8 tokens"),
         (VL, {"data__images": "fixed", "data__fixed_image_size": [100, 100]}, "multiple of 32"),

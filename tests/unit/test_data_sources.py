@@ -33,6 +33,13 @@ def test_text_layouts_give_each_document_once_and_hold_out_a_tenth(tmp_path: Pat
     assert train + train == words_of(cfg, "train", 108), "the second epoch holds the same"
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "huggingface", "webdataset"])
+def test_a_subset_of_what_has_none_is_refused_rather_than_left_out(tmp_path: Path, kind: str) -> None:
+    source = vqa_source(kind, tmp_path) if kind == "webdataset" else text_source(kind, tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.subset test means nothing for .*: leave it out"):
+        check(config(VL if kind == "webdataset" else TEXT, **source, data__subset="test"))
+
+
 @pytest.mark.parametrize(("kind", "held"), [("webdataset", 2), ("parquet", 3), ("vqav2", 3)])
 def test_image_layouts_give_each_sample_once_with_its_own_image(tmp_path: Path, kind: str, held: int) -> None:
     cfg = config(VL, **vqa_source(kind, tmp_path), data__pack=False, train__global_batch_size=1)

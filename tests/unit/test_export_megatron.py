@@ -21,6 +21,12 @@ def settings(path, words, target="megatron-lm"):
     return {s.field: s.value for s in found.settings}, set(found.lines), {r.key for r in found.missing}
 
 
+def test_weights_keep_their_rows_where_megatron_lm_would_round_the_vocabulary_up():
+    words = {"parallel.tp": 2, "parallel.sequence_parallel": True, "data.tokenizer": "tokenizer.json"}
+    assert "--padded-vocab-size 151936" in settings(LARGE, words)[1]
+    assert "padded_vocab_size" not in settings(LARGE, words, "megatron-bridge")[0]
+
+
 @pytest.mark.parametrize("grads", ["fp32", "bf16"])
 @pytest.mark.parametrize("target", MEGATRON)
 def test_an_offloaded_optimizer_is_the_precision_aware_one(target, grads):

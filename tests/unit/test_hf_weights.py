@@ -259,7 +259,13 @@ def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_
 @pytest.mark.parametrize(
     ("kind", "other", "message"),
     [
-        ("text-moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window True, here False"),
+        (
+            "text-moe",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "qwen3_moe_tiny: use_sliding_window True, here",
+        ),
+        ("text-moe", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn', here 'default'"),
+        ("text-moe", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear', here 'default'"),
         ("deepseek", {"rope_interleave": False}, "rope_interleave False, here True"),
         ("vl-moe", {"vision_end_token_id": 7}, r"vision_end_token_id 7, here \d+ \(model\.vision_end_token_id\)"),
     ],
@@ -271,6 +277,20 @@ def test_a_folder_that_transformers_computes_otherwise_is_refused(kind, other, m
     (tmp_path / "config.json").write_text(json.dumps(settings | other))
     with pytest.raises(ConfigError, match=message):
         hf.load_safetensors(config, tmp_path)
+
+
+def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_prediction_layers_that_it_only_counts(tmp_path):
+    config = MAKE["deepseek"]()
+    state = parity.random_state(config)
+    hf.save_safetensors(config, state, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
+    hf.check_folder(config, tmp_path)
+    assert_identical(hf.load_safetensors(config, tmp_path), state)
+    whole = parity.deepseek(mtp_layers=1)
+    hf.save_safetensors(whole, parity.random_state(whole), tmp_path / "published")
+    with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.4\."):
+        hf.check_folder(config, tmp_path / "published")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_full_recompute_keeps_inputs_and_brings_back_what_it_runs_again():
     assert stage().activation_bytes == 24 * entry
     assert stage(**{"megatron.recompute_layers": 4}).activation_bytes == 6 * entry
     assert stage(**{"megatron.recompute_layers": 4}).replayed_bytes > 3.9 * stage().replayed_bytes
+    assert stage(**{"megatron.recompute_layers": 99}) == stage(**{"megatron.recompute_layers": 24})
     half = stage(**{"megatron.recompute_method": "block", "megatron.recompute_layers": 12}).activation_bytes
     assert half == pytest.approx((report().stages[0].activation_bytes + 24 * entry) / 2)
 

@@ -46,6 +46,24 @@ def test_the_field_at_fault_is_named(rule: str) -> None:
         ModelConfig(name=rule, **fields)
 
 
+@pytest.mark.parametrize("sections", ["[8]", "[4, 4]", "[9, 1, -2]", "[2, 2, 2, 2]"])
+def test_rotary_sections_are_three_counts(sections: str) -> None:
+    with pytest.raises(ConfigError, match="must be three counts, of time, height and width"):
+        load(LARGE, parse_overrides(["model=qwen3_vl_tiny", f"model.mrope_section={sections}"]))
+
+
+@pytest.mark.parametrize("text", ["data: {seq_len: 64}\n", "model:\n"])
+def test_a_file_without_a_model_is_told_which_there_are(text: str, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    with pytest.raises(FileError, match=r"f.yaml:1:1: 'model' is missing; add one of: .*qwen3_tiny"):
+        load(tmp_path / "f.yaml", {})
+
+
+def test_a_word_that_is_none_of_a_few_is_answered_with_all_of_them() -> None:
+    with pytest.raises(ConfigError, match="'gpu'; did you mean 'cpu'\\? There are auto, cpu, cuda"):
+        load(LARGE, {"train.device": "gpu"})
+
+
 def test_a_field_of_a_section_leaves_the_rest_of_the_preset_s() -> None:
     plain = load(LARGE, {"model": "deepseek_v3"}).model.yarn
     assert plain is not None

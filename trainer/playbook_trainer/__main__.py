@@ -24,8 +24,9 @@ USAGE = "usage: playbook train CONFIG [key.path=value ...]"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = 0
     try:
+        rank, world = _place()
         if not words or words[0] in ("-h", "--help"):
             raise ConfigError(USAGE)
         return _run(words, rank, world)
@@ -36,6 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Data or packages may be missing on this machine alone.
             sys.stderr.write(f"rank {rank}: error: {e}\n")
         return REFUSED
+
+
+def _place() -> tuple[int, int]:
+    """This rank and the number of ranks, by the launcher's variables."""
+    given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    words = [given["RANK"] or ("0" if given["WORLD_SIZE"] in (None, "1") else ""), given["WORLD_SIZE"] or "1"]
+    if all(w.isascii() and w.isdigit() for w in words) and int(words[0]) < int(words[1]):
+        return int(words[0]), int(words[1])
+    found = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in given.items())
+    raise ConfigError(f"{found} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank")
 
 
 def _run(words: list[str], rank: int, world: int) -> int:

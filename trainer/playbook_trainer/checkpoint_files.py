@@ -106,7 +106,7 @@ def newest(directory: str | None, rank: int, world: int) -> Path | None:
     """The newest complete checkpoint, which rank 0 looks for; None where there is none.
 
     Raises:
-        ConfigError: the directory cannot be made.
+        ConfigError: the directory cannot be made, or is a checkpoint itself.
     """
     found: list[Path | None] = [None]
     if rank == 0 and directory:
@@ -115,6 +115,9 @@ def newest(directory: str | None, rank: int, world: int) -> Path | None:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(f"checkpoint.dir {root} cannot be written: {e.strerror or e}; choose another folder") from e
+        if (root / INDEX).is_file():
+            # Nothing would be found in it, and the run would begin anew without a word.
+            raise ConfigError(f"checkpoint.dir {root} is itself a checkpoint; set it to the folder of all of them, {root.resolve().parent}")
         found = [None, *complete(root)][-1:]
     if world > 1:
         # A shared file system may show the ranks different states of the folder.

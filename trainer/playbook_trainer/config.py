@@ -318,7 +318,9 @@ class TrackerConfig(Strict):
 
 
 class ProfileConfig(Strict):
-    """Annotation and tracing. A timed run has kineto off."""
+    """Annotation and tracing. A run with nvtx or kineto exists to be traced: it ends after its warm-up and `steps`, whatever train.steps says,
+    and times nothing.
+    """
 
     nvtx: bool = False
     kineto: bool = False
@@ -387,7 +389,11 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         _set(data, key, value, str(path))
-    data = {**data, "model": _expand_model(data.get("model"), marks, str(path))}
+    if data.get("model") is None:
+        raise FileError(
+            [Finding(str(path), *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")]
+        )
+    data = {**data, "model": _expand_model(data["model"], marks, str(path))}
     return validate(data, marks, TrainerConfig, str(path))
 
 

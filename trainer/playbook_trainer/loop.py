@@ -69,9 +69,15 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     if config.checkpoint.every and not config.checkpoint.dir:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
+    if _forgets_tokenizer(config):
+        recorder.say(f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: its weights know text by other ids")
     if resumed:
-        rest = "" if trainer.step < config.train.steps else "; nothing is left to do, raise train.steps to go on"
+        rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
+    if profiling(config):
+        recorder.say(
+            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; without the section profile it trains on"
+        )
     try:
         outcome = run_steps(trainer, recorder)
         engine.saver.wait()
@@ -134,8 +140,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     """Train until the last step, the first NaN, or the signal to stop."""
     config = trainer.config
     # A process that goes on from a checkpoint is as cold as one that begins.
-    warm = trainer.step + config.train.warmup_steps
-    last = warm + config.profile.steps if profiling(config) else config.train.steps
+    warm, last = trainer.step + config.train.warmup_steps, last_step(trainer)
     skipped = 0
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
@@ -161,6 +166,12 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
         return "nan" if recorder.nan else "ok"
     finally:
         gc.enable()
+
+
+def last_step(trainer: Trainer) -> int:
+    """The step after which the run, as it stands before its first, ends."""
+    config = trainer.config
+    return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
 
 
 def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
@@ -313,6 +324,12 @@ def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, fl
     rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
     cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
     return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
+
+
+def _forgets_tokenizer(config: TrainerConfig) -> bool:
+    """Whether text goes by bytes into weights that come with a tokenizer of their own."""
+    reads = config.data.kind != "mock" and config.data.source != "generated" and config.data.tokenizer == "byte"
+    return reads and config.init.weights is not None and (Path(config.init.weights) / "tokenizer.json").is_file()
 
 
 def profiling(config: TrainerConfig) -> bool:

@@ -106,6 +106,8 @@ class ModelConfig(Strict):
         if self.rotated % 2:
             name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
             raise ValueError(f"{name} {self.rotated} is odd; positions turn its values in pairs, so make it even")
+        if self.mrope_section is not None and (len(self.mrope_section) != 3 or min(self.mrope_section) < 0):
+            raise ValueError(f"mrope_section {self.mrope_section} must be three counts, of time, height and width; none below 0")
         if self.mrope_section is not None and sum(self.mrope_section) != self.head_dim // 2:
             raise ValueError(f"mrope_section {self.mrope_section} must add up to head_dim / 2 = {self.head_dim // 2}")
         if self.vision is not None and (self.mrope_section is None or self.image_token_id is None):

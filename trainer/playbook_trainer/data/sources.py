@@ -36,6 +36,7 @@ def open_text(data: DataConfig, model: ModelConfig) -> TextData:
     path = Path(data.path) if data.path is not None else data_root("assets") / "text"
     with _reachable(path):
         layout = data.source if data.source != "auto" else _text_layout(path)
+        _refuse_subset(data, layout)
         if layout == "files":
             return Flat(text_items(path, data.text_key), str(path))
         if layout == "parquet":
@@ -59,6 +60,7 @@ def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
     path = Path(data.path) if data.path is not None else data_root("assets") / "vqa"
     with _reachable(path):
         layout = data.source if data.source != "auto" else _vqa_layout(path)
+        _refuse_subset(data, layout)
         if layout == "files":
             return Flat(folder_samples(path), str(path))
         if layout == "vqav2":
@@ -70,6 +72,14 @@ def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
         if layout == "generated":
             return Flat(GeneratedVqa(data.generated, pool_folder(data.path)), "generated samples")
         raise ConfigError(f"data.source {layout} holds text; with data.kind vqa take files, vqav2, webdataset, parquet or generated")
+
+
+def _refuse_subset(data: DataConfig, layout: str) -> None:
+    """Where there are no subsets, all would be read, or the split train, whatever is asked for."""
+    saved = layout == "huggingface" and data.path is not None and Path(data.path).is_dir()
+    if data.subset is not None and (saved or layout not in ("vqav2", "huggingface")):
+        what = "a folder written by save_to_disk, of which the split train is read" if saved else f"data.source {layout}"
+        raise ConfigError(f"data.subset {data.subset} means nothing for {what}: leave it out, and let data.path name what is to be read")
 
 
 @contextmanager

@@ -77,6 +77,11 @@ def _check_special(model: ModelConfig, least: int) -> None:
         for key in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
         if (value := getattr(model, key)) is not None
     }
+    texts = {key: value for key, (value, _) in own.items() if key not in ("image_token_id", "pad_token_id")}
+    if same := [key for key, value in texts.items() if value == model.image_token_id]:
+        raise ConfigError(
+            f"model.{same[0]} and model.image_token_id are both {model.image_token_id}, so one would pass for an image; change one"
+        )
     for key, (value, lowest) in own.items():
         if not lowest <= value < model.vocab_size:
             why = "; ids below 256 are bytes" if value < lowest else ""

@@ -48,6 +48,9 @@ def folder_samples(folder: Path) -> Items[Sample]:
         DataError: no such file; on access, a line that is no sample, or an image that is missing or lies outside the folder.
     """
     file = folder / "samples.jsonl"
+    if not folder.is_dir():
+        found = f"{folder} is a file" if folder.exists() else f"there is no {folder}"
+        raise DataError(f"data.path: {found}; expected a folder with samples.jsonl and its images, or .tar or .parquet files")
     if not file.is_file():
         raise DataError(f"data.path: {folder} has no samples.jsonl; expected one JSON object per line with images, question, answer")
     root, lines = folder.resolve(), JsonLines(file)

@@ -67,6 +67,9 @@ def _model(sheet: Sheet) -> None:
         "vocab_size": "vocab_size",
     }.items():
         sheet.put(f"model.{key}", "model", field, getattr(model, key))
+    if sheet.target == "megatron-lm":
+        # Its vocabulary is the tokenizer's, rounded up to 128 x tp rows; weights have as many rows as the model.
+        sheet.put("model.vocab_size", "tokenizer", "padded_vocab_size", model.vocab_size)
     sheet.put("model.ffn_size", "model", "ffn_hidden_size", model.ffn_size or model.hidden_size)
     sheet.put("model.rope_theta", "model", "rotary_base", int(model.rope_theta))
     sheet.put("model.tie_word_embeddings", "model", "share_embeddings_and_output_weights", model.tie_word_embeddings)

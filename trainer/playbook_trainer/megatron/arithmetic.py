@@ -93,7 +93,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
         placed[-1] += [(recompute_layers(config), plan.shape.layers - 1)] * plan.shape.mtp
     width = WIDTH[config.train.dtype] / activations.BF16
-    layers = [[_layer(config, plan, i, place) for place, i in chunk] for chunk in placed]
+    layers = [[_layer(config, plan, i, place, len(chunk)) for place, i in chunk] for chunk in placed]
     alive = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
         sizes=[sum(stays for stays, _, _ in chunk) for chunk in layers],
@@ -130,8 +130,8 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> memory.Weights:
     return replace(held, dense=held.dense + copy + norm)
 
 
-def _layer(config: TrainerConfig, plan: Plan, index: int, place: int) -> tuple[float, float, float]:
-    """Bytes that a layer keeps on the GPU, those that it sends to the host, and those that come back when it is run again."""
+def _layer(config: TrainerConfig, plan: Plan, index: int, place: int, length: int) -> tuple[float, float, float]:
+    """Bytes that a layer keeps on the GPU, those that it sends to the host, and those that come back when it is run again; it has a place in a chunk."""
     saved = activations.saved(plan, index)
     if config.train.recompute != "full":
         stay = {name: size for name, size in saved.items() if name not in activations.freed(plan)}
@@ -140,4 +140,5 @@ def _layer(config: TrainerConfig, plan: Plan, index: int, place: int) -> tuple[f
     span, whole, entry = recompute_layers(config), sum(saved.values()), saved["attention norm in"]
     if config.megatron.recompute_method == "block":
         return (entry, 0.0, whole - entry) if place < span else (whole, 0.0, 0.0)
-    return (entry if place % span == 0 else 0.0), 0.0, span * whole - entry
+    # A stretch ends with its chunk at the latest.
+    return (entry if place % span == 0 else 0.0), 0.0, min(span, length) * whole - entry

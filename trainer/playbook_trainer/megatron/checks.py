@@ -21,6 +21,7 @@ GRAPH_WARMUP = 3
 _KEYS = {
     "sp": "parallel.sequence_parallel",
     "tp": "parallel.tp",
+    "pp": "parallel.pp",
     "vpp": "parallel.vpp",
     "dispatcher": "moe.dispatcher",
     "capacity": "moe.capacity_factor",
@@ -37,6 +38,9 @@ _KEYS = {
     "fp8": "precision.fp8",
 }
 """Names in the sentences of layout rules, to keys of the configuration."""
+
+_LISTS = ("cp_sizes", "graphs")
+"""Those of them whose values are lists."""
 
 _VALUES = {name: key for key, name in SHARDING.items()}
 
@@ -119,13 +123,21 @@ def vocabulary_problems(config: TrainerConfig) -> list[str]:
 
 
 def _renamed(sentence: str) -> str:
-    """A rule's advice with the keys of the configuration: `set sp=true` as `set parallel.sequence_parallel=true`."""
+    """A rule's advice as the trainer takes it: `set sp=true` as `set parallel.sequence_parallel=true`, `change graphs` likewise."""
 
-    def key(match: re.Match[str]) -> str:
+    def setting(match: re.Match[str]) -> str:
         name, value = match.groups()
-        return f"{_KEYS.get(name, name)}={_VALUES.get(value, value) if name == 'sharding' else value}"
+        if name == "graphs" and value == "full_iteration":
+            return "train.cuda_graphs=[] and megatron.cuda_graph_impl=full_iteration"
+        if name == "capacity" and value == "false":
+            value = "null"
+        value = _VALUES.get(value, value) if name == "sharding" else f"[{value}]" if name in _LISTS else value
+        return f"{_KEYS.get(name, name)}={value}"
 
-    return re.sub(r"\b(?<!\.)(\w+)=(\w+)", key, sentence)
+    def named(match: re.Match[str]) -> str:
+        return f"{match[1]} {_KEYS.get(match[2], match[2])}"
+
+    return re.sub(r"\b(set|change) (\w+)(?![\w.=])", named, re.sub(r"\b(?<!\.)(\w+)=(\w+(?:,\w+)*)", setting, sentence))
 
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:
@@ -235,7 +247,24 @@ def vision_problems(config: TrainerConfig) -> list[str]:
 
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches that do not go together, or that have nothing to act on."""
-    return _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
+    problems = _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
+    return problems + _idle_problems(config)
+
+
+def _idle_problems(config: TrainerConfig) -> list[str]:
+    """Switches of experts that would stand in the configuration of a run and do nothing in it."""
+    moe, mg, model = config.moe, config.megatron, config.model
+    if model.num_experts:
+        if mg.shared_expert_overlap and not model.shared_expert_ffn_size:
+            return ["megatron.shared_expert_overlap: the model has no shared experts: set it to false"]
+        return []
+    idle = {
+        "moe.experts": moe.experts != "auto",
+        "moe.router_dtype": moe.router_dtype != "fp32",
+        "moe.capacity_factor": moe.capacity_factor is not None,
+        "megatron.shared_expert_overlap": mg.shared_expert_overlap,
+    }
+    return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:

@@ -222,9 +222,11 @@ def check_config(config: ModelConfig, path: Path) -> None:
     Raises:
         ConfigError: a field differs, or the file does not read.
     """
-    ours, theirs = _fields(hf_config(config), config), _fields(read_json(path), config)
+    settings = read_json(path)
+    ours, theirs = _fields(hf_config(config), config), _fields(settings, config)
+    text = "" if "text_config" in settings else "text_config."  # a text model's own fields stand at the top of its file
     different = [
-        f"{key} {theirs[key][0]!r}, here {value!r}" + (f" ({ours_name})" if ours_name else "")
+        f"{key.removeprefix(text)} {theirs[key][0]!r}, here {value!r}" + (f" ({ours_name})" if ours_name else "")
         for key, (value, ours_name) in ours.items()
         if key in theirs and theirs[key][0] != value
     ]
@@ -252,11 +254,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple[Any, str | None]]:
     """The entries of a `config.json` that say what is computed: their name to value and our name."""
     vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
-    # transformers 4 wrote rope_theta beside rope_scaling, transformers 5 writes both into rope_parameters.
-    rope = {"rope_theta": text.get("rope_theta"), **(_part(text, "rope_parameters") or _part(text, "rope_scaling"))}
-    rope.setdefault("rope_type", rope.get("type"))  # published before transformers renamed it
-    yarn = YARN_FIELDS if rope["rope_type"] == "yarn" else {}
-    widths: Mapping[str, str | None] = MLA_FIELDS
+    rope = _rope(text)
+    yarn = YARN_FIELDS if rope.get("rope_type") == "yarn" else {}
+    # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
+    widths: Mapping[str, str | None] = {k: v for k, v in MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
     if config.attention == "gqa":
         widths = {"head_dim": "head_dim"} | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)
     top = {"model_type": None} | {f"{name}_token_id": f"{name}_token_id" for name in ("image", "vision_start", "vision_end")}
@@ -273,6 +274,18 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
         for key, name in keys.items()
         if part.get(key) is not None
     }
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """How positions turn: transformers 4 wrote rope_theta beside rope_scaling, transformers 5 writes both into rope_parameters.
+
+    Where there are both, as after adding rope_scaling by hand for longer rows, transformers 5 goes by rope_scaling.
+    """
+    rope = {"rope_theta": text.get("rope_theta")}
+    for part in (_part(text, "rope_parameters"), _part(text, "rope_scaling")):
+        kind = part.get("rope_type", part.get("type"))  # published before transformers renamed it
+        rope |= {**part, "rope_type": kind} if kind is not None else part
+    return rope
 
 
 def _part(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
