@@ -17,7 +17,7 @@ from playbook import cards, validate
 from playbook.document import did_you_mean, load
 from playbook.errors import ConfigError
 from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
-from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
+from playbook_bench.case import LAUNCHED_KINDS, Case, beside, load_case
 from playbook_bench.fork import ForkLauncher
 from playbook_bench.journal import Journal
 from playbook_bench.launch import Launcher, LocalLauncher
@@ -206,11 +206,10 @@ def _shared(claim: cards.Claim | cards.MechanismCheck) -> dict[str, Any]:
 
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
-    folder = path.resolve().parent.parent / "bench" / "cases"
     found = []
     for task in tasks_of_card(load(path, cards.Card)[0]):
-        own = folder / f"{task.case}.yaml"
-        found.append(Task(task.claim, str(own)) if task.case and own.is_file() else task)
+        own = beside(path, task.case) if task.case else None
+        found.append(Task(task.claim, str(own)) if own else task)
     return found
 
 
