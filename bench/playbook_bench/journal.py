@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from playbook.errors import StoreError
 from playbook_bench import store
 from playbook_bench.case import Case
-from playbook_bench.records import Run, digest
+from playbook_bench.records import ClaimRef, Derived, Measured, Run, digest
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
@@ -105,7 +105,8 @@ class Journal:
             StoreError: it cannot be written.
         """
         path = self.folder / f"{case.id}.jsonl"
-        header = {"case": digest(case.model_dump(mode="json"), 16), "profile": profile, "place": self.place}
+        runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
+        header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
         lines = _lines(path)
         if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
             kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
@@ -113,6 +114,24 @@ class Journal:
             return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
         _rewrite(path, header | {"seed": seed}, [])
         return SeriesJournal(path, seed)
+
+
+def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None) -> bool:
+    """Whether a record of before is about this claim as it stands now, by this case and on this profile: either may have been mended since."""
+
+    def asked(of: ClaimRef | None) -> dict[str, Any] | None:
+        return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})
+
+    was = None if measured.case is None else measured.case.sha
+    there = profile is None or measured.profile in (profile, None)
+    return there and asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
+
+
+def cut_by_time(measured: Measured, derived: Derived) -> bool:
+    """Whether time ended its series, so that there is more of it to run."""
+    plan = measured.plan
+    before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
+    return before_pairs or (plan is not None and plan.stopped == "budget")
 
 
 def _whole_lines(text: str) -> str:
