@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from playbook import cards, validate
 from playbook.document import did_you_mean, load
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, FileError
 from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
 from playbook_bench.case import LAUNCHED_KINDS, Case, beside, load_case
 from playbook_bench.fork import ForkLauncher
@@ -206,8 +206,10 @@ def _shared(claim: cards.Claim | cards.MechanismCheck) -> dict[str, Any]:
 
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
-    found = []
-    for task in tasks_of_card(load(path, cards.Card)[0]):
+    found, card = [], load(path, cards.Card)[0]
+    if taken := validate.clashes(path):
+        raise FileError(taken)
+    for task in tasks_of_card(card):
         own = beside(path, task.case) if task.case else None
         found.append(Task(task.claim, str(own)) if own else task)
     return found
@@ -221,6 +223,9 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
     loaded = dict(known or {})
     for name in {t.case for t in tasks if t.case} - loaded.keys():
         loaded[name] = load_case(name)
+    for each in loaded.values():
+        if each.kind in LAUNCHED_KINDS and (profile := preflight.choose_profile(each, machine, options.profile)):
+            resolve_all(each, profile)  # what is wrong with one case's configuration is said before the runs of another
     for task in tasks:
         _check(task, loaded)
     outcomes: dict[int, Outcome] = {}
@@ -260,10 +265,8 @@ def _from_before(tasks: Sequence[Task], case: Case | None, options: Options) -> 
     """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
     paths = [options.journal.settled.get(_key(t)) for t in tasks] if options.journal else []
     there = [Outcome(store.load(p), p) for p in paths if p is not None and p.is_file()]
-    whole = len(there) == len(tasks) and all(
-        answers(o.evidence.measured, t.claim, case, options.profile) for o, t in zip(there, tasks, strict=True)
-    )
-    return there if whole else []
+    same = [answers(o.evidence.measured, t.claim, case, options.profile) for o, t in zip(there, tasks, strict=False)]
+    return there if len(same) == len(tasks) and all(same) else []
 
 
 def _key(task: Task) -> str:

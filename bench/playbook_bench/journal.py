@@ -151,10 +151,12 @@ def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
     if not kept:
         return []
     last = kept[-1].run
-    size = {"aa": 2, "measure": variants}.get(last.role, 1)
     count = 0
     while count < len(kept) and (kept[-1 - count].run.role, kept[-1 - count].run.pair) == (last.role, last.pair):
         count += 1
+    # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
+    dead = {k.run.variant for k in kept[:-count] if k.run.outcome != "ok"}
+    size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)
     return list(kept[:-count] if count % size else kept)
 
 
