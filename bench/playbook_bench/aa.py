@@ -151,7 +151,11 @@ def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0)
                 f"the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
             )
             return
-        later = "the same command goes on where this one stops" if running.journal else "with --journal FOLDER, a second command goes on"
+        later = (
+            "the same command goes on where this one stops"
+            if running.journal
+            else "with `playbook confirm --journal FOLDER` a second one goes on"
+        )
         running.progress.note(f"the budget does not hold {launches}; {later}")
 
 

@@ -265,7 +265,7 @@ def _from_before(tasks: Sequence[Task], case: Case | None, options: Options) -> 
     """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
     paths = [options.journal.settled.get(_key(t)) for t in tasks] if options.journal else []
     there = [Outcome(store.load(p), p) for p in paths if p is not None and p.is_file()]
-    same = [answers(o.evidence.measured, t.claim, case, options.profile) for o, t in zip(there, tasks, strict=False)]
+    same = [answers(o.evidence.measured, t.claim, case, options.profile, options.pairs) for o, t in zip(there, tasks, strict=False)]
     return there if len(same) == len(tasks) and all(same) else []
 
 

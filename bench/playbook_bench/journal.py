@@ -116,15 +116,18 @@ class Journal:
         return SeriesJournal(path, seed)
 
 
-def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None) -> bool:
-    """Whether a record of before is about this claim as it stands now, by this case and on this profile: either may have been mended since."""
+def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:
+    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have been mended since."""
 
     def asked(of: ClaimRef | None) -> dict[str, Any] | None:
         return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})
 
-    was = None if measured.case is None else measured.case.sha
-    there = profile is None or measured.profile in (profile, None)
-    return there and asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
+    was, plan = None if measured.case is None else measured.case.sha, measured.plan
+    if profile not in (None, measured.profile) and measured.profile is not None:
+        return False
+    if plan is not None and plan.stopped == "pairs" and plan.pairs_limit != pairs:
+        return False
+    return asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
 
 
 def cut_by_time(measured: Measured, derived: Derived) -> bool:

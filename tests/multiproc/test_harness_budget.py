@@ -185,3 +185,30 @@ def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, pl
     whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
     assert len(whole.evidence.measured.runs) > len(cut.evidence.measured.runs)
+
+
+def test_a_series_that_a_limit_of_pairs_ended_goes_on_with_a_larger_one(case, tmp_path, plant):
+    plant(candidate={"slower": 0.2})
+    path = case(steps=STEPS)
+    short = bench(path, tmp_path, pairs=2, journal=Journal(tmp_path / "journal", ["here"]))
+    assert short.evidence.measured.plan.stopped == "pairs"
+    assert bench(path, tmp_path, pairs=2, journal=Journal(tmp_path / "journal", ["here"])).path == short.path
+    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(whole.evidence.measured.plan.order) == 4
+    assert {r.run_id for r in short.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
+
+
+def test_the_hint_names_a_command_that_has_the_option(case, tmp_path, plant, monkeypatch):
+    """`playbook bench run` has no journal."""
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    monkeypatch.setattr(Stretched, "first", 100)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    bench(case(), tmp_path, budget_s=150.0, progress=Noting())
+    assert notes
+    assert notes[0].endswith("; with `playbook confirm --journal FOLDER` a second one goes on")
