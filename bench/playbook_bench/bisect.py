@@ -75,7 +75,7 @@ def run(
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
         LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
-    tree = (root or repo_root()).resolve()
+    tree = gate.checkout(root)
     history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
 
     done: list[Judged] = []
