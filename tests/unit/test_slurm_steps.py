@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook import cli_slurm
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
 from playbook_bench import preflight
@@ -182,6 +183,14 @@ def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_
     third = Journal(tmp_path, ["n1"]).settled
     assert third == again.settled | {"C": Path("/results/c.json")}
     assert third["B"] == Path("/results/b.json")
+
+
+def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
+    first = cli_slurm.journal(tmp_path, None).series(case, "cpu", 11)
+    first.add(a_run(0, "baseline", 0), {})
+    first.add(a_run(1, "candidate", 0), {})
+    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
+    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
 
 
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
