@@ -184,7 +184,7 @@ def confirm(
             harness.tasks_of(target)  # a mistake is told now, not by a job that waited its turn
         words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(cli_slurm.confirm(words, results, request))
-    kept = cli_slurm.journal(journal, slurm)
+    kept = cli_slurm.journal(journal, slurm, fork)
 
     def run(progress: TerminalProgress) -> list[Outcome]:
         limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed, "fork": fork}

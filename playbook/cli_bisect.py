@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,8 +37,8 @@ def bisect(
         out.print(f"{harness.subject(judged.commit)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
 
     try:
-        if minutes is not None and not minutes > 0:
-            raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0")
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
         budget = None if minutes is None else 60 * minutes
         found = harness.run(case, good, bad, profile=profile, results=results, pairs=pairs, budget_s=budget, progress=progress, told=told)
     finally:

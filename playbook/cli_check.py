@@ -19,7 +19,7 @@ from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
 from playbook.validate import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
 from playbook_bench import logic, receipt, rules
-from playbook_bench.case import Case, case_problems, receipts
+from playbook_bench.case import Case, beside, case_problems, receipts
 from playbook_bench.metrics import METRICS
 from playbook_bench.variants import resolve_all, trainer_path
 from playbook_bench.verdict import threshold
@@ -72,12 +72,16 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     shelf = read_cards([data_root("cards")])
     cards = read_cards(paths) if paths else shelf
     cases, findings = read_cases(data_root("cases"))
+    own, more = _cases_beside(cards)
+    findings += more
     broken = {Path(f.file).stem for f in findings}
-    found = check_cards(cards, shelf, cases=set(cases) | broken, metrics=METRICS)
+    found = check_cards(cards, shelf, cases=set(cases).union(broken, *own.values()), metrics=METRICS)
     for entry, i, claim in cards.claims():
-        found += _claim_and_case(entry, i, claim, cases)
-    for loaded in cases.values():
+        found += _claim_and_case(entry, i, claim, {**cases, **own.get(entry.path, {})})
+    brought = {loaded.path: loaded for of_card in own.values() for loaded in of_card.values()}
+    for loaded in (*cases.values(), *brought.values()):
         findings += check_case(loaded)
+    cases |= {loaded.case.id: loaded for loaded in brought.values()}
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += cli_recipes.findings(cards)
@@ -93,18 +97,38 @@ def read_cases(folder: Path) -> tuple[dict[str, LoadedCase], list[Finding]]:
         if path.suffix != ".yaml" or path.is_dir():
             findings.append(Finding(str(path), 1, 1, "is no case; only cases (*.yaml) belong here, move it elsewhere"))
             continue
-        try:
-            case, marks = load(path, Case)
-        except FileError as e:
-            findings += e.findings
-            continue
-        loaded = LoadedCase(case, path, marks)
-        if path.stem != case.id:
-            findings.append(
-                loaded.finding(("id",), f"case id '{case.id}' differs from the file's name; rename the file to '{case.id}.yaml'")
-            )
-        cases[case.id] = loaded
+        _read_case(path, cases, findings)
     return cases, findings
+
+
+def _read_case(path: Path, cases: dict[str, LoadedCase], findings: list[Finding]) -> None:
+    try:
+        case, marks = load(path, Case)
+    except FileError as e:
+        findings += e.findings
+        return
+    loaded = LoadedCase(case, path, marks)
+    if path.stem != case.id:
+        findings.append(loaded.finding(("id",), f"case id '{case.id}' differs from the file's name; rename the file to '{case.id}.yaml'"))
+    cases[case.id] = loaded
+
+
+def _cases_beside(cards: Cards) -> tuple[dict[Path, dict[str, LoadedCase]], list[Finding]]:
+    """By card, the cases that it brings along, as `playbook confirm CARD.yaml` finds them; and what does not load."""
+    shipped = data_root("cases").resolve()
+    read: dict[Path, dict[str, LoadedCase]] = {}
+    own: dict[Path, dict[str, LoadedCase]] = {}
+    findings: list[Finding] = []
+    for entry, _, claim in cards.claims():
+        names = [claim.case, claim.mechanism_check.case if claim.mechanism_check else None]
+        for path in (found for name in names if name and (found := beside(entry.path, name))):
+            if path.parent == shipped:
+                continue
+            if path not in read:
+                read[path] = {}
+                _read_case(path, read[path], findings)
+            own.setdefault(entry.path, {}).update(read[path])
+    return own, findings
 
 
 def check_case(loaded: LoadedCase) -> list[Finding]:

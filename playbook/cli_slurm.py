@@ -113,8 +113,8 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
     return clusters.launcher(load_cluster(cluster), preflight.detect().gpus)
 
 
-def journal(folder: Path | None, slurm: SrunLauncher | None) -> Journal | None:
-    """The journal of this command, on these machines.
+def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False) -> Journal | None:
+    """The journal of this command, on these machines; runs of forked ranks and of fresh processes form no series together.
 
     Raises:
         StoreError: it cannot be used.
@@ -122,7 +122,8 @@ def journal(folder: Path | None, slurm: SrunLauncher | None) -> Journal | None:
     from playbook_bench import preflight
     from playbook_bench.journal import Journal
 
-    return Journal(folder, slurm.allocation.hosts if slurm else preflight.place()) if folder else None
+    place = [*(slurm.allocation.hosts if slurm else preflight.place()), *["fork"] * fork]
+    return Journal(folder, place) if folder else None
 
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:

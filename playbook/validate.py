@@ -142,6 +142,13 @@ def _duplicates(cards: Cards, shelf: Cards) -> Iterator[Finding]:
                     )
 
 
+def clashes(path: Path) -> list[Finding]:
+    """Claim ids of a card from elsewhere that a shipped card of another id uses: its verdicts would be shown as that card's."""
+    cards, shelf = read_cards([path]), read_cards([data_root("cards")])
+    own = {e.card.id for e in cards.loaded}
+    return list(_duplicates(cards, Cards([e for e in shelf.loaded if e.card.id not in own])))
+
+
 def _name(entry: LoadedCard) -> Iterator[Finding]:
     if entry.path.stem != entry.card.id:
         message = f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'"

@@ -145,8 +145,18 @@ def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0)
     measured = [s for _, specs in itertools.islice(series.blocks(running), look) for s in specs if s.variant in running.alive]
     specs = [*schedule.aa(pairs, first, variant), *measured]
     if not running.has_time_for(specs):
-        later = "the same command goes on where this one stops" if running.journal else "with --journal FOLDER, a second command goes on"
-        running.progress.note(f"the budget does not hold the {len(running.to_come(specs))} launches to the first look; {later}")
+        launches = f"the {len(running.to_come(specs))} launches to the first look"
+        if running.own_time:
+            running.progress.note(
+                f"the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+            )
+            return
+        later = (
+            "the same command goes on where this one stops"
+            if running.journal
+            else "with `playbook confirm --journal FOLDER` a second one goes on"
+        )
+        running.progress.note(f"the budget does not hold {launches}; {later}")
 
 
 def _contradicts(fresh: Sequence[Run], running: Series) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
-from playbook_bench import gate
+from playbook_bench import gate, launch
 from playbook_bench.case import Case
 from playbook_bench.series import Progress
 
@@ -75,7 +75,7 @@ def run(
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
         LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
-    tree = (root or repo_root()).resolve()
+    tree = gate.checkout(root)
     history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
 
     done: list[Judged] = []
@@ -103,7 +103,8 @@ def run(
         done.append(Judged(commit, trouble, found.sentence))
         return done[-1]
 
-    return search(history, judge, told)
+    with launch.interruptible():  # between two gates too, or SIGTERM would leave the commit's worktree behind
+        return search(history, judge, told)
 
 
 def search(history: Sequence[str], judge: Callable[[str], Judged], told: Callable[[Judged, int], None] | None = None) -> Found:

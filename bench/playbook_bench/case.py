@@ -197,6 +197,12 @@ def load_case(id_or_path: str | Path) -> Case:
     return case
 
 
+def beside(card: Path, case: str) -> Path | None:
+    """The file of a case that a card brings along, in `../bench/cases/` as seen from the card's folder; None where none lies there."""
+    path = card.resolve().parent.parent / "bench" / "cases" / f"{case}.yaml"
+    return path if path.is_file() else None
+
+
 def list_cases() -> list[str]:
     """The ids of all shipped cases."""
     return sorted(p.stem for p in data_root("cases").glob("*.yaml"))

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from playbook import cards, validate
 from playbook.document import did_you_mean, load
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, FileError
 from playbook_bench import aa, curve, gates, launch, metrics, preflight, rules, schedule, series, store, verdict
-from playbook_bench.case import LAUNCHED_KINDS, Case, load_case
+from playbook_bench.case import LAUNCHED_KINDS, Case, beside, load_case
 from playbook_bench.fork import ForkLauncher
-from playbook_bench.journal import Journal
+from playbook_bench.journal import Journal, answers, cut_by_time
 from playbook_bench.launch import Launcher, LocalLauncher
 from playbook_bench.records import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook_bench.series import Series, Silent
@@ -206,11 +206,12 @@ def _shared(claim: cards.Claim | cards.MechanismCheck) -> dict[str, Any]:
 
 def _tasks_of_file(path: Path) -> list[Task]:
     """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
-    folder = path.resolve().parent.parent / "bench" / "cases"
-    found = []
-    for task in tasks_of_card(load(path, cards.Card)[0]):
-        own = folder / f"{task.case}.yaml"
-        found.append(Task(task.claim, str(own)) if task.case and own.is_file() else task)
+    found, card = [], load(path, cards.Card)[0]
+    if taken := validate.clashes(path):
+        raise FileError(taken)
+    for task in tasks_of_card(card):
+        own = beside(path, task.case) if task.case else None
+        found.append(Task(task.claim, str(own)) if own else task)
     return found
 
 
@@ -222,6 +223,9 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
     loaded = dict(known or {})
     for name in {t.case for t in tasks if t.case} - loaded.keys():
         loaded[name] = load_case(name)
+    for each in loaded.values():
+        if each.kind in LAUNCHED_KINDS and (profile := preflight.choose_profile(each, machine, options.profile)):
+            resolve_all(each, profile)  # what is wrong with one case's configuration is said before the runs of another
     for task in tasks:
         _check(task, loaded)
     outcomes: dict[int, Outcome] = {}
@@ -229,19 +233,21 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
         for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
             group = [i for i, t in enumerate(tasks) if t.case == wanted]
             case = loaded[wanted] if wanted else None
-            kept = _from_before([tasks[i] for i in group], options.journal)
+            kept = _from_before([tasks[i] for i in group], case, options)
             for i, outcome in zip(group, kept, strict=False):
                 outcomes[i] = outcome
                 progress.finished(outcome)
             if kept:
                 continue
-            for i, (measured, derived, seconds) in zip(
+            goes_on = False
+            for i, (measured, derived, seconds, cut) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
                 evidence = store.evidence_of(measured, derived, options.command or _repeat(measured, options), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
                 progress.finished(outcomes[i])
-            if options.journal and not any(_cut(outcomes[i]) for i in group):
+                goes_on |= cut or outcomes[i].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
+            if options.journal and not goes_on:
                 options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
     return [outcomes[i] for i in range(len(tasks))]
 
@@ -255,18 +261,12 @@ def _closing(launcher: Launcher) -> Iterator[None]:
             launcher.close()
 
 
-def _from_before(tasks: Sequence[Task], journal: Journal | None) -> list[Outcome]:
+def _from_before(tasks: Sequence[Task], case: Case | None, options: Options) -> list[Outcome]:
     """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
-    paths = [journal.settled.get(_key(t)) for t in tasks] if journal else []
-    there = [p for p in paths if p is not None and p.is_file()]
-    return [Outcome(store.load(p), p) for p in there] if len(there) == len(paths) else []
-
-
-def _cut(outcome: Outcome) -> bool:
-    """Whether time ended its series, so that a second command with this journal has something to go on with."""
-    plan = outcome.evidence.measured.plan
-    before_pairs = not (plan and plan.order) and outcome.evidence.derived.verdict.reason == "budget"
-    return before_pairs or (plan is not None and plan.stopped == "budget")
+    paths = [options.journal.settled.get(_key(t)) for t in tasks] if options.journal else []
+    there = [Outcome(store.load(p), p) for p in paths if p is not None and p.is_file()]
+    same = [answers(o.evidence.measured, t.claim, case, options.profile, options.pairs) for o, t in zip(there, tasks, strict=False)]
+    return there if len(same) == len(tasks) and all(same) else []
 
 
 def _key(task: Task) -> str:
@@ -288,7 +288,8 @@ def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) 
     return any(not metrics.get(m).deterministic for m in named)
 
 
-Settled = tuple[Measured, Derived, Seconds]
+Settled = tuple[Measured, Derived, Seconds, bool]
+"""What a record is made of, and whether a second command with the same journal goes on with the series."""
 
 
 def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
@@ -296,7 +297,7 @@ def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options:
     profile = preflight.choose_profile(case, machine, options.profile) if case and case.profiles else None
     records = [_preflight(task, case, machine, profile, options) for task in tasks]
     todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
-    settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds()) for i, r in enumerate(records) if i not in todo}
+    settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
     if todo and case is not None and profile is not None:
         judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
         settled.update(zip(todo, judged, strict=True))
@@ -373,6 +374,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         cache=options.results / "cache",
         progress=progress,
         deadline=deadline,
+        own_time=deadline == own,
         telemetry=telemetry,
         journal=journal,
     )
@@ -425,7 +427,8 @@ def _steady(running: Series) -> bool:
 
 def _judge(running: Series, record: Measured) -> Settled:
     measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
-    return measured, verdict.derive(measured), series.totals(running.launched)
+    derived = verdict.derive(measured)
+    return measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time
 
 
 def _metric(record: Measured, case: Case) -> metrics.Metric:

@@ -113,7 +113,7 @@ def run(
     machine = preflight.detect()
     chosen = preflight.require_profile(case, machine, profile)
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
-    tree = (root or repo_root()).resolve()
+    tree = checkout(root)
     work = launch.new_folder(folder / "work", f"{case.id}-gate")
     shared = resolve_variant(case, "baseline", chosen)
     with launch.interruptible(), worktree(tree, baseline_ref) as other, Telemetry(machine, chosen, work) as telemetry:
@@ -282,6 +282,33 @@ def worktree(root: Path, reference: str) -> Iterator[Path]:
     finally:
         git(root, ["worktree", "remove", "--force", str(tree)])
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkout(root: Path | None) -> Path:
+    """The tree that is judged: the one given, or that of this code.
+
+    Raises:
+        ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
+    """
+    tree = (root or repo_root()).resolve()
+    top, here = _top(tree), None if root else _top(Path.cwd())
+    if top not in (None, tree):
+        raise ConfigError(
+            f"playbook runs from {tree}, which is no checkout of its own but a folder in {top}; both commits would run what is "
+            "installed. Install it from the checkout that is to be judged: pip install -e"
+        )
+    if here not in (None, tree):
+        raise ConfigError(
+            f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
+            "start it there, or install it from this checkout: pip install -e"
+        )
+    return tree
+
+
+def _top(folder: Path) -> Path | None:
+    """The top folder of the repository that a folder lies in; None where git knows of none."""
+    found = git(folder, ["rev-parse", "--show-toplevel"])
+    return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None
 
 
 def resolve(root: Path, reference: str) -> str:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from playbook.errors import StoreError
 from playbook_bench import store
 from playbook_bench.case import Case
-from playbook_bench.records import Run, digest
+from playbook_bench.records import ClaimRef, Derived, Measured, Run, digest
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
@@ -105,7 +105,8 @@ class Journal:
             StoreError: it cannot be written.
         """
         path = self.folder / f"{case.id}.jsonl"
-        header = {"case": digest(case.model_dump(mode="json"), 16), "profile": profile, "place": self.place}
+        runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
+        header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
         lines = _lines(path)
         if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
             kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
@@ -113,6 +114,27 @@ class Journal:
             return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
         _rewrite(path, header | {"seed": seed}, [])
         return SeriesJournal(path, seed)
+
+
+def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:
+    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have been mended since."""
+
+    def asked(of: ClaimRef | None) -> dict[str, Any] | None:
+        return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})
+
+    was, plan = None if measured.case is None else measured.case.sha, measured.plan
+    if profile not in (None, measured.profile) and measured.profile is not None:
+        return False
+    if plan is not None and plan.stopped == "pairs" and plan.pairs_limit != pairs:
+        return False
+    return asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
+
+
+def cut_by_time(measured: Measured, derived: Derived) -> bool:
+    """Whether time ended its series, so that there is more of it to run."""
+    plan = measured.plan
+    before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
+    return before_pairs or (plan is not None and plan.stopped == "budget")
 
 
 def _whole_lines(text: str) -> str:
@@ -132,10 +154,12 @@ def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
     if not kept:
         return []
     last = kept[-1].run
-    size = {"aa": 2, "measure": variants}.get(last.role, 1)
     count = 0
     while count < len(kept) and (kept[-1 - count].run.role, kept[-1 - count].run.pair) == (last.role, last.pair):
         count += 1
+    # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
+    dead = {k.run.variant for k in kept[:-count] if k.run.outcome != "ok"}
+    size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)
     return list(kept[:-count] if count % size else kept)
 
 

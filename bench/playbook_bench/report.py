@@ -116,9 +116,9 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         return
     if found is None or found.design == "deterministic":
         how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
-        out.print(Text(f"{outcome.name:<{_NAME}}{how}").append(word).append(f"  {sentence}"))
+        out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
-    out.print(Text(f"{outcome.name:<{_NAME}}{_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
     shown = verdict.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
@@ -169,7 +169,7 @@ def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
         evidence = outcome.evidence
         card = evidence.measured.claim.card if evidence.measured.claim else ""
         word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=COLOURS[outcome.status])
-        out.print(Text(f"{card:<26}{outcome.name:<{_NAME}}").append(word).append(_sentence(outcome)))
+        out.print(Text(f"{card:<26}{outcome.name:<{_NAME - 1}} ").append(word).append(_sentence(outcome)))
 
 
 def print_noise(noise: Noise, out: Console) -> None:

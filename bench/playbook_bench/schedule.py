@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ def check_limits(pairs: int | None, budget_s: float | None) -> None:
     """
     if pairs is not None and pairs < 1:
         raise ConfigError(f"--pairs is {pairs}; expected at least 1")
-    if budget_s is not None and not budget_s > 0:
-        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0")
+    if budget_s is not None and not 0 < budget_s < math.inf:
+        raise ConfigError(f"--budget is {budget_s:g} s; expected more than 0, and an end")
 
 
 def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None) -> Plan:

@@ -77,6 +77,8 @@ class Series:
     cache: Path
     progress: Progress
     deadline: float | None = None
+    own_time: bool = False
+    """Whether the deadline is that of the case's own minutes, which a second command with the journal does not have anew."""
     telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class Series:
         )
         self.runs.append(run)
         self.launched.append(run)
-        if self.journal:
+        if self.journal and (run.outcome == "ok" or self.tolerates(run)):  # what failed is launched again once its cause is mended
             self.journal.add(run, self.strict.get(run.strict_sha, {}))
         if run.outcome == "ok":
             shutil.rmtree(folder, ignore_errors=True)

@@ -232,3 +232,39 @@ def test_a_claim_may_use_a_further_metric_of_its_case_and_no_other(tmp_path):
     also = CASE.replace("metric: useful_tokens_per_s_per_gpu\n", "metric: useful_tokens_per_s_per_gpu\nalso: [peak_memory_bytes]\n")
     assert case_findings(tmp_path, also) == []
     assert any("metric 'peak_memory' is not known" in f for f in case_findings(tmp_path, also.replace("peak_memory_bytes", "peak_memory")))
+
+
+OWN_CASE = """\
+id: our-floor
+kind: arithmetic
+summary: Data parallelism that is left on 256 GPUs at PP 8.
+function: dp_floor
+arguments: {gpus: 256, pp: 8, tp: 1, seq_lens: [4096]}
+"""
+
+
+def of_another_repository(root, text, case):
+    """A card with a case of its own beside it, as `playbook confirm CARD.yaml` takes them."""
+    (root / "cards").mkdir()
+    (root / "bench" / "cases").mkdir(parents=True)
+    (root / "bench" / "cases" / "our-floor.yaml").write_text(case, encoding="utf-8")
+    text = text.replace("case: moe-dispatcher-deepep-vs-alltoall", "case: our-floor")
+    (root / "cards" / "planted.yaml").write_text(text, encoding="utf-8")
+    return [f for f in cli_check.check_all([root / "cards"])[2] if not f.warning]
+
+
+def test_a_card_is_checked_against_the_cases_that_lie_beside_it(tmp_path, text):
+    found = [f.message for f in of_another_repository(tmp_path, text, OWN_CASE)]
+    assert not [m for m in found if "does not exist" in m], found
+    assert "case 'our-floor' is of kind 'arithmetic', the claim of kind 'pair'; make them agree" in found
+
+
+def test_faults_of_a_case_beside_its_card_are_found_there(tmp_path, text):
+    found = of_another_repository(tmp_path, text, OWN_CASE.replace("dp_floor", "dp_flor"))
+    at = [f"{f.file}:{f.line}: {f.message}" for f in found if f.file.endswith("our-floor.yaml")]
+    assert at == [f"{tmp_path}/bench/cases/our-floor.yaml:4: function 'dp_flor' is not in the harness's table; did you mean 'dp_floor'?"]
+    shutil.rmtree(tmp_path / "cards")
+    shutil.rmtree(tmp_path / "bench")
+    broken = of_another_repository(tmp_path, text, OWN_CASE.replace("kind:", "knid:"))
+    assert any("unknown key 'knid'" in f.message for f in broken)
+    assert not any("does not exist" in f.message for f in broken)

@@ -15,7 +15,7 @@ from in_process import run
 
 from playbook import cli
 from playbook.cli_site import commands
-from playbook.paths import repo_root
+from playbook.paths import data_root, repo_root
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
 
@@ -81,6 +81,8 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["evidence", "list", "--results", "nowhere"], "--results is nowhere, which is no folder"),
         (["train", "nowhere.yaml"], "cannot be read"),
         (["gate", "--baseline", "no-such-commit", "moe-dispatch-bytes"], "is no commit"),
+        (["gate", "--baseline", "HEAD", "moe-dispatch-bytes", "--budget", f"{'9' * 400}s"], "expected more than 0, and an end"),
+        (["bisect", "HEAD~1", "HEAD", "--case", "moe-dispatch-bytes", "--minutes", "inf"], "expected more than 0, and an end"),
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words, says):
@@ -89,6 +91,68 @@ def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words
     assert says in err
     assert "Traceback" not in err
     assert out == ""
+
+
+OWN_CARD = """\
+id: ours
+title: A card of our own
+summary: One claim about arithmetic, and one that launches the trainer.
+symptoms: [our runs are slow]
+phase: profile
+wall: communication
+claims:
+  - id: Z1
+    statement: Data parallelism is left at PP 8 on 256 GPUs where CP follows the sequence.
+    mechanism: Ranks are counted, nothing is measured.
+    kind: arithmetic
+    metric: holds
+    expect: {op: holds}
+    scope: {}
+    label: benchmark-only
+    sources: [{title: Our notes, origin: ours, section: Memory, date: 2026-11}]
+    case: cp-dp-floor
+  - id: Z2
+    statement: The all-gather dispatcher gives at most 5 % more useful tokens per second and GPU than all-to-all.
+    mechanism: Every rank receives every token, whether it needs it or not.
+    kind: pair
+    comparison: {baseline: {moe.dispatcher: alltoall}, candidate: {moe.dispatcher: allgather}}
+    metric: useful_tokens_per_s_per_gpu
+    expect: {op: "<=", margin: {value: 5, unit: percent}}
+    scope: {}
+    label: training-equivalent
+    sources: [{title: Our notes, origin: ours, section: Dispatch, date: 2026-11}]
+    case: our-pair
+"""
+
+
+def own_card(folder, text, trainer):
+    """A card in a repository of its own, with the case of its second claim beside it."""
+    (folder / "cards").mkdir()
+    (folder / "bench" / "cases").mkdir(parents=True)
+    case = (data_root("cases") / "moe-dispatcher-allgather-vs-alltoall.yaml").read_text(encoding="utf-8")
+    case = case.replace("id: moe-dispatcher-allgather-vs-alltoall", "id: our-pair").replace(
+        "trainer/configs/qwen3_30b_a3b_24l.yaml", trainer
+    )
+    (folder / "bench" / "cases" / "our-pair.yaml").write_text(case, encoding="utf-8")
+    card = folder / "cards" / "ours.yaml"
+    card.write_text(text, encoding="utf-8")
+    return str(card)
+
+
+def test_a_configuration_that_cannot_be_read_is_told_before_anything_has_run(capsys, elsewhere):
+    card = own_card(elsewhere, OWN_CARD, "configs/ours.yaml")
+    code, out, err = run(capsys, "confirm", card, "--profile", "cpu", "--json")
+    assert (code, out) == (2, "")
+    assert "trainer 'configs/ours.yaml' is not a path below trainer/configs/" in err
+    assert not list(elsewhere.rglob("*.json")), "a record of the first claim"
+
+
+def test_a_card_from_elsewhere_does_not_speak_for_a_shipped_claim(capsys, elsewhere):
+    card = own_card(elsewhere, OWN_CARD.replace("id: Z2", "id: W9"), "trainer/configs/qwen3_moe_tiny.yaml")
+    code, out, err = run(capsys, "confirm", card, "--profile", "cpu")
+    assert (code, out) == (2, "")
+    assert "ours.yaml:18:5: claim id 'W9' is already used by" in err
+    assert not list(elsewhere.rglob("*.json"))
 
 
 def test_a_mistyped_trainer_key_is_reported_with_what_was_meant(capsys, elsewhere):

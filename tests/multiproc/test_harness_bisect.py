@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from test_harness_gate import FAKE, case, repo, worktrees  # noqa: F401
 
 from playbook.errors import ConfigError, LaunchError
-from playbook_bench import bisect, gate, invariants
+from playbook_bench import bisect, gate, invariants, launch
 
 EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
@@ -56,6 +58,26 @@ def test_a_commit_that_the_gate_leaves_undecided_is_passed_over() -> None:
     open_ = gate.GateResult("undecided", "s", "c", "r", "cpu", 0.01, None, [], [])
     assert bisect.trouble_of(open_) == bisect.UNKNOWN
     assert bisect.trouble_of(dataclasses.replace(open_, status="pass")) == bisect.NONE
+
+
+def test_a_signal_between_two_gates_leaves_no_worktree(repo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    repo({"n": 1})
+    seen = []
+
+    def ended(*_: Any, **__: Any) -> gate.GateResult:
+        seen.append(len(worktrees(repo.root)))
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr(gate, "run", ended)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or without a handler of bisect's own it would end this process
+    try:
+        with pytest.raises(launch.Interrupted):
+            run(repo, tmp_path, "HEAD~1")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [2]
+    assert len(worktrees(repo.root)) == 1
 
 
 def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None:  # noqa: F811

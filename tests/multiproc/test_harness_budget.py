@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from planted_case import bench
@@ -78,9 +79,9 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
     journal = tmp_path / "journal" / "planted.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     for line in lines[1:]:
-        line["run"]["wall_s"] = 20.0
+        line["run"]["wall_s"] = 14.0
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = bench(path, tmp_path, budget_s=100.0, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
+    found = bench(path, tmp_path, budget_s=80.0, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
     assert notes == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
     assert len(found.evidence.measured.plan.order) == 4
 
@@ -136,3 +137,78 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
     found.path.unlink()
     again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"
+
+
+def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant):
+    """A full disk or a missing package is mended, and the same command goes on: the runs that ended well count, the failed one does not."""
+    path = case(steps=STEPS)
+    plant(candidate={"fault": "crash"})
+    failed = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert failed.status == "error"
+    plant()
+    found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert found.status == "measured"
+    kept = [r for r in failed.evidence.measured.runs if r.outcome == "ok"]
+    assert kept
+    assert {r.run_id for r in kept} <= {r.run_id for r in found.evidence.measured.runs}
+
+
+def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tmp_path, plant):
+    plant(candidate={"slower": 0.2})
+    path = case(steps=STEPS)
+    first = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).path == first.path
+    again = bench(case(steps=STEPS + 1), tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert again.evidence.measured.case.sha != first.evidence.measured.case.sha
+
+
+def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, plant, monkeypatch):
+    """`--budget` is anew for each command; the case's own minutes are not, so that its series is over and nobody is told to come again."""
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    monkeypatch.setattr(Stretched, "first", 290)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    path = case()
+    cut = bench(path, tmp_path, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
+    assert cut.evidence.derived.verdict.reason == "budget"
+    assert notes == ["the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"]
+    assert bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
+    with Path(path).open("r+") as f:
+        text = f.read().replace("minutes: 5", "minutes: 50")
+        f.seek(0)
+        f.write(text)
+    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
+    assert len(whole.evidence.measured.runs) > len(cut.evidence.measured.runs)
+
+
+def test_a_series_that_a_limit_of_pairs_ended_goes_on_with_a_larger_one(case, tmp_path, plant):
+    plant(candidate={"slower": 0.2})
+    path = case(steps=STEPS)
+    short = bench(path, tmp_path, pairs=2, journal=Journal(tmp_path / "journal", ["here"]))
+    assert short.evidence.measured.plan.stopped == "pairs"
+    assert bench(path, tmp_path, pairs=2, journal=Journal(tmp_path / "journal", ["here"])).path == short.path
+    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    assert len(whole.evidence.measured.plan.order) == 4
+    assert {r.run_id for r in short.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
+
+
+def test_the_hint_names_a_command_that_has_the_option(case, tmp_path, plant, monkeypatch):
+    """`playbook bench run` has no journal."""
+    plant()
+    notes = []
+
+    class Noting(confirm.Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    monkeypatch.setattr(Stretched, "first", 100)
+    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
+    bench(case(), tmp_path, budget_s=150.0, progress=Noting())
+    assert notes
+    assert notes[0].endswith("; with `playbook confirm --journal FOLDER` a second one goes on")

@@ -40,7 +40,7 @@ symptoms: [none]
 phase: profile
 wall: compute
 claims:
-  - id: P1
+  - id: Z1
     statement: The planted curve has the shape that was planted.
     mechanism: It was planted that way, so it must come out.
     kind: {kind}

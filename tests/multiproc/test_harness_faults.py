@@ -40,7 +40,7 @@ symptoms: [none]
 phase: profile
 wall: communication
 claims:
-  - id: P1
+  - id: Z1
     statement: The planted candidate is as much better as it was planted to be.
     mechanism: It was planted that way, so it must come out.
     kind: pair
@@ -122,7 +122,7 @@ def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(cas
 def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
     plant(candidate={"slower": slower})
     found = only(confirm.run([card(op, margin)], results=tmp_path / "results", command=FAKE, seed=3))
-    assert (found.status, found.name) == (status, "P1")
+    assert (found.status, found.name) == (status, "Z1")
     assert store.replay(found.path)[0]
 
 
@@ -272,6 +272,9 @@ def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
     out = io.StringIO()
     report.print_outcome(bench(case(), tmp_path), report.console(out))
     assert "the GPU computes 31 % of the step in baseline, 100 % of the step in candidate" in out.getvalue()
+    assert out.getvalue().startswith("planted moe.dispatcher alltoall -> allgather  "), (
+        "a name longer than its column stays a word of its own"
+    )
 
 
 def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):

@@ -223,3 +223,28 @@ def test_a_repository_that_git_will_not_read_says_why(repo, monkeypatch):
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     with pytest.raises(ConfigError, match=r"git cannot read .*repo: fatal: detected dubious ownership.*safe\.directory"):
         gate.resolve(repo.root, "HEAD")
+
+
+def test_a_gate_that_is_started_in_another_repository_does_not_pass_it(repo, tmp_path, monkeypatch):
+    """Its commits would be those of the checkout that playbook runs from, whatever has changed here."""
+    monkeypatch.chdir(repo.root)
+    with pytest.raises(ConfigError, match=f"this folder belongs to the repository {repo.root}, and playbook runs from"):
+        gate.run(case("dispatch_bytes_per_token_layer"), "HEAD", profile="cpu", results=tmp_path / "results", command=FAKE)
+    with pytest.raises(ConfigError, match="this folder belongs to the repository"):
+        bisect.run(case(), "HEAD~1", "HEAD", profile="cpu", results=tmp_path / "results", command=FAKE)
+
+
+def test_a_gate_from_an_installed_copy_inside_a_repository_does_not_pass_it(repo, tmp_path):
+    """As of a package that was installed into `.venv` there: of both commits the installed code would run."""
+    installed = repo.root / ".venv" / "site-packages"
+    installed.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is no checkout of its own but a folder in"):
+        gate.run(
+            case("dispatch_bytes_per_token_layer"),
+            "HEAD",
+            profile="cpu",
+            results=tmp_path / "results",
+            command=FAKE,
+            root=installed,
+            seed=1,
+        )

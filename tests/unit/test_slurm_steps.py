@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook import cli_slurm
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
 from playbook_bench import preflight
@@ -138,6 +139,21 @@ def test_a_journal_gives_back_whole_pairs_on_the_same_nodes(case, tmp_path):
     assert third.take(RunSpec("baseline", "measure", 1), "c").run.run_id == "3"
 
 
+def test_a_block_without_the_value_that_does_not_fit_is_whole(tmp_path):
+    sweep = load_case("cp-sizes-at-16k")
+    first = Journal(tmp_path, ["n1"]).series(sweep, "cpu", 11)
+    burn_in = [a_run(n, v, None).model_copy(update={"role": "burn_in"}) for n, v in enumerate(sweep.variants)]
+    burn_in[2] = burn_in[2].model_copy(update={"outcome": "oom"})
+    for run in (*burn_in, a_run(3, "1", 0), a_run(4, "2", 0)):
+        first.add(run, {})
+    again = Journal(tmp_path, ["n1"]).series(sweep, "cpu", 12)
+    assert again.take(RunSpec("2", "measure", 0), "c").run.run_id == "4"
+    again.add(a_run(5, "2", 1), {})
+    third = Journal(tmp_path, ["n1"]).series(sweep, "cpu", 13)
+    assert third.take(RunSpec("2", "measure", 1), "c") is None, "this one was cut"
+    assert third.take(RunSpec("1", "measure", 0), "c").run.run_id == "3"
+
+
 def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
     first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
     for number, (variant, pair) in enumerate([("baseline", 0), ("candidate", 0), ("candidate", 1)]):
@@ -167,6 +183,14 @@ def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_
     third = Journal(tmp_path, ["n1"]).settled
     assert third == again.settled | {"C": Path("/results/c.json")}
     assert third["B"] == Path("/results/b.json")
+
+
+def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
+    first = cli_slurm.journal(tmp_path, None).series(case, "cpu", 11)
+    first.add(a_run(0, "baseline", 0), {})
+    first.add(a_run(1, "candidate", 0), {})
+    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
+    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
 
 
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
