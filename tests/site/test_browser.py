@@ -107,6 +107,27 @@ def shown(page: Any, selector: str) -> int:
     return int(page.locator(f"{selector}:visible").count())
 
 
+ASK = """
+async (questions) => {
+  const config = JSON.parse(document.getElementById("__config").textContent);
+  const index = await (await fetch(`${config.base}/search/search_index.json`)).json();
+  const worker = new Worker(config.search);
+  const answer = (message) => new Promise((done) => { worker.onmessage = (e) => done(e.data); worker.postMessage(message); });
+  await answer({type: 0, data: {...index, options: {suggest: true}}});
+  const found = {};
+  for (const question of questions) found[question] = (await answer({type: 2, data: question})).data.items.length;
+  return found;
+}
+"""
+
+
+def test_search_takes_whatever_a_question_begins_with(page: Any, site_root: str) -> None:
+    """Every word of the site is looked up by its first character; an error in the search is a warning, which fails the page."""
+    page.goto(f"{site_root}/index.html")
+    found = page.evaluate(ASK, list("abcdefghijklmnopqrstuvwxyz0123456789"))
+    assert sum(n > 0 for n in found.values()) > 30, found
+
+
 def test_filters_of_cards_work_and_are_in_the_address(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/cards/index.html")
     every = shown(page, ".pb-card")

@@ -70,6 +70,14 @@ def test_no_style_sheet_and_no_script_of_ours_names_another_host(built: Path) ->
     assert "http" not in (built / "javascripts" / "filter.js").read_text()
 
 
+def test_the_search_keeps_states_of_its_index_apart(built: Path) -> None:
+    """What it mends is looked up in a browser (`test_browser.py`); here it is seen that the theme's script still is the one that is mended."""
+    (worker,) = (built / "assets/javascripts/workers").glob("search.*.min.js")
+    text = worker.read_text()
+    assert text.count('e=e+s+o.id+","') == 1
+    assert text.count("+s+o.id}") == 0
+
+
 def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
     home = (built / "index.html").read_text()
     for card in load_all().values():
