@@ -15,6 +15,16 @@ STEPS = 16
 """With so many the planted noise of an uninterrupted series has no drift by chance, after which it would start over."""
 
 
+class Noting(confirm.Quiet):
+    """Keeps what is noted."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
 class Stretched(launch.LocalLauncher):
     """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
 
@@ -54,26 +64,17 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
 
 def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
     plant()
-    notes = []
-
-    class Noting(confirm.Quiet):
-        def note(self, text):
-            notes.append(text)
-
+    noting = Noting()
     monkeypatch.setattr(Stretched, "first", 100)
     monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    bench(case(), tmp_path, budget_s=250.0, progress=Noting())
-    assert [n for n in notes if "16 launches to the first look" in n and "--journal" in n]
+    bench(case(), tmp_path, budget_s=250.0, progress=noting)
+    (note,) = [n for n in noting.notes if "16 launches to the first look" in n]
+    assert note.endswith("; with `playbook confirm --journal FOLDER` a second one goes on"), "`playbook bench run` has no journal"
 
 
 def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monkeypatch):
     plant()
-    notes = []
-
-    class Noting(confirm.Quiet):
-        def note(self, text):
-            notes.append(text)
-
+    noting = Noting()
     path = case(steps=STEPS)
     stopped_at_launch_14(path, tmp_path, monkeypatch)
     journal = tmp_path / "journal" / "planted.jsonl"
@@ -81,8 +82,8 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
     for line in lines[1:]:
         line["run"]["wall_s"] = 14.0
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = bench(path, tmp_path, budget_s=80.0, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
-    assert notes == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
+    found = bench(path, tmp_path, budget_s=80.0, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
+    assert noting.notes == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
     assert len(found.evidence.measured.plan.order) == 4
 
 
@@ -165,18 +166,15 @@ def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tm
 def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, plant, monkeypatch):
     """`--budget` is anew for each command; the case's own minutes are not, so that its series is over and nobody is told to come again."""
     plant()
-    notes = []
-
-    class Noting(confirm.Quiet):
-        def note(self, text):
-            notes.append(text)
-
+    noting = Noting()
     monkeypatch.setattr(Stretched, "first", 290)
     monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
     path = case()
-    cut = bench(path, tmp_path, progress=Noting(), journal=Journal(tmp_path / "journal", ["here"]))
+    cut = bench(path, tmp_path, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert cut.evidence.derived.verdict.reason == "budget"
-    assert notes == ["the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"]
+    assert noting.notes == [
+        "the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"
+    ]
     assert bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
     with Path(path).open("r+") as f:
         text = f.read().replace("minutes: 5", "minutes: 50")
@@ -196,19 +194,3 @@ def test_a_series_that_a_limit_of_pairs_ended_goes_on_with_a_larger_one(case, tm
     whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(whole.evidence.measured.plan.order) == 4
     assert {r.run_id for r in short.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
-
-
-def test_the_hint_names_a_command_that_has_the_option(case, tmp_path, plant, monkeypatch):
-    """`playbook bench run` has no journal."""
-    plant()
-    notes = []
-
-    class Noting(confirm.Quiet):
-        def note(self, text):
-            notes.append(text)
-
-    monkeypatch.setattr(Stretched, "first", 100)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    bench(case(), tmp_path, budget_s=150.0, progress=Noting())
-    assert notes
-    assert notes[0].endswith("; with `playbook confirm --journal FOLDER` a second one goes on")
