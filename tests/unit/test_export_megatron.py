@@ -27,6 +27,13 @@ def test_weights_keep_their_rows_where_megatron_lm_would_round_the_vocabulary_up
     assert "padded_vocab_size" not in settings(LARGE, words, "megatron-bridge")[0]
 
 
+@pytest.mark.parametrize("target", MEGATRON)
+def test_a_rotary_base_that_is_no_whole_number_is_not_cut_to_one(target):
+    fields, _, missing = settings(LARGE, {"model.rope_theta": 10000.5}, target)
+    assert "rotary_base" not in fields
+    assert "model.rope_theta" in missing
+
+
 @pytest.mark.parametrize("grads", ["fp32", "bf16"])
 @pytest.mark.parametrize("target", MEGATRON)
 def test_an_offloaded_optimizer_is_the_precision_aware_one(target, grads):

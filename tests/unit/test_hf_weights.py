@@ -279,6 +279,16 @@ def test_a_folder_that_transformers_computes_otherwise_is_refused(kind, other, m
         hf.load_safetensors(config, tmp_path)
 
 
+def test_weights_of_experts_are_not_taken_for_normalised_where_the_file_does_not_say_so(tmp_path):
+    config = MAKE["text-moe"]()
+    hf.save_safetensors(config, parity.random_state(config), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["norm_topk_prob"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"norm_topk_prob False, here True \(model\.norm_topk_prob\)"):
+        hf.load_safetensors(config, tmp_path)
+
+
 def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_prediction_layers_that_it_only_counts(tmp_path):
     config = MAKE["deepseek"]()
     state = parity.random_state(config)

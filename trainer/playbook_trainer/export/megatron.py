@@ -71,7 +71,10 @@ def _model(sheet: Sheet) -> None:
         # Its vocabulary is the tokenizer's, rounded up to 128 x tp rows; weights have as many rows as the model.
         sheet.put("model.vocab_size", "tokenizer", "padded_vocab_size", model.vocab_size)
     sheet.put("model.ffn_size", "model", "ffn_hidden_size", model.ffn_size or model.hidden_size)
-    sheet.put("model.rope_theta", "model", "rotary_base", int(model.rope_theta))
+    if model.rope_theta == int(model.rope_theta):
+        sheet.put("model.rope_theta", "model", "rotary_base", int(model.rope_theta))
+    else:
+        sheet.lack("model.rope_theta", "a rotary base is a whole number there")
     sheet.put("model.tie_word_embeddings", "model", "share_embeddings_and_output_weights", model.tie_word_embeddings)
     sheet.put("model.mtp_layers", "model", "mtp_num_layers", model.mtp_layers or None)
     for field, value in {

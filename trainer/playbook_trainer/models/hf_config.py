@@ -254,6 +254,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple[Any, str | None]]:
     """The entries of a `config.json` that say what is computed: their name to value and our name."""
     vision, text = _part(settings, "vision_config"), _part(settings, "text_config") or settings
+    if settings.get("model_type") == "qwen3_moe":
+        text = {"norm_topk_prob": False, **text}  # what transformers takes where a file does not say
     rope = _rope(text)
     yarn = YARN_FIELDS if rope.get("rope_type") == "yarn" else {}
     # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
