@@ -150,8 +150,9 @@ class Series:
     def has_time_for(self, specs: Sequence[RunSpec]) -> bool:
         """Whether the budget holds these launches, each as long as its variant's last one; the first of a variant is taken to be as long as the longest other."""
         longest = max(self._took.values(), default=0.0)
-        needed = sum(self._took.get(s.variant, longest) for s in self.to_come(specs))
-        return self.deadline is None or not self.to_come(specs) or time.monotonic() + needed <= self.deadline
+        due = self.to_come(specs)
+        needed = sum(self._took.get(s.variant, longest) for s in due)
+        return self.deadline is None or not due or time.monotonic() + needed <= self.deadline
 
     def extend(self) -> None:
         """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""

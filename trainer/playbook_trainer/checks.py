@@ -231,13 +231,7 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
     """Switches that would be in the configuration of a run and do nothing in it."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
     if not config.model.num_experts:
-        idle = {
-            "fused_permutation": moe.fused_permutation,
-            "weigh": moe.weigh != "output",
-            "experts": moe.experts != "auto",
-            "router_dtype": moe.router_dtype != "fp32",
-        }
-        problems += [f"moe.{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+        problems += megatron.dense_problems(config, {"moe.fused_permutation": moe.fused_permutation, "moe.weigh": moe.weigh != "output"})
     elif moe.router_dtype == "bf16" and train.dtype == "fp32":
         problems.append(
             "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"

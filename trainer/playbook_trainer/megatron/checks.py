@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from playbook import layout
@@ -245,6 +246,12 @@ def vision_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
+    """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
+    idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
+    return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+
+
 def switch_problems(config: TrainerConfig) -> list[str]:
     """Switches that do not go together, or that have nothing to act on."""
     problems = _precision_problems(config) + _optimizer_problems(config) + _memory_problems(config) + _graph_problems(config)
@@ -258,13 +265,9 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
         if mg.shared_expert_overlap and not model.shared_expert_ffn_size:
             return ["megatron.shared_expert_overlap: the model has no shared experts: set it to false"]
         return []
-    idle = {
-        "moe.experts": moe.experts != "auto",
-        "moe.router_dtype": moe.router_dtype != "fp32",
-        "moe.capacity_factor": moe.capacity_factor is not None,
-        "megatron.shared_expert_overlap": mg.shared_expert_overlap,
-    }
-    return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
+    return dense_problems(
+        config, {"moe.capacity_factor": moe.capacity_factor is not None, "megatron.shared_expert_overlap": mg.shared_expert_overlap}
+    )
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:
