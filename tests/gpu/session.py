@@ -65,7 +65,7 @@ TASKS: dict[str, Task] = {
     "photographs": claims("torch-trainer-speed/P4 torch-trainer-speed/P4.p", 4, 300),
     "photographs-over-text": claims("torch-trainer-speed/P5 torch-trainer-speed/P6.v", 4, 300),
     "text2": claims("torch-trainer-speed/P1.t torch-trainer-speed/P1.u", 2, 300),
-    "text32k2": claims("torch-trainer-speed/P3.t", 2, 300),
+    "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 300),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 300),
     "table": Task(1, "python tests/gpu/megatron_table.py one --budget {left} --limit 90 --out {out}/parity", 90, 40),
