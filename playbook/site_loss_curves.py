@@ -17,6 +17,8 @@ ALLOWED = 2.0
 WANTED = ("run", "repeat", "ranks", "loss", "torch", "megatron")
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 260, 52, 12, 216
+_COLOURS = (1, 6, 5, 4, 7, 2, 3, 8)
+"""Of the style sheet's parts, those first that are easiest to tell apart."""
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -74,7 +76,7 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     else:
         why = "Repeats differ because sums on a GPU are not always added up in the same order."
     return [
-        f"### {len(first['loss'])} steps on {first['ranks']} GPUs",
+        f"### {len(first['loss'])} steps on {first['ranks']} GPUs" + (", rates a millionth apart" if "lr" in first else ""),
         "",
         f"{len(rows)} runs. torch {text(first['torch'])}, megatron-core {text(first['megatron'])}. {why}",
         "",
@@ -93,30 +95,30 @@ def _times(far: float, within: float) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str:
-    """Every run as a line, coloured by its way."""
-    values = [v for row in rows for v in row["loss"]]
-    if not all(math.isfinite(v) for v in values):
+    """Every run's loss less the mean of all runs at that step, as a line coloured by its way: the losses themselves would lie on each other."""
+    curves = [row["loss"] for row in rows]
+    if not all(math.isfinite(v) for loss in curves for v in loss):
         return ""
-    low, high, steps = min(values), max(values), len(rows[0]["loss"])
-    span = high - low or 1.0
+    means = [math.fsum(at) / len(curves) for at in zip(*curves, strict=True)]
+    steps, high = len(means), max(abs(v - m) for loss in curves for v, m in zip(loss, means, strict=True)) or 1.0
 
     def point(step: int, value: float) -> str:
         x = _LEFT + step / max(steps - 1, 1) * (_WIDTH - _LEFT - 8)
-        return f"{x:.1f},{_BOTTOM - (value - low) / span * (_BOTTOM - _TOP):.1f}"
+        return f"{x:.1f},{_BOTTOM - (value + high) / (2 * high) * (_BOTTOM - _TOP):.1f}"
 
-    words = f"Loss over {steps} steps, from {rows[0]['loss'][0]:.2f} to {rows[0]['loss'][-1]:.2f}: " + ", ".join(ways)
+    words = f"Difference from the mean loss over {steps} steps, at most {high:.3f}: " + ", ".join(ways)
     out = [f'<svg class="pb-losses" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{attribute(words)}">']
-    for value in (low, high):
+    for value in (-high, 0.0, high):
         y = point(0, value).split(",")[1]
         out.append(f'<line class="pb-rule" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - 8}" y2="{y}"/>')
-        out.append(f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{value:.2f}</text>')
+        out.append(f'<text x="{_LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{f"{value:+.3f}" if value else "0"}</text>')
     for row in rows:
-        colour = ways.index(row["run"]) % 8 + 1
-        points = " ".join(point(step, value) for step, value in enumerate(row["loss"]))
+        colour = _COLOURS[ways.index(row["run"]) % 8]
+        points = " ".join(point(step, value - means[step]) for step, value in enumerate(row["loss"]))
         out.append(f'<polyline fill="none" stroke="var(--pb-part-{colour})" stroke-opacity=".7" points="{points}"/>')
     for number, way in enumerate(ways):
         x = _LEFT + number * (_WIDTH - _LEFT) / len(ways)
-        out.append(f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{number % 8 + 1})"/>')
+        out.append(f'<rect x="{x:.1f}" y="{_HEIGHT - 22}" width="12" height="4" fill="var(--pb-part-{_COLOURS[number % 8]})"/>')
         out.append(f'<text x="{x + 17:.1f}" y="{_HEIGHT - 16}">{attribute(way)}</text>')
-    caption = f"Loss, step 1 to {steps}; one line for each run"
+    caption = f"Loss of each run less the mean of all runs, step 1 to {steps}; the mean goes from {means[0]:.2f} to {means[-1]:.2f}"
     return f'<figure class="pb-figure">{"".join([*out, "</svg>"])}<figcaption>{caption}</figcaption></figure>'

@@ -38,6 +38,9 @@ def test_the_page_draws_every_run_and_names_the_distances(tmp_path: Any) -> None
     assert page.count("<polyline") == len(ROWS)
     assert "| 3d and fsdp | 2.8e-01 | 2.00 |" in page
     assert "5 runs" in page
+    assert "at most 0.200" in page  # from the mean of all runs, which goes from 3 to 2.2
+    second = [line.split('points="')[1].split('"')[0] for line in page.split("<polyline")[1:]]
+    assert [points.split(",")[-1] for points in second] == ["216.0", "114.0", "63.0", "12.0", "165.0"]
 
 
 def test_series_stand_apart_and_say_what_their_repeats_are() -> None:
@@ -46,7 +49,7 @@ def test_series_stand_apart_and_say_what_their_repeats_are() -> None:
     page = "\n".join(section([*ROWS, *nudged, *alike]))
     assert page.count("## Training side by side") == 1
     assert page.count("### 2 steps on 4 GPUs") == 2
-    assert "differ by a millionth" in page.split("### 2 steps on 2 GPUs")[1].split("###")[0]
+    assert "differ by a millionth" in page.split("### 2 steps on 2 GPUs, rates a millionth apart\n")[1].split("###")[0]
     assert "Repeats of 3d are equal to the last bit" in page.split("###")[-1]
     assert "fsdp and 3d" not in page.split("###")[-1]
 
