@@ -28,6 +28,7 @@ JOBS: dict[str, tuple[str, int, list[str]]] = {
     "pp2": (MOE, 2, ["parallel.pp=2", "train.recompute=selective", "train.recompute_modules=[moe,vision]"]),
     "pp2-full": (MOE, 2, ["parallel.pp=2", *FULL]),
     "ep2": (MOE, 2, ["parallel.ep=2"]),
+    "ep2-allgather": (MOE, 2, ["parallel.ep=2", "moe.dispatcher=allgather"]),
     "tp2-sp-ep2-etp1": (MOE, 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2", "parallel.etp=1"]),
     "dense-tp2": (DENSE, 2, ["parallel.tp=2"]),
     "dense-tp2-sp-full": (DENSE, 2, ["parallel.tp=2", "parallel.sequence_parallel=true", *FULL]),
