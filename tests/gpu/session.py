@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Task:
-    """A command for some GPUs. `{left}` in it are the seconds that it has, `{out}` is the folder of the session."""
+    """A command for some GPUs. `{left}` in it are the seconds that it has, `{out}` is the folder of the session, `{name}` its own name."""
 
     gpus: int
     command: str
@@ -42,7 +42,7 @@ class Task:
 
 def claims(names: str, gpus: int, least_s: int) -> Task:
     """Verdicts, one after the other."""
-    command = f"python -m playbook confirm {names} --profile h200x{gpus} --fork --journal {{out}}/journal --results {{out}}/results --budget {{left}}s"
+    command = f"python -m playbook confirm {names} --profile h200x{gpus} --fork --journal {{out}}/journal/{{name}} --results {{out}}/results --budget {{left}}s"
     return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}))  # confirmed, refuted, not applicable
 
 
@@ -139,7 +139,7 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
 
 def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
     told = max(0, int(left) - task.margin_s)
-    words = [w.format(left=told, out=out) for w in shlex.split(task.command)]
+    words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {
         **os.environ,
