@@ -220,13 +220,19 @@ class Series:
 
 
 def _window(result: Result, folder: Path) -> tuple[str, float, float]:
-    """When a launch was in its timed steps, in seconds since the epoch; all of it, where its summary does not tell."""
+    """When a launch was in its timed steps, in seconds since the epoch; all of it, where its summary does not tell.
+
+    Counted from when the summary was written, for a launch may begin long before its ranks: the first to be forked waits for imports.
+    """
     seconds = _mapping((read_summary(folder) or {}).get("seconds"))
-    start_up, warm_up, timed = (seconds.get(k) for k in ("start_up", "warm_up", "timed"))
-    if isinstance(start_up, int | float) and isinstance(warm_up, int | float) and isinstance(timed, int | float) and timed > 0:
-        begin = result.started + start_up + warm_up
-        return TIMED_STEPS, begin, begin + timed
-    return "launch", result.started, result.started + result.wall_s
+    phases = [seconds.get(k) for k in ("total", "start_up", "warm_up", "timed")]
+    numbers = [float(v) for v in phases if isinstance(v, int | float)]
+    if len(numbers) < len(phases) or not numbers[-1] > 0:
+        return "launch", result.started, result.started + result.wall_s
+    total, start_up, warm_up, timed = numbers
+    written = min((folder / "summary.json").stat().st_mtime, result.started + result.wall_s)
+    begin = max(result.started, written - total) + start_up + warm_up
+    return TIMED_STEPS, begin, begin + timed
 
 
 def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:
