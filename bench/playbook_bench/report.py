@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from playbook.cli_text import count, plain
-from playbook.site_evidence import NOTABLE_DATA, NOTABLE_STOLEN
+from playbook.site_evidence import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook_bench import confirm, metrics, receipt, schedule, verdict
 from playbook_bench import curve as curves
 from playbook_bench.aa import Noise
@@ -125,6 +125,8 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
     if shares := _computing(evidence):
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
+    for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
+        out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
     if shares := _on_data(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
     if shares := _stolen(evidence):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from playbook.site_evidence import TIMED_STEPS
 from playbook_bench import launch, preflight, schedule
 from playbook_bench.case import Case
 from playbook_bench.journal import Kept, SeriesJournal
@@ -112,7 +113,7 @@ class Series:
         )
         self._took[spec.variant] = result.wall_s
         run = self._record(
-            spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)}, self._meanwhile(result, before)
+            spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)}, self._meanwhile(result, folder, before)
         )
         self.runs.append(run)
         self.launched.append(run)
@@ -180,11 +181,12 @@ class Series:
     def _caches(self) -> dict[str, str]:
         return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
 
-    def _meanwhile(self, result: Result, before: Ticks | None) -> dict[str, Any]:
-        """What the machine did during a launch that ends now."""
-        found = self.telemetry.between(result.started, result.started + result.wall_s) if self.telemetry else {}
+    def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
+        """What the machine did during a launch that ends now: its GPUs in the timed steps, since most of a short launch is start-up on idle ones."""
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
-        return found if stolen is None else found | {"stolen_percent": stolen}
+        over, begin, end = _window(result, folder)
+        found = self.telemetry.between(begin, end) if self.telemetry else {}
+        return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
     def _record(
         self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
@@ -215,6 +217,22 @@ class Series:
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+
+
+def _window(result: Result, folder: Path) -> tuple[str, float, float]:
+    """When a launch was in its timed steps, in seconds since the epoch; all of it, where its summary does not tell.
+
+    Counted from when the summary was written, for a launch may begin long before its ranks: the first to be forked waits for imports.
+    """
+    seconds = _mapping((read_summary(folder) or {}).get("seconds"))
+    phases = [seconds.get(k) for k in ("total", "start_up", "warm_up", "timed")]
+    numbers = [float(v) for v in phases if isinstance(v, int | float)]
+    if len(numbers) < len(phases) or not numbers[-1] > 0:
+        return "launch", result.started, result.started + result.wall_s
+    total, start_up, warm_up, timed = numbers
+    written = min((folder / "summary.json").stat().st_mtime, result.started + result.wall_s)
+    begin = max(result.started, written - total) + start_up + warm_up
+    return TIMED_STEPS, begin, begin + timed
 
 
 def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,11 @@ from playbook_bench.records import Machine
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
 _NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
+LIMITS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x8}
+"""What holds clocks down, by bits of the reasons. An idle GPU (0x1), and clocks that somebody has set, are no such limits.
+
+Source: NVML, nvmlClocksEventReasons: software power cap and power brake, thermal slowdown by software and by hardware, slowdown by hardware.
+"""
 _STAT = Path("/proc/stat")
 
 
@@ -78,7 +84,7 @@ class Telemetry:
             self._process.wait()
 
     def between(self, start: float, end: float) -> dict[str, Any]:
-        """5th, 50th and 95th percentile of each reading over a run, and the throttle reasons seen."""
+        """What `summarize` makes of the readings between two times, seconds since the epoch."""
         if self._process is None:
             return {}
         try:
@@ -88,10 +94,13 @@ class Telemetry:
         return summarize(lines, start, end)
 
 
-def summarize(lines: list[str], start: float, end: float) -> dict[str, Any]:
-    """nvidia-smi's lines between two times (seconds since the epoch), as percentiles."""
+def summarize(lines: Sequence[str], start: float, end: float) -> dict[str, Any]:
+    """nvidia-smi's lines between two times (seconds since the epoch): percentiles of each reading, the reasons seen, and how often each limit held.
+
+    `limited_percent` is of the readings that name reasons, of all GPUs together.
+    """
     columns: dict[str, list[float]] = {name: [] for name in _NAMES}
-    throttled = set()
+    reasons: Counter[str] = Counter()
     for line in lines:
         fields = [f.strip() for f in line.split(",")]
         if len(fields) != 1 + len(_NAMES) + 1 or not start <= _when(fields[0]) <= end:
@@ -101,15 +110,27 @@ def summarize(lines: list[str], start: float, end: float) -> dict[str, Any]:
                 columns[name].append(float(text))
             except ValueError:
                 continue
-        throttled.add(fields[-1])
+        reasons[fields[-1]] += 1
     out: dict[str, Any] = {name: _percentiles(values) for name, values in columns.items() if values}
-    return out | {"throttle_reasons": sorted(throttled)} if out else {}
+    return out | {"throttle_reasons": sorted(reasons), "limited_percent": _limited(reasons)} if out else {}
+
+
+def _limited(reasons: Counter[str]) -> dict[str, float]:
+    """Of the readings whose reasons can be read, the percentage in which each limit held; nothing where none can."""
+    read: Counter[int] = Counter()
+    for text, times in reasons.items():
+        try:
+            read[int(text, 16)] += times
+        except ValueError:
+            continue
+    every = read.total()
+    return {name: round(100 * sum(n for r, n in read.items() if r & bits) / every, 1) for name, bits in LIMITS.items()} if every else {}
 
 
 def _when(text: str) -> float:
     try:
-        return time.mktime(datetime.strptime(text, _FORMAT).timetuple())
-    except ValueError:
+        return datetime.strptime(text, _FORMAT).timestamp()
+    except (ValueError, OverflowError):
         return -1.0
 
 

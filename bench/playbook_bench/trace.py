@@ -235,7 +235,10 @@ def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
         raise PlaybookError(f"nsys left no {original.name}; its output is in {run_folder / 'rank0.log'}")
     if not exported.is_file():
         words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(exported), str(original)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=REPORT_S, check=False)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=REPORT_S, check=False)
+        except subprocess.TimeoutExpired as e:
+            raise PlaybookError(f"nsys export took more than {REPORT_S:g} s; trace fewer steps (profile.steps)") from e
         if done.returncode or not exported.is_file():
             raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
     return exported

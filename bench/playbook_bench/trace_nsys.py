@@ -200,8 +200,8 @@ def _operations(
         if not {"start", "end", "correlationId"} <= columns:
             continue
         pid = "globalPid" if "globalPid" in columns else "NULL"
-        name_column = next((c for c in _NAME_COLUMNS if c in columns), "NULL")
-        for start, end, correlation, owner, label in _rows(db, table, ["start", "end", "correlationId", pid, name_column], path):
+        named = [c for c in _NAME_COLUMNS if c in columns] or ["NULL"]
+        for start, end, correlation, owner, *labels in _rows(db, table, ["start", "end", "correlationId", pid, *named], path):
             begin, until, number = _times(path, table, start, end, correlation)
             if isinstance(owner, int) and owner & _PROCESS != process:
                 continue
@@ -210,11 +210,12 @@ def _operations(
                 yield None
                 continue
             unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
-            name = strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed)
-            yield Op(call[0], call[1], begin, until, _kind(table, name), name)
+            names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
+            yield Op(call[0], call[1], begin, until, _kind(table, names), names[0])
 
 
-def _kind(table: str, name: str) -> Kind:
+def _kind(table: str, names: list[str]) -> Kind:
     if table in _COPIES:
         return "copy"
-    return "communication" if COMMUNICATION.search(name) else "compute"
+    # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
+    return "communication" if any(COMMUNICATION.search(n.split("(", 1)[0]) for n in names) else "compute"

@@ -5,6 +5,7 @@ PLANT is JSON: per variant (told by the dispatcher in the configuration) a mappi
   fault: hang | kill | nan | crash | oom | refused | memory | short | silent | worker | disable
   computing: share of the step, in percent, in which its GPU would compute
   bytes: the bytes that it reports to have sent
+  late: seconds that the first launch takes before its ranks do anything
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -67,6 +68,8 @@ def fake(config, planted):
     mine = rank == planted.get("rank", 0)
     if fault == "silent":
         return 0
+    if out.name.startswith("000-"):
+        time.sleep(planted.get("late", 0.0))
     steps = train["steps"] - (2 if fault == "short" else 0)
     if rank:
         if fault and mine:

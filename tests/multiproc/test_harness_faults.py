@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,34 @@ def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, 
     assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
     report.print_outcome(found, report.console(out))
     assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
+
+
+def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(case, tmp_path, plant, monkeypatch):
+    plant(baseline={"late": 1.0})
+
+    def read(self, start, end):
+        clock, limits = {"p5": 1500.0, "p50": 1695.0, "p95": 1980.0}, {"power": 91.0, "heat": 0.0}
+        return {"clock_sm_mhz": clock, "throttle_reasons": ["0x4"], "limited_percent": limits, "window": [start, end]}
+
+    monkeypatch.setattr("playbook_bench.telemetry.Telemetry.between", read)
+    out, found = io.StringIO(), bench(case(), tmp_path)
+    runs = found.evidence.measured.runs
+    # The planted summary says 0.1 s of start-up, 0.2 s of warm-up, 0.3 s of timed steps, and 0.6 s in all.
+    assert [r.telemetry["window"][1] - r.telemetry["window"][0] for r in runs] == pytest.approx([0.3] * len(runs), abs=1e-3)
+    late, *others = [r.telemetry["window"][0] - datetime.fromisoformat(r.started).timestamp() for r in runs]
+    assert min(others) > 0.3 - 1e-3
+    assert late > 0.3 + 0.3, "the ranks of the first launch began a second after it"
+    assert {r.telemetry["over"] for r in runs} == {"timed steps"}
+    report.print_outcome(found, report.console(out))
+    assert "the GPU's clock was held down by power in 91 % of baseline (1,695 MHz), 91 % of candidate (1,695 MHz)" in out.getvalue()
+    assert "heat" not in out.getvalue()
+
+
+def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, plant, monkeypatch):
+    plant(baseline={"fault": "crash", "at": 4}, candidate={"fault": "crash", "at": 4})
+    monkeypatch.setattr("playbook_bench.telemetry.Telemetry.between", lambda self, start, end: {"throttle_reasons": ["0x48"]})
+    runs = bench(case(), tmp_path).evidence.measured.runs
+    assert [r.telemetry["over"] for r in runs] == ["launch"] * len(runs)
 
 
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):

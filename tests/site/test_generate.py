@@ -236,6 +236,25 @@ def test_the_evidence_page_says_what_other_machines_took(tree: Path) -> None:
     assert "The hypervisor kept processor time from this machine: 12 % from baseline." in page(tree, f"evidence/{ID}.md")
 
 
+@pytest.mark.parametrize("over", ["timed steps", None])
+def test_the_evidence_page_says_what_held_clocks_down(over: str | None, tree: Path) -> None:
+    """Of records whose readings are of the timed steps; those from before are of start-up as well."""
+
+    def limit(data: dict[str, Any]) -> None:
+        for run in data["measured"]["runs"]:
+            slow = run["variant"] == "candidate"
+            clock, share = (1695.0, 94.5) if slow else (1980.0, 3.0)
+            run["telemetry"] = {"clock_sm_mhz": {"p50": clock}, "limited_percent": {"power": share, "heat": 0.0, "odd": "?"}}
+            if over:
+                run["telemetry"]["over"] = over
+
+    reseal(record(tree), limit)
+    generate(tree)
+    said = "In the timed steps, the GPUs' clocks were held down by power in 3 % of baseline (1,980 MHz), 94 % of candidate (1,695 MHz)."
+    assert (said in page(tree, f"evidence/{ID}.md")) is bool(over)
+    assert ("held down" in page(tree, f"evidence/{ID}.md")) is bool(over)
+
+
 def trace(**changes: Any) -> dict[str, Any]:
     row = {"path": "decoder/dispatch", "phase": "forward", "count": 4.0, "num_ops": 8.0, "host_ms": 3.0, "busy_ms": 12.34, "sum_ms": 13.0}
     rows = [

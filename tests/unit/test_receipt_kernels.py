@@ -39,6 +39,16 @@ def test_the_share_of_the_step_in_which_the_gpu_computes():
     assert "gpu_computing_percent" not in count(waits[1:]).counters, "off the GPU nothing is known"
 
 
+def test_an_exchange_of_experts_by_another_library_computes_nothing():
+    exchange = [
+        Event("void deep_ep::intranode::dispatch<8, 768>(int4*)", 20, 30),
+        Event("void hybrid_ep::combine_kernel<16>(int)", 30, 40),
+    ]
+    counters = count([Event("gemm(ncclWindow_t)", 0, 10), *exchange, Event("ncclDevKernel_ReduceScatter_RING_LL", 0, 40)]).counters
+    assert counters["gpu_computing_percent"] == 25.0
+    assert counters["hidden_percent_reduce_scatter"] == 25.0
+
+
 def test_what_the_profiler_recorded_is_what_it_lists_itself():
     import torch
 

@@ -63,6 +63,24 @@ def test_lines_of_other_times_and_shapes_do_not_count() -> None:
     seen = summarize(lines, when.timestamp() - 1, when.timestamp() + 1)
     assert seen["clock_sm_mhz"] == {"p5": 1980.0, "p50": 1980.0, "p95": 1980.0}
     assert seen["throttle_reasons"] == ["0x0"]
+    assert seen["limited_percent"] == {"power": 0.0, "heat": 0.0, "hardware": 0.0}
+
+
+def test_limits_of_the_clock_are_counted() -> None:
+    """Of the readings that name reasons: an idle GPU, and clocks that somebody has set, are none of them."""
+    when = datetime(2026, 11, 22, 9, 0, 0)
+    reasons = ["0x0000000000000004", "0x0000000000000005", "0x0000000000000084", "0x0000000000000068", "0x1", "0x2", "0x0", "0x0", "[N/A]"]
+    lines = [f"2026/11/22 09:00:00.000, {clock}, 690.0, 60, {each}" for clock, each in zip(range(1600, 1690, 10), reasons, strict=True)]
+    seen = summarize(lines, when.timestamp(), when.timestamp())
+    assert seen["limited_percent"] == {"power": 37.5, "heat": 12.5, "hardware": 12.5}
+    assert summarize(lines[-1:], when.timestamp(), when.timestamp())["limited_percent"] == {}
+
+
+def test_a_line_counts_by_its_fraction_of_a_second() -> None:
+    began = datetime(2026, 11, 22, 9, 0, 0).timestamp()
+    lines = ["2026/11/22 09:00:01.900, 345, 80.0, 30, 0x1", "2026/11/22 09:00:02.100, 1980, 400.0, 47, 0x0"]
+    assert summarize(lines, began + 1.5, began + 2.0)["clock_sm_mhz"]["p50"] == 345
+    assert summarize(lines, began + 1.0, began + 1.5) == {}, "a line of 1.9 s was read as one of 1.0 s"
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,20 @@ def test_names_are_the_short_ones(tmp_path: Path) -> None:
     assert "flash_fwd" in {o.name for o in trace_nsys.read(database(tmp_path / "t.sqlite")).ops}
 
 
+def test_a_kernel_is_communication_by_the_namespace_that_its_short_name_lacks(tmp_path: Path) -> None:
+    path = database(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE StringIds SET value = 'dispatch' WHERE value = 'ncclDevKernel_SendRecv'")
+        db.execute(
+            "UPDATE StringIds SET value = 'void deep_ep::intranode::dispatch<8>(int4 *)' WHERE value = 'long ncclDevKernel_SendRecv'"
+        )
+        db.execute("UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'")
+    db.close()
+    kinds = {o.name: o.kind for o in trace_nsys.read(path).ops}
+    assert (kinds["dispatch"], kinds["gemm"]) == ("communication", "compute")
+    assert read(path).exposed_comm_ms == pytest.approx(3 + 2)
+
+
 def test_kernels_without_a_recorded_launch_are_counted_not_hidden(tmp_path: Path) -> None:
     path = database(tmp_path / "t.sqlite")
     with sqlite3.connect(path) as db:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,6 +124,22 @@ def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
     words = (tmp_path / "results" / "traces" / made.variants["candidate"].files[0].name).read_text()
     assert "--cpuctxsw=none" in words
     assert "cuda,nvtx" in words
+
+
+def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    slow = NSYS.replace('elif sys.argv[1] == "export":', 'elif sys.argv[1] == "export":\n    __import__("time").sleep(60)')
+    (tools / "nsys").write_text(slow.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(preflight, "detect", lambda: here)
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
+    made = trace.run(CASE, results=tmp_path / "results", command=command)
+    assert {v.outcome for v in made.variants.values()} == {"crash"}
+    assert "nsys export took more than" in made.variants["baseline"].message
 
 
 def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[str]) -> None:

@@ -69,9 +69,10 @@ def test_kernel_compiles_for_a_hopper(kernel, types, constants):
     assert triton.compile(source, target=HOPPER).asm["cubin"]
 
 
-def test_the_router_computes_what_the_plain_path_does():
+@pytest.mark.parametrize("cases", ["router_cases.py", "permute_cases.py"])
+def test_kernels_compute_what_the_plain_path_does(cases):
     """Under Triton's interpreter, which has to be chosen before Triton is imported."""
-    program = Path(__file__).with_name("router_cases.py")
+    program = Path(__file__).with_name(cases)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=240)
     print(done.stdout)

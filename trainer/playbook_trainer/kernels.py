@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+# As `playbook bench trace` tells them: libraries of experts' exchanges have kernels of their own, below their own namespaces.
+_COMMUNICATION = re.compile(r"nccl|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 _COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"
 _NAME_LENGTH = 120
@@ -76,14 +79,14 @@ def computing_percent(on_gpu: Sequence[Event]) -> dict[str, float]:
     """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate. What is missing waits for other ranks or the host."""
     if not on_gpu:
         return {}
-    work = _merged([(e.begin, e.end) for e in on_gpu if not e.name.startswith("nccl")])
+    work = _merged([(e.begin, e.end) for e in on_gpu if not _communicates(e)])
     whole = max(e.end for e in on_gpu) - min(e.begin for e in on_gpu)
     return {"gpu_computing_percent": round(100 * sum(end - begin for begin, end in work) / whole, 1)} if whole > 0 else {}
 
 
 def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
     """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
-    work = _merged([(e.begin, e.end) for e in kernels if not e.name.startswith("nccl")])
+    work = _merged([(e.begin, e.end) for e in kernels if not _communicates(e)])
     out = {}
     for part, name in _COLLECTIVES.items():
         spans = _merged([(e.begin, e.end) for e in kernels if e.name.startswith("nccl") and part in e.name])
@@ -91,6 +94,10 @@ def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
         if total > 0:
             out[f"hidden_percent_{name}"] = round(100 * _common(spans, work) / total, 1)
     return out
+
+
+def _communicates(event: Event) -> bool:
+    return _COMMUNICATION.search(event.name.split("(", 1)[0]) is not None
 
 
 def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

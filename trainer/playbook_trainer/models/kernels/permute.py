@@ -84,11 +84,12 @@ def collect(rows_RD: Tensor, place_R: Tensor, weight_NK: Tensor | None, k: int) 
 def unweigh(rows_RD: Tensor, place_R: Tensor, grad_ND: Tensor, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a weighted sum: of the rows (R, D), and of the weights, float32 (N, K); one reading of the rows serves both."""
     (n, width), k = grad_ND.shape, weight_NK.shape[1]
-    out = torch.empty_like(rows_RD)
+    rows_RD = rows_RD.contiguous()
+    out = torch.empty_like(rows_RD)  # laid out as the kernel writes it, row by row
     grad_weight = torch.empty((n, k), device=rows_RD.device, dtype=torch.float32)
     if n:
         _unweigh[(n,)](
-            rows_RD.contiguous(), place_R, grad_ND.contiguous(), weight_NK.contiguous(), out, grad_weight, width,
+            rows_RD, place_R, grad_ND.contiguous(), weight_NK.contiguous(), out, grad_weight, width,
             K=k, CHOICES=triton.next_power_of_2(k), BLOCK=min(512, triton.next_power_of_2(width)),
         )  # fmt: skip
     return out, grad_weight
