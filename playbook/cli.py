@@ -121,11 +121,16 @@ def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Itera
 def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
     """Show one card, with where its claims stand."""
     from playbook.document import did_you_mean
-    from playbook.validate import load_all
+    from playbook.validate import card_of, load_all
 
     cards = load_all()
     if card_id not in cards:
-        raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}")
+        holder = card_of(card_id, cards)
+        raise PlaybookError(
+            f"'{card_id}' is a claim; write the card that has it, {holder}"
+            if holder
+            else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
+        )
     card = cards[card_id]
     found = latest()
     status = {i.id: status_of(i, found) for c in card.claims for i in (c, c.mechanism_check) if i}
