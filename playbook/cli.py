@@ -121,11 +121,16 @@ def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Itera
 def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
     """Show one card, with where its claims stand."""
     from playbook.document import did_you_mean
-    from playbook.validate import load_all
+    from playbook.validate import card_of, load_all
 
     cards = load_all()
     if card_id not in cards:
-        raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}")
+        holder = card_of(card_id, cards)
+        raise PlaybookError(
+            f"'{card_id}' is a claim; write the card that has it, {holder}"
+            if holder
+            else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
+        )
     card = cards[card_id]
     found = latest()
     status = {i.id: status_of(i, found) for c in card.claims for i in (c, c.mechanism_check) if i}
@@ -139,7 +144,7 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
 
 Profile = Annotated[str | None, typer.Option(help="Machine class, such as cpu or h200x4; the largest that fits, if not given.")]
 Results = Annotated[Path | None, typer.Option(help="Where evidence goes; .playbook/results, if not given.")]
-Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches.")]
+Pairs = Annotated[int | None, typer.Option(help="At most this many pairs of launches; never more than the case names.")]
 Budget = Annotated[str | None, typer.Option(help="At most this long, such as 90s, 10m or 1h.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the order of runs; random and recorded, if not given.")]
 Fork = Annotated[
@@ -314,7 +319,7 @@ def gate(
     baseline: Annotated[str, typer.Option(metavar="REF", help="The commit to compare the working tree with.")],
     profile: Profile = None,
     results: Results = None,
-    pairs: Pairs = None,
+    pairs: Annotated[int | None, typer.Option(help="At most this many pairs of launches; more than the case names add looks.")] = None,
     budget: Budget = None,
     as_json: AsJson = False,
 ) -> None:

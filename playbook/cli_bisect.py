@@ -22,7 +22,9 @@ def bisect(
     case: Annotated[str, typer.Option(metavar="CASE", help="The case whose baseline configuration runs.")],
     profile: Annotated[str | None, typer.Option(help="Machine class, such as cpu or h200x4; the largest that fits, if not given.")] = None,
     results: Annotated[Path | None, typer.Option(help="Where work folders go; .playbook/results, if not given.")] = None,
-    pairs: Annotated[int | None, typer.Option(help="At most this many pairs of launches for each commit.")] = None,
+    pairs: Annotated[
+        int | None, typer.Option(help="At most this many pairs of launches for each commit; more than the case names add looks.")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="At most this long for each commit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
 ) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def show(config: str, overrides: Sequence[str], gpus: int, *, build: bool, as_json: bool) -> None:
-    """Print the layout and what each rank would hold, and with `build` what one rank of it does hold once it is built here.
+def show(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
+    """Print the layout and what each rank would hold, and with `build` what one rank of it does hold once it is built here; one GPU if none are named.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
@@ -28,7 +28,11 @@ def show(config: str, overrides: Sequence[str], gpus: int, *, build: bool, as_js
     from playbook_trainer.dry_run import dry_run
 
     resolved = load(Path(config), parse_overrides(overrides))
-    report = dry_run(resolved, gpus)
+    try:
+        report = dry_run(resolved, gpus or 1)
+    except ConfigError as e:
+        raise e if gpus else ConfigError(f"{e}; --gpus N says on how many, without it one is taken") from None
+    gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak_bytes)
     if as_json:

@@ -36,7 +36,8 @@ def train(
     if dry_run:
         from playbook import cli_dry_run
 
-        cli_dry_run.show(config, overrides or [], gpus, build=build, as_json=as_json)
+        named = context.get_parameter_source("gpus").name != "DEFAULT"
+        cli_dry_run.show(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
         return
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")

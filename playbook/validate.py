@@ -6,7 +6,7 @@ the trainer know (`cases`, `metrics`) and checks further along the line.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,12 @@ class Cards:
     def claim_ids(self) -> set[str]:
         """The ids of claims and of mechanism checks."""
         return {i for _, _, c in self.claims() for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
+
+
+def card_of(claim: str, known: Mapping[str, Card]) -> str | None:
+    """The id of the card that has a claim or a mechanism check of that id."""
+    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in known.values() for c in card.claims)
+    return next((card for card, *ids in checks if claim in ids), None)
 
 
 def card_files(folder: Path) -> list[Path]:

@@ -171,9 +171,10 @@ def tasks_of(target: str) -> list[Task]:
     if target.endswith((".yaml", ".yml")):
         return _tasks_of_file(Path(target))
     match = _TARGET.match(target)
-    if match is None:
-        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write for example moe-dispatcher-choice/W9")
     known = validate.load_all()
+    if match is None:
+        name = f"{card}/{target}" if (card := validate.card_of(target, known)) else "for example moe-dispatcher-choice/W9"
+        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write {name}")
     if match["card"] not in known:
         raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
     tasks = tasks_of_card(known[match["card"]])

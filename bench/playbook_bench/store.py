@@ -188,7 +188,8 @@ def _load(path: Path, model: type[T]) -> tuple[T, Any]:
             raise StoreError(f"{path} is too large; at most {MAX_BYTES} bytes are read")
         return model.model_validate_json(raw), json.loads(raw, parse_float=_finite, parse_constant=_finite)
     except OSError as e:
-        raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
+        where = "; name the file of a record, `playbook evidence list --json` has their paths" if isinstance(e, FileNotFoundError) else ""
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}{where}") from e
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = "".join(f"{p}." for p in first["loc"])[:-1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from playbook.cli_check import check_all, read_cases
 from playbook.layout import min_gpus
+from playbook.lint_base import overlap
 from playbook.paths import data_root
 from playbook.validate import card_files, load_all
 
@@ -59,3 +62,13 @@ def test_families_with_a_gpu_count_hold_one_copy(card_id):
 
 def test_every_card_file_is_read():
     assert len(card_files(data_root("cards"))) == len(CARDS)
+
+
+def test_two_cards_do_not_tell_one_run_to_set_one_trainer_key_differently():
+    """On one card a row with more conditions refines another; a reader of one card does not see the row of the other."""
+    rows = [(card.id, d) for card in CARDS.values() for d in card.decide]
+    for (first, a), (second, b) in combinations(rows, 2):
+        if first == second or not a.when.keys() & b.when.keys() or not overlap(a.when, b.when):
+            continue
+        differ = {k: (a.set[k], b.set[k]) for k in a.set.keys() & b.set.keys() if "." in k and a.set[k] != b.set[k]}
+        assert not differ, f"{first} at {a.when} and {second} at {b.when}: {differ}"

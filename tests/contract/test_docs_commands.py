@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 
 from playbook import cli_skills, skills_check
 from playbook.paths import repo_root
+from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.dry_run import dry_run
 
 ROOT = repo_root()
 FORM = re.compile(r"\[|\.\.\.|^N$")
@@ -31,6 +34,31 @@ def problems(text, known):
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_the_commands_of_the_pages_are_taken(path, known):
     assert problems(path.read_text(encoding="utf-8"), known) == []
+
+
+def runs(text):
+    """The trainer's runs that a page shows with a number of ranks, as configuration, overrides and ranks."""
+    page = SimpleNamespace(body=lambda: enumerate(text.splitlines(), start=1))
+    for _, words in skills_check.command_lines(page):
+        given = {k: v for k, v in itertools.pairwise(words) if k.startswith("--")}
+        if words[0] == "torchrun":
+            yield (
+                *words[words.index("playbook_trainer") + 1 :][:1],
+                words[words.index("playbook_trainer") + 2 :],
+                int(given["--nproc-per-node"]),
+            )
+        elif words[1] == "train" and "--ranks-per-node" in given:
+            yield words[2], [w for w in words[3:] if "=" in w], int(given["--nodes"]) * int(given["--ranks-per-node"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in [*PAGES, *sorted(ROOT.glob("skills/*/SKILL.md"))] if any(runs(p.read_text(encoding="utf-8")))],
+    ids=lambda p: p.parent.name + "/" + p.name,
+)
+def test_a_run_that_a_page_shows_can_run_on_the_ranks_that_it_names(path):
+    for config, overrides, ranks in runs(path.read_text(encoding="utf-8")):
+        assert dry_run(load(ROOT / config, parse_overrides(overrides)), ranks).stages
 
 
 def test_a_command_of_yesterday_is_found(known):

@@ -38,6 +38,13 @@ def test_each_small_version_fits_four_gpus(recipe):
     assert peak(config, recipes.SMALL_GPUS) < INDEX.hardware[recipes.SMALL_HARDWARE].memory_gib
 
 
+def test_a_source_has_one_date_on_cards_and_recipes():
+    dates = {s.title.casefold(): s.date for card in load_all().values() for c in card.claims for s in c.sources}
+    named = {r.file: (r.source.title.partition(":")[0].casefold(), r.source.date) for r in INDEX.recipes}
+    differ = {file: (date, dates[title]) for file, (title, date) in named.items() if dates.get(title, date) != date}
+    assert differ == {}
+
+
 def test_every_file_is_in_the_index_once():
     assert sorted(r.file for r in INDEX.recipes) == [p.name for p in FILES]
 
