@@ -210,11 +210,14 @@ def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run:
 def _limits(claim: Claim, run: Facts) -> list[str]:
     """What of the claim's scope the stated run does not meet; nothing where any of the named GPUs meets all that is known of it."""
     found: list[str] = []
-    for known in run.each():
+    named = list(run.each())
+    for known in named:
         asked = {k: v for k, v in claim.scope.items() if k in known}
         found = unmet(asked, known)
         if not found or (claim.cpu_scope and known.get("gpu") == "cpu"):
             return []
+    if len(named) > 1:  # a family of GPUs: none of them will do, not the last alone
+        return unmet(asked, {**known, "gpu": " or ".join(str(k["gpu"]) for k in named)})
     return found
 
 

@@ -12,6 +12,7 @@ from playbook.cards import Slug
 from playbook.document import Strict, did_you_mean, load, locate
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root
+from playbook.validate import card_of, load_all
 
 LAUNCHED_KINDS = ("pair", "sweep", "interaction")
 """The kinds of case that launch the trainer."""
@@ -344,7 +345,9 @@ def _case_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     if name not in list_cases():
-        raise FileError([Finding(name, 1, 1, f"no such case{did_you_mean(name, list_cases()) or '; playbook bench list names them'}")])
+        card = card_of(name, load_all())
+        advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
+        raise FileError([Finding(name, 1, 1, f"no such case{advice or '; playbook bench list names them'}")])
     return data_root("cases") / f"{name}.yaml"
 
 

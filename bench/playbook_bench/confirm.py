@@ -386,6 +386,10 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
     running.progress.series(running.case.id, running.expected)
+    if limit and limit > looks[-1]:
+        running.progress.note(
+            f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
+        )
     if not _burn_in(running) or not aa.ensure(running, options.results / "baselines"):
         return
     steady_known = False
@@ -485,12 +489,8 @@ def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None, fork: b
 
 
 def _flags(profile: str | None, pairs: int | None, budget_s: float | None, fork: bool = False) -> list[str]:
-    given: list[tuple[str, Any]] = [
-        ("--profile", profile),
-        ("--pairs", pairs),
-        ("--budget", None if budget_s is None else f"{budget_s:g}s"),
-    ]
-    return [word for flag, value in given if value is not None for word in (flag, str(value))] + ["--fork"] * fork
+    given = {"--profile": profile, "--pairs": pairs, "--budget": None if budget_s is None else f"{budget_s:g}s"}
+    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))] + ["--fork"] * fork
 
 
 def _remove_if_empty(work: Path) -> None:

@@ -77,6 +77,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["confirm", "moe-dispatcher-choice", "--budget", "-1m"], "expected a number and s, m or h"),
         (["confirm", "moe-dispatcher-choice", "--fork", "--launcher", "slurm"], "--fork has no meaning with --launcher slurm"),
         (["bench", "run", "no-such-case"], "no such case"),
+        (["bench", "run", "W9"], "it is a claim: playbook confirm moe-dispatcher-choice/W9"),
         (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
         (["cards", "show", "T7.m"], "write the card that has it, vlm-real-data"),
         (["bench", "replay", "nowhere.json"], "cannot be read"),

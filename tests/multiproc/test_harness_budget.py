@@ -72,6 +72,14 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     assert note.endswith("; with `playbook confirm --journal FOLDER` a second one goes on"), "`playbook bench run` has no journal"
 
 
+@pytest.mark.parametrize(("pairs", "said"), [(99, True), (4, False)])
+def test_more_pairs_than_the_case_has_are_not_promised(pairs, said, case, tmp_path, plant):
+    plant()
+    noting = Noting()
+    bench(case(), tmp_path, budget_s=1.0, pairs=pairs, progress=noting)
+    assert any("--pairs 99 is more than the" in n for n in noting.notes) is said
+
+
 def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monkeypatch):
     plant()
     noting = Noting()

@@ -160,6 +160,12 @@ def test_any_text_is_answered_or_refused(query: str, hardware: str | None, gpus:
         search.search(small(), query, stated(hardware, None, gpus))
 
 
+def test_where_no_gpu_of_a_family_will_do_all_of_them_were_looked_at() -> None:
+    hits = search.search(search.index(load_all()), "moe dispatcher on nvl72", stated("hopper", None, None))
+    (limits,) = [h.limits for h in hits if h.id == "moe-dispatcher-choice"]
+    assert "V5: gpu: found h100 or h200 or h800 or h20 or gh200, expected GB200 or GB300" in limits
+
+
 @cache
 def small() -> search.Index:
     return search.index(dict(list(load_all().items())[:3]))
