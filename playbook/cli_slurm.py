@@ -145,7 +145,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request) -> int
         )
     folder = (results or store.DEFAULT_RESULTS).resolve()
     if request.job is not None:
-        return _follow(request.job, _folder_of(request.job, folder), request)
+        return _follow(request.job, _folder_of(request.job, folder, "name that folder with --results"), request)
     whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
     return _submit("confirm", whole, folder, cluster, environment(cluster), request, ["--journal"])
 
@@ -159,7 +159,11 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     if ranks_per_node is not None:
         cluster = cluster.model_copy(update={"ranks_per_node": ranks_per_node})
     if request.job is not None:
-        return _follow(request.job, _folder_of(request.job, Path(".playbook/results").resolve()), request)
+        return _follow(
+            request.job,
+            _folder_of(request.job, Path(".playbook/results").resolve(), "wait for it in the folder that it was submitted from"),
+            request,
+        )
     resolved = load(config, parse_overrides(overrides))
     if name == "srun":
         return _train_here(resolved, cluster)
@@ -349,10 +353,10 @@ def _submitit() -> Any:
     return submitit
 
 
-def _folder_of(job: str, results: Path) -> Path:
+def _folder_of(job: str, results: Path, advice: str) -> Path:
     found = sorted(results.glob(f"jobs/*/{job}_submission.sh")) if job.isdigit() else []
     if not found:
-        raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; name that folder with --results")
+        raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; {advice}")
     return found[-1].parent
 
 
