@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, model_validator
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -42,6 +43,8 @@ from playbook.errors import ConfigError
 from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
+_FULL = ("unexpected pos", "iostream error")
+"""What torch's writer of archives says where a disk is full."""
 _NAME = re.compile(r"step_(\d{8})\Z")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
 
@@ -270,6 +273,22 @@ def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataInde
         tensors[name] = {"dtype": str(stored.properties.dtype).removeprefix("torch."), "shape": list(stored.size), "pieces": pieces}
     index = {"schema": "checkpoint/1", **header.model_dump(mode="json"), "tensors": tensors}
     return json.dumps(index, separators=(",", ":")).encode()
+
+
+def is_full(text: str) -> bool:
+    """Whether an error is that of torch's writer of archives that could not go on, which does not say why."""
+    return any(said in text for said in _FULL)
+
+
+def cause(e: BaseException) -> str:
+    """What went wrong with files, in one line; of several ranks, the first one's own error."""
+    failures = e.failures if isinstance(e, dcp.CheckpointException) else {}
+    rank, (first, _) = sorted(failures.items())[0] if failures else (None, (e, None))
+    text = str((getattr(first, "strerror", None) if rank is None else None) or first).strip() or type(first).__name__
+    line = text.splitlines()[0]
+    if is_full(text):
+        line = f"a file could not be written to its end, as where a disk or a quota is full ({line})"
+    return line if rank is None else f"rank {rank}: {line}"
 
 
 def write_durably(path: Path, content: bytes) -> None:
