@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import submitit
 from in_process import run
 
+from playbook import cli, cli_slurm
 from playbook.paths import repo_root
 from playbook_bench import cluster
 from playbook_trainer import config as trainer_config
@@ -163,6 +165,26 @@ def test_a_mistake_is_one_message_and_nothing_stays_behind(capsys, elsewhere, wo
     assert says in err
     assert "Traceback" not in err
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_journal_of_the_callers_is_the_one_that_the_job_keeps(capsys, elsewhere):
+    own, given = (run(capsys, *W9, "--print", *words)[1] for words in ((), ("--journal", "mine")))
+    assert "/jobs/NAME/journal\n" in own
+    assert f"--journal {elsewhere / 'mine'} " in given
+    assert "/jobs/NAME/journal" not in given
+
+
+def test_a_job_that_reached_its_time_limit_too_often_says_so(monkeypatch, capsys, tmp_path):
+    def cut(*_, **__):
+        raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
+
+    monkeypatch.setattr(cli, "app", cut)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert cli_slurm.Job(["train"], str(tmp_path))() == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error: the job is given up (Job not requeued because: timed-out too many times.)")
+    assert said.count("\n") == 1
+    assert json.loads((tmp_path / "result.json").read_text())["exit_code"] == 5
 
 
 def test_waiting_for_a_job_where_there_is_no_slurm_is_one_line(capsys, elsewhere):
