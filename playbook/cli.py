@@ -188,7 +188,7 @@ def confirm(
         for target in chosen:
             harness.tasks_of(target)  # a mistake is told now, not by a job that waited its turn
         words = cli_slurm.confirm_words(chosen, profile, pairs, budget, seed)
-        raise typer.Exit(cli_slurm.confirm(words, results, request))
+        raise typer.Exit(cli_slurm.confirm(words, results, request, journal))
     kept = cli_slurm.journal(journal, slurm, fork)
 
     def run(progress: TerminalProgress) -> list[Outcome]:

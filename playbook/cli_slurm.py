@@ -132,8 +132,11 @@ def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None
     return [*targets, *(word for flag, value in given.items() if value is not None for word in (flag, str(value)))]
 
 
-def confirm(words: Sequence[str], results: Path | None, request: Request) -> int:
-    """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code."""
+def confirm(words: Sequence[str], results: Path | None, request: Request, journal: Path | None = None) -> int:
+    """Submit `playbook confirm` with these words as one job: all runs of all its series share the allocation. Returns the exit code.
+
+    Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
+    """
     from playbook_bench import store
     from playbook_bench.cluster import environment
 
@@ -145,9 +148,10 @@ def confirm(words: Sequence[str], results: Path | None, request: Request) -> int
         )
     folder = (results or store.DEFAULT_RESULTS).resolve()
     if request.job is not None:
-        return _follow(request.job, _folder_of(request.job, folder), request)
+        return _follow(request.job, _folder_of(request.job, folder, "name that folder with --results"), request)
     whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
-    return _submit("confirm", whole, folder, cluster, environment(cluster), request, ["--journal"])
+    given = ["--journal", str(journal.resolve())] if journal else []
+    return _submit("confirm", [*whole, *given], folder, cluster, environment(cluster), request, [] if given else ["--journal"])
 
 
 def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int | None, request: Request) -> int:
@@ -159,7 +163,11 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     if ranks_per_node is not None:
         cluster = cluster.model_copy(update={"ranks_per_node": ranks_per_node})
     if request.job is not None:
-        return _follow(request.job, _folder_of(request.job, Path(".playbook/results").resolve()), request)
+        return _follow(
+            request.job,
+            _folder_of(request.job, Path(".playbook/results").resolve(), "wait for it in the folder that it was submitted from"),
+            request,
+        )
     resolved = load(config, parse_overrides(overrides))
     if name == "srun":
         return _train_here(resolved, cluster)
@@ -212,17 +220,25 @@ class Job:
 
     def __call__(self) -> int:
         """Run the command; an interruption passes through, so that the job has no result yet."""
-        from playbook import cli
+        from playbook import cli, cli_exit
         from playbook_bench import store
 
+        def app(words: list[str], **how: Any) -> Any:
+            try:
+                return cli.app(words, **how)
+            except _submitit().core.utils.UncompletedJobError as e:  # raised by its handler of the signal before the time limit
+                goes_on = (
+                    f"with --journal {words[words.index('--journal') + 1]}"
+                    if "--journal" in words
+                    else "from checkpoint.dir, if that is set"
+                )
+                raise SystemExit(f"error: the job is given up ({e}); the same command goes on {goes_on}") from e
+
         answer = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(answer):
-                cli.main(self.words)
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else 0
-            if code in _STOPPED:
-                raise
+        with contextlib.redirect_stdout(answer):
+            code = cli_exit.run(app, self.words)
+        if code in _STOPPED:
+            raise SystemExit(code)
         lines = [line for line in answer.getvalue().splitlines() if line.startswith("{")]
         document = json.loads(lines[-1]) if lines else {}
         result = {"schema": "job/1", "job": os.environ["SLURM_JOB_ID"], "folder": self.folder, "exit_code": code, **document}
@@ -349,10 +365,10 @@ def _submitit() -> Any:
     return submitit
 
 
-def _folder_of(job: str, results: Path) -> Path:
+def _folder_of(job: str, results: Path, advice: str) -> Path:
     found = sorted(results.glob(f"jobs/*/{job}_submission.sh")) if job.isdigit() else []
     if not found:
-        raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; name that folder with --results")
+        raise PlaybookError(f"job '{job}' was not submitted with the results folder {results}; {advice}")
     return found[-1].parent
 
 

@@ -19,7 +19,9 @@ from playbook_trainer.config import TrainerConfig
 from playbook_trainer.environment import ALLOCATOR, CONNECTIONS, DOMAIN, Platform, variables
 
 SIGNAL_S = 120
-"""How long before its time limit a job is told, so that it can save and queue itself again."""
+"""How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than asked."""
+_LEAST_MINUTES = 5
+"""Of a shorter job that notice leaves nothing: it would queue itself again as soon as it starts."""
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Option = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
@@ -58,7 +60,7 @@ class Cluster(Strict):
     account: Line | None = None
     qos: Line | None = None
     time: Line = "1h"
-    """Time limit of a job: `90m`, `2h`, `HH:MM:SS` or `D-HH:MM:SS`. A job that reaches it queues itself again and goes on."""
+    """Time limit of a job: `90m`, `2h`, `HH:MM:SS` or `D-HH:MM:SS`, at least 5m. A job that reaches it queues itself again and goes on."""
     timeouts: int = Field(default=10, ge=0)
     """How often a job may reach its time limit before it is given up."""
     nodes: int = Field(default=1, gt=0)
@@ -81,7 +83,8 @@ class Cluster(Strict):
     @field_validator("time")
     @classmethod
     def _a_time(cls, value: str) -> str:
-        minutes(value)
+        if minutes(value) < _LEAST_MINUTES:
+            raise ValueError(f"a job is told two to three minutes before its limit; expected at least {_LEAST_MINUTES}m, found '{value}'")
         return value
 
     @field_validator("sbatch")

@@ -6,7 +6,12 @@ the series of the case that was under way starts over. A pair that the stop cut 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +27,7 @@ from playbook_bench.records import ClaimRef, Derived, Measured, Run, digest
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Journal:
     """The folder of one command; `place` names the machines that it runs on now.
 
     Raises:
-        StoreError: the folder cannot be made, or its list of verdicts cannot be read.
+        StoreError: the folder cannot be made, another command is using it, or its list of verdicts cannot be read.
     """
 
     def __init__(self, folder: Path, place: Sequence[str]) -> None:
@@ -86,6 +92,7 @@ class Journal:
         self.place = list(place)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._held = _lock(folder)
             text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
             whole = _whole_lines(text)
             self.settled = {key: Path(path) for line in whole.splitlines() for key, path in json.loads(line).items()}
@@ -137,6 +144,27 @@ def cut_by_time(measured: Measured, derived: Derived) -> bool:
     return before_pairs or (plan is not None and plan.stopped == "budget")
 
 
+def _lock(folder: Path) -> Any:
+    """Keep other commands out for as long as what this gives is there: their runs would be mixed with these, and disturb them.
+
+    The system lets go when the process ends, however it does.
+    """
+    file = (folder / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in (errno.EACCES, errno.EAGAIN):
+            return file  # a file system without locks
+        file.seek(0)
+        who = " ".join(file.read(200).split()) or "another command"
+        raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder") from e
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    return file
+
+
 def _whole_lines(text: str) -> str:
     """A file's lines without the last one, where a job that was killed, or a full disk, has left half of it."""
     *lines, last = text.split("\n")
@@ -179,13 +207,19 @@ def _kept(line: Mapping[str, Any]) -> Kept | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, up to the first line that is none: a job that was killed may leave half a line."""
+    """The JSON objects of a file, up to the first line that is none: a job that was killed may leave half a line, a machine that lost power anything.
+
+    Raises:
+        StoreError: it is there and cannot be read; it is not written anew, for the runs in it may be had again.
+    """
     out: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
         return out
-    for line in text.splitlines():
+    except OSError as e:
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}; try again, or name another folder with --journal") from e
+    for line in lines:
         try:
             data = json.loads(line)
         except (ValueError, RecursionError):

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import submitit
 from in_process import run
 
+from playbook import cli, cli_slurm
 from playbook.paths import repo_root
 from playbook_bench import cluster
 from playbook_trainer import config as trainer_config
@@ -118,6 +120,7 @@ def test_a_layout_asks_for_its_own_variables(platform, keys, expected):
         ("partitoin: h200\n", "cluster.yaml:1:1: unknown key 'partitoin'; did you mean 'partition'?"),
         ("time: soon\n", "cluster.yaml:1:1: 'time': expected a time such as 90m, 2h, 02:30:00 or 1-00:00:00, found 'soon'"),
         ("time: 0m\n", "a time limit is at least a minute"),
+        ("time: 3m\n", "a job is told two to three minutes before its limit; expected at least 5m, found '3m'"),
         ("nodes: 0\n", "cluster.yaml:1:1: 'nodes': input should be greater than 0, found 0"),
         ("platform: hoper\n", "did you mean 'hopper'?"),
         ('partition: "a\\nrm -rf b"\n', "'partition': string should match pattern"),
@@ -146,6 +149,7 @@ def test_a_bad_cluster_file_is_one_message(capsys, file, elsewhere, text, says):
         ((*W9[:-1], "srun"), "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here"),
         (("confirm", "--launcher", "slurm", "--job", "12"), "job '12' was not submitted with the results folder"),
         (("confirm", "--launcher", "slurm", "--job", "../1"), "job '../1' was not submitted"),
+        (("train", TINY, "--launcher", "slurm", "--job", "12"), "wait for it in the folder that it was submitted from\n"),
         (("confirm", "moe-dispatcher-choise", "--launcher", "slurm"), "card 'moe-dispatcher-choise' is not known; did you mean"),
         ((*W9, "--results", "50%n", "--print"), "50%n' has a character that Slurm does not take as it is in the path of a log"),
         ((*W9, "--results", "a\nrm b #", "--print"), "a\\nrm b #' has a character that Slurm does not take"),
@@ -161,6 +165,26 @@ def test_a_mistake_is_one_message_and_nothing_stays_behind(capsys, elsewhere, wo
     assert says in err
     assert "Traceback" not in err
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_journal_of_the_callers_is_the_one_that_the_job_keeps(capsys, elsewhere):
+    own, given = (run(capsys, *W9, "--print", *words)[1] for words in ((), ("--journal", "mine")))
+    assert "/jobs/NAME/journal\n" in own
+    assert f"--journal {elsewhere / 'mine'} " in given
+    assert "/jobs/NAME/journal" not in given
+
+
+def test_a_job_that_reached_its_time_limit_too_often_says_so(monkeypatch, capsys, tmp_path):
+    def cut(*_, **__):
+        raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
+
+    monkeypatch.setattr(cli, "app", cut)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert cli_slurm.Job(["train"], str(tmp_path))() == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error: the job is given up (Job not requeued because: timed-out too many times.)")
+    assert said.count("\n") == 1
+    assert json.loads((tmp_path / "result.json").read_text())["exit_code"] == 5
 
 
 def test_waiting_for_a_job_where_there_is_no_slurm_is_one_line(capsys, elsewhere):

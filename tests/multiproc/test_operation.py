@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from forking import Forks
-from ranks import free_port, steps, summary
+from ranks import free_port, run, steps, summary
 
 from playbook_bench.launch import LocalLauncher, Spec
 from playbook_trainer.config import load
@@ -61,6 +61,36 @@ def planted(self, step, data):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     return real(self, step, data)
 checkpoint.Checkpointer.save = planted
+"""
+
+
+FULL_AT_THE_START = """
+import resource, signal
+from playbook_trainer import metrics
+real = metrics._keep_until
+def planted(path, step):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    real(path, step)
+metrics._keep_until = planted
+"""
+
+
+BAD_DATA_WHILE_SAVING = """
+import os, time
+from playbook.errors import DataError
+from playbook_trainer import checkpoint_files
+from playbook_trainer.data.loader import Loader
+finish, read, calls = checkpoint_files.Writer.finish, Loader._next, []
+def slowly(self, **given):
+    time.sleep(1)
+    finish(self, **given)
+def planted(self):
+    calls.append(1)
+    if len(calls) == 5 and os.environ["RANK"] == "1":
+        raise DataError("planted")
+    return read(self)
+checkpoint_files.Writer.finish, Loader._next = slowly, planted
 """
 
 
@@ -149,6 +179,40 @@ def test_a_disk_that_is_full_is_said_and_the_checkpoint_before_stays(forks: Fork
     said = forks.text(0).splitlines()[-1]
     assert "the checkpoint of step 4 could not be written" in said
     assert "rank 1: a file could not be written to its end, as where a disk or a quota is full" in said
+    assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
+
+
+def test_a_disk_that_is_full_at_the_start_takes_no_metrics(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"output={tmp_path / 'out'}"]
+    assert forks.run([*words, "train.steps=4"], 1, free_port()) == [0]
+    before = (tmp_path / "out/metrics.jsonl").read_bytes()
+    assert forks.run(words, 1, free_port(), FULL_AT_THE_START) != [0]
+    assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
+    with (tmp_path / "out/metrics.jsonl").open("ab") as f:
+        f.write(b"\xff\x00")  # of a machine that lost power
+    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert [r["step"] for r in steps(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_takes_no_checkpoints_is_refused_before_training(tmp_path: Path) -> None:
+    """It is there, so that only writing to it tells; the first checkpoint may be hours away."""
+    code, out, err = run([TEXT, *QUICK, "checkpoint.dir=/proc/tty", "checkpoint.every=3", f"output={tmp_path}"])[0]
+    assert (code, "step 1 " in out) == (2, False)
+    assert "checkpoint.dir /proc/tty cannot be written" in err
+    assert err.count("\n") == 1
+
+
+def test_bad_data_does_not_take_the_checkpoint_that_is_being_written(forks: Forks, tmp_path: Path) -> None:
+    words = [
+        TEXT,
+        *QUICK,
+        f"checkpoint.dir={tmp_path / 'saved'}",
+        "checkpoint.every=2",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+    ]
+    codes = forks.run([*words, f"output={tmp_path / 'out'}"], 2, free_port(), BAD_DATA_WHILE_SAVING)
+    assert (codes[1], "rank 1: error: planted" in forks.text(1)) == (2, True)
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
 
 

@@ -40,3 +40,16 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
     moved = (tmp_path / "step_00000007").rename(tmp_path / "step_00000009")
     with pytest.raises(ConfigError, match="is of step 7, and its folder of another"):
         read_index(moved)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_byte_that_has_changed_in_a_tensor_is_noticed(tmp_path):
+    header = Header(step=7, world_size=1, parallel={}, model={}, data={"row": 0})
+    dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)
+    folder = tmp_path / "step_00000007"
+    written = (folder / "__0_0.distcp").read_bytes()
+    values = torch.arange(3.0, 12.0).numpy().tobytes()
+    assert values in written
+    (folder / "__0_0.distcp").write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
+    with pytest.raises(dcp.CheckpointException, match="not as they were written"):
+        dcp.load(pieces(), storage_reader=Reader(folder, read_index(folder)), planner=LoadPlanner(), no_dist=True)

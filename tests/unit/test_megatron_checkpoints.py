@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
 
 pytest.importorskip("megatron.core")
 
+from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config import TrainerConfig, dump, load
-from playbook_trainer.megatron.checkpoints import MegatronHeader, difference
+from playbook_trainer.megatron import wrap
+from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference
 
 FORM = "torch_dist"
 
@@ -37,3 +45,60 @@ def test_another_etp_is_another_layout() -> None:
         resumed(config(tp=2), config(tp=2, etp=1))
         == "was saved with etp 2 where this run has 1, and this backend resumes with the same ones"
     )
+
+
+Saver = Callable[..., MegatronSaver]
+
+
+@pytest.fixture
+def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
+    """A saver of one rank, whose tensors are read and written by what a test says."""
+    monkeypatch.setattr(wrap, "finite", lambda *_: torch.ones(()))
+    monkeypatch.setattr(wrap, "make_state", lambda *_: None)
+    monkeypatch.setattr(wrap, "own_steps", lambda *_: None)
+    for name in ("all_reduce", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+
+    def made(folder: Path, fault: BaseException | None = None) -> MegatronSaver:
+        def planted(*_: Any) -> None:
+            if fault is not None:
+                raise fault
+
+        monkeypatch.setattr(MegatronSaver, "_write", planted)
+        monkeypatch.setattr(MegatronSaver, "_load", planted)
+        keys = {"backend": "megatron", "checkpoint.dir": str(folder), "megatron.data_parallel": "distributed_optimizer"}
+        axes: Any = SimpleNamespace(world=SimpleNamespace(rank=0, size=1))
+        return MegatronSaver(load(data_root("configs") / "qwen3_moe_tiny.yaml", keys), axes, [], None, torch.device("cpu"))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [EOFError("Ran out of input"), ValueError("Expecting value: line 1"), pickle.UnpicklingError("cut"), OSError(5, "Input/output error")],
+    ids=lambda e: type(e).__name__,
+)
+def test_files_that_cannot_be_read_are_one_message(fault: BaseException, saver: Saver, tmp_path: Path) -> None:
+    assert saver(tmp_path).save(2, {"row": 0})
+    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: \w.*; remove it"):
+        saver(tmp_path, fault).restore()
+
+
+@pytest.mark.parametrize("fault", [torch.cuda.OutOfMemoryError("CUDA out of memory"), dist.DistNetworkError("a peer has gone")])
+def test_nobody_is_told_to_remove_a_checkpoint_that_is_not_to_blame(fault: BaseException, saver: Saver, tmp_path: Path) -> None:
+    assert saver(tmp_path).save(2, {"row": 0})
+    with pytest.raises(type(fault)):
+        saver(tmp_path, fault).restore()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_wherever_it_stops(saver: Saver, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"the checkpoint of step 2 could not be written to .*: Not a directory"):
+        saver(tmp_path / "file").save(2, {"row": 0})
+    with pytest.raises(DataError, match="as where a disk or a quota is full"):
+        saver(tmp_path, RuntimeError("basic_ios::clear: iostream error")).save(2, {"row": 0})
+    (tmp_path / "step_00000002" / "of another run").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"could not be written to .*: Directory not empty"):
+        saver(tmp_path).save(2, {"row": 0})
+    with pytest.raises(RuntimeError, match="a fault of another kind"):
+        saver(tmp_path, RuntimeError("a fault of another kind")).save(4, {"row": 0})

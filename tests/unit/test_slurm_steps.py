@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,7 +170,7 @@ def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
     again = Journal(tmp_path, ["n1"]).series(case, "cpu", 13)
     assert again.seed == 11
     assert again.take(RunSpec("candidate", "measure", 0), "c").run.run_id == "1"
-    assert [p.name for p in tmp_path.iterdir()] == [first.path.name]
+    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == [first.path.name]
 
 
 @pytest.mark.parametrize("rest", ['{"A": "/results/a', '{"A": "/results/a.json"}'])
@@ -183,6 +185,47 @@ def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_
     third = Journal(tmp_path, ["n1"]).settled
     assert third == again.settled | {"C": Path("/results/c.json")}
     assert third["B"] == Path("/results/b.json")
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\xff\xfe\x00", b"\x00" * 512, b"{}", b"[" * 100_000], ids=["no text", "zeros", "another object", "deep"]
+)
+def test_what_a_lost_machine_leaves_at_the_end_takes_no_runs_from_a_journal(rest, case, tmp_path):
+    first = Journal(tmp_path, ["n1"]).series(case, "cpu", 11)
+    first.add(a_run(0, "baseline", 0), {})
+    first.add(a_run(1, "candidate", 0), {})
+    with first.path.open("ab") as f:
+        f.write(rest)
+    again = Journal(tmp_path, ["n1"]).series(case, "cpu", 12)
+    assert again.seed == 11
+    assert again.take(RunSpec("candidate", "measure", 0), "c").run.run_id == "1"
+
+
+def test_runs_that_cannot_be_read_now_are_not_written_over(case, tmp_path):
+    journal = Journal(tmp_path, ["n1"])
+    (tmp_path / f"{case.id}.jsonl").mkdir()
+    with pytest.raises(StoreError, match="cannot be read: Is a directory"):
+        journal.series(case, "cpu", 11)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from playbook_bench.journal import Journal
+journal = Journal(Path(sys.argv[1]), ["n1"])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_commands_do_not_share_a_journal(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match=rf"is in use by process {other.pid} on .*; wait until that has ended, or name another folder"):
+            Journal(tmp_path, ["n1"])
+        other.kill()
+        other.wait()
+        Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):

@@ -76,6 +76,8 @@ def _run(words: list[str], rank: int, world: int) -> int:
         hf.refuse_to_overwrite(Path(config.checkpoint.export))
         if rank == 0:
             hf.refuse_unwritable(Path(config.checkpoint.export))
+    if config.checkpoint.every and config.checkpoint.dir and rank == 0:
+        hf.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     if rank == 0:
         _check_output(Path(config.output))
     try:

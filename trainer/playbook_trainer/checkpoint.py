@@ -27,6 +27,7 @@ from playbook_trainer.checkpoint_files import (
     Reader,
     SavePlanner,
     Writer,
+    cause,
     clear_leftovers,
     newest,
     read_index,
@@ -193,7 +194,7 @@ class Checkpointer:
                 dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group, no_dist=self._group is None)
         except (OSError, dcp.CheckpointException) as e:
             where = writing_folder(self._root, header.step)
-            raise DataError(f"the checkpoint of step {header.step} could not be written to {where}: {_cause(e)}") from e
+            raise DataError(f"the checkpoint of step {header.step} could not be written to {where}: {cause(e)}") from e
 
 
 def _read(state: State, folder: Path, index: Index) -> None:
@@ -207,7 +208,7 @@ def _read(state: State, folder: Path, index: Index) -> None:
             warnings.simplefilter("ignore")
             dcp.load(dict(state), storage_reader=Reader(folder, index), planner=LoadPlanner(), no_dist=True)
     except (OSError, dcp.CheckpointException) as e:
-        raise ConfigError(f"{folder} cannot be read: {_cause(e)}; remove it to go on from an older checkpoint") from e
+        raise ConfigError(f"{folder} cannot be read: {cause(e)}; remove it to go on from an older checkpoint") from e
 
 
 def _local(param: Tensor) -> Tensor:
@@ -227,14 +228,3 @@ def _same_model(index: Index, model: dict[str, Any], folder: Path) -> None:
     if other:
         found = ", ".join(f"{k} {index.model[k]} where this run has {model[k]}" for k in other[:3])
         raise ConfigError(f"{folder} is a checkpoint of another model: {found}. Choose another checkpoint.dir")
-
-
-def _cause(e: BaseException) -> str:
-    """The first rank's own error, in one line."""
-    if isinstance(e, dcp.CheckpointException) and e.failures:
-        rank, (cause, _) = sorted(e.failures.items())[0]
-        text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        if "unexpected pos" in text:  # torch's writer of archives, which does not say why it could not go on
-            text = f"a file could not be written to its end, as where a disk or a quota is full ({text})"
-        return f"rank {rank}: {text}"
-    return str(getattr(e, "strerror", None) or e)

@@ -10,11 +10,13 @@ Reading cannot run code: the index is JSON, and the tensors are read with weight
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field, ValidationError, model_validator
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -40,6 +43,8 @@ from playbook.errors import ConfigError
 from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
+_FULL = ("unexpected pos", "iostream error")
+"""What torch's writer of archives says where a disk is full."""
 _NAME = re.compile(r"step_(\d{8})\Z")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
 
@@ -194,6 +199,15 @@ class Reader(FileSystemReader):
         super().__init__(folder)
         self._index = index
 
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        """As the library's, of bytes that are as they were written: torch.save keeps a checksum of each part, at which torch.load never looks."""
+        stretch = io.BytesIO(super()._slice_file(file, sinfo).read(sinfo.length))
+        with zipfile.ZipFile(stretch) as archive:
+            if archive.testzip() is not None:
+                raise ValueError(f"bytes of {sinfo.relative_path} are not as they were written, by their checksum")
+        stretch.seek(0)
+        return stretch
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The library's view of the index."""
         tensors, storage = {}, {}
@@ -259,6 +273,22 @@ def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataInde
         tensors[name] = {"dtype": str(stored.properties.dtype).removeprefix("torch."), "shape": list(stored.size), "pieces": pieces}
     index = {"schema": "checkpoint/1", **header.model_dump(mode="json"), "tensors": tensors}
     return json.dumps(index, separators=(",", ":")).encode()
+
+
+def is_full(text: str) -> bool:
+    """Whether an error is that of torch's writer of archives that could not go on, which does not say why."""
+    return any(said in text for said in _FULL)
+
+
+def cause(e: BaseException) -> str:
+    """What went wrong with files, in one line; of several ranks, the first one's own error."""
+    failures = e.failures if isinstance(e, dcp.CheckpointException) else {}
+    rank, (first, _) = sorted(failures.items())[0] if failures else (None, (e, None))
+    text = str((getattr(first, "strerror", None) if rank is None else None) or first).strip() or type(first).__name__
+    line = text.splitlines()[0]
+    if is_full(text):
+        line = f"a file could not be written to its end, as where a disk or a quota is full ({line})"
+    return line if rank is None else f"rank {rank}: {line}"
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer import engine as backends
 from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.config import TrainerConfig
@@ -81,6 +81,11 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     try:
         outcome = run_steps(trainer, recorder)
         engine.saver.wait()
+    except (PlaybookError, torch.cuda.OutOfMemoryError):
+        # The rank leaves at once after these, and a checkpoint that is being written would be lost with it.
+        with suppress(PlaybookError):
+            engine.saver.wait()
+        raise
     finally:
         trainer.watchdog.close()
     if outcome == "ok" and config.checkpoint.export:

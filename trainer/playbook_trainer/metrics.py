@@ -260,10 +260,13 @@ def _counts(stats: StepStats) -> Counts:
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`: a resumed run does them again."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if step and path.is_file() else []
-    # A killed run may have left half a line at the end.
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if step and path.is_file() else []
+    # A killed run may have left half a line at the end, a machine that lost power anything.
     whole = [line for line in lines if line.endswith("\n")]
-    path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
+    # Under another name first: a full disk, or an end in between, must not take what it held.
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
+    temporary.rename(path)
 
 
 def peak_memory(device: torch.device) -> int:

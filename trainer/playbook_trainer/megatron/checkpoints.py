@@ -11,10 +11,11 @@ files, so a folder from someone else is as good as a program from them.
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,17 @@ from pydantic import Field, ValidationError
 from torch.distributed import checkpoint as dcp
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.checkpoint_files import INDEX, Header, clear_leftovers, complete, newest, write_durably, writing_folder
+from playbook_trainer.checkpoint_files import (
+    INDEX,
+    Header,
+    cause,
+    clear_leftovers,
+    complete,
+    is_full,
+    newest,
+    write_durably,
+    writing_folder,
+)
 from playbook_trainer.config import TrainerConfig, dump
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.weights import unwrapped
@@ -32,6 +43,8 @@ from playbook_trainer.parallel.axes import Axes
 
 _FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Degrees that a checkpoint can only be resumed with."""
+_UNREADABLE = (OSError, dcp.CheckpointException, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+"""What readers raise on files that are missing, cut or altered."""
 
 
 class MegatronHeader(Header):
@@ -65,12 +78,15 @@ class MegatronSaver:
         header = read_header(folder)
         if problem := difference(header, self._config, self._format):
             raise ConfigError(f"{folder} {problem}. Choose another checkpoint.dir")
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
         try:
             wrap.make_state(self._optim)
             self._load(folder)
-        except (OSError, dcp.CheckpointException, RuntimeError, KeyError) as e:
-            said = (str(e).splitlines() or [type(e).__name__])[0]
-            raise ConfigError(f"{folder} cannot be read: {said}; remove it to go on from an older checkpoint") from e
+        except (torch.cuda.OutOfMemoryError, dist.DistError):
+            raise  # the folder may be as good as ever
+        except (*_UNREADABLE, CheckpointingException) as e:
+            raise ConfigError(f"{folder} cannot be read: {cause(e)}; remove it to go on from an older checkpoint") from e
         self.latest = header.step
         return header
 
@@ -86,17 +102,17 @@ class MegatronSaver:
         if not bool(good):
             return False
         folder = writing_folder(self._root, step)
-        if self._axes.world.rank == 0:
-            clear_leftovers(self._root)
-            folder.mkdir(parents=True)
+        with _written(step, folder):
+            if self._axes.world.rank == 0:
+                clear_leftovers(self._root)
+                folder.mkdir(parents=True)
         dist.barrier()
-        try:
+        with _written(step, folder):
             self._write(folder)
-        except (OSError, dcp.CheckpointException) as e:
-            raise DataError(f"the checkpoint of step {step} could not be written to {folder}: {e}") from e
         dist.barrier()
-        if self._axes.world.rank == 0:
-            self._finish(folder, step, data)
+        with _written(step, folder):
+            if self._axes.world.rank == 0:
+                self._finish(folder, step, data)
         self.latest = step
         return True
 
@@ -166,6 +182,16 @@ class MegatronSaver:
             with suppress(OSError):
                 old.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def _written(step: int, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, dcp.CheckpointException, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not is_full(str(e)):
+            raise
+        raise DataError(f"the checkpoint of step {step} could not be written to {folder}: {cause(e)}") from e
 
 
 def gather_parameters(config: TrainerConfig, chunks: list[Any]) -> None:

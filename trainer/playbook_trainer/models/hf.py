@@ -219,8 +219,8 @@ def refuse_to_overwrite(folder: Path) -> None:
         raise ConfigError(f"{folder} is a file; choose an empty folder")
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Refuse a folder that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
+def refuse_unwritable(folder: Path, key: str = "checkpoint.export") -> None:
+    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
 
     Raises:
         ConfigError: it cannot.
@@ -233,7 +233,7 @@ def refuse_unwritable(folder: Path) -> None:
                 made.append(path)
         made.append(Path(tempfile.mkdtemp(prefix=".writable-", dir=folder)))
     except OSError as e:
-        raise ConfigError(f"checkpoint.export {folder} cannot be written: {e.strerror or e}; choose another folder") from e
+        raise ConfigError(f"{key} {folder} cannot be written: {e.strerror or e}; choose another folder") from e
     finally:
         for path in reversed(made):
             with suppress(OSError):  # something else is in it by now
