@@ -125,17 +125,17 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
         f"## {title}",
         "",
         f"{_software(rows)} Step time and memory against the row `plain`, in which one CUTLASS kernel has all experts; loss: the largest relative difference of any step's "
-        f"loss from the row that it stands against.{note} Seen: how many "
+        f"loss from the row that it stands against; gradient norm: the same of the first step alone.{note} Seen: how many "
         f"of the things that must have happened (kernels, collectives, graph launches, copies) the receipt of the run holds. {COMPUTES}{_older(rows, revision)}",
         "",
         '<div class="pb-wide" markdown="1">',
         "",
-        "| switch | step | | computes | peak memory | | loss | seen |",
-        "| --- | --: | --: | --: | --: | --: | --: | --- |",
+        "| switch | step | | computes | peak memory | | loss | gradient norm | seen |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --- |",
     ]
     for group, each in groupby(rows, key=lambda r: str(r["group"])):
         if group != _PLAIN:
-            out.append(f"| **{text(group)}** | | | | | | | |")
+            out.append(f"| **{text(group)}** | | | | | | | | |")
         out += [_switch(r, cublas if r in beside else plain) for r in each]
     told = [
         f"- {text(r['group'])}, {text(r['name'])}: {text(_short(str(r['message'])))}"
@@ -148,13 +148,14 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
 def _switch(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     begin = f"| {text(row['name'])} |"
     if row["outcome"] != "ok":
-        return f"{begin} {text(row['outcome'])} | | | | | | |"
+        return f"{begin} {text(row['outcome'])} | | | | | | | |"
     step, memory = float(row["step_s"]), float(row["peak_memory_bytes"])
     own = row is plain or not plain
     slower = "" if own else f"{100 * (step / float(plain['step_s']) - 1):+.1f} %"
     computes = _computes(row)
     more = "" if own else f"{(memory - float(plain['peak_memory_bytes'])) / 2**30:+.1f} GiB"
-    return f"{begin} {1000 * step:.0f} ms | {slower} | {computes} | {memory / 2**30:.1f} GiB | {more} | {'' if own else _loss(row, plain)} | {_seen(row)} |"
+    differs = " | " if own else f"{_loss(row, plain)} | {_gradient(row, plain)}"
+    return f"{begin} {1000 * step:.0f} ms | {slower} | {computes} | {memory / 2**30:.1f} GiB | {more} | {differs} | {_seen(row)} |"
 
 
 def _computes(row: Mapping[str, Any]) -> str:
@@ -165,6 +166,12 @@ def _computes(row: Mapping[str, Any]) -> str:
 def _loss(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     pairs = [(a, b) for a, b in zip(row["losses"], plain["losses"], strict=False) if a is not None and b]
     return f"{max(abs(a - b) / abs(b) for a, b in pairs):.1e}" if pairs else ""
+
+
+def _gradient(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """How far the first step's gradient norm is from the other row's: a loss of the first few steps hardly shows what went wrong in a backward pass."""
+    ours, theirs = (r.get("grad_norm") for r in (row, plain))
+    return f"{abs(ours / theirs - 1):.1e}" if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs else ""
 
 
 def _seen(row: Mapping[str, Any]) -> str:

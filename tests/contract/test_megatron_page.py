@@ -25,13 +25,25 @@ def written(folder, name, rows):
 
 def test_a_switch_stands_against_the_plain_row(tmp_path):
     proof = [{"rule": "require kernel a|b", "observed": 0.0, "expected": ">= 1", "ok": False}]
-    faster = row("attn", "graphs", step_s=0.19, peak_memory_bytes=42 * GIB, losses=[12.0, 11.11], proof=proof, gpu_computing_percent=61.4)
+    faster = row(
+        "attn",
+        "graphs",
+        step_s=0.19,
+        peak_memory_bytes=42 * GIB,
+        losses=[12.0, 11.11],
+        proof=proof,
+        gpu_computing_percent=61.4,
+        grad_norm=0.25,
+    )
     refused = row("mxfp8", "FP8", outcome="refused", message="error: needs | Blackwell")
-    written(tmp_path, SWITCHES, [row("plain", "plain"), faster, refused])
+    written(tmp_path, SWITCHES, [row("plain", "plain", grad_norm=0.8), faster, refused])
     page = megatron_page(tmp_path)
-    assert "| **graphs** | | | | | | | |\n| attn | 190 ms | -5.0 % | 61 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 0&nbsp;of&nbsp;1; not" in page
+    assert (
+        "| **graphs** | | | | | | | | |\n| attn | 190 ms | -5.0 % | 61 % | 42.0 GiB | +2.0 GiB | 1.0e-02 | 6.9e-01 | 0&nbsp;of&nbsp;1; not"
+        in page
+    )
     assert "a&#124;b" in page
-    assert "| **FP8** | | | | | | | |\n| mxfp8 | refused | | | | | | |" in page
+    assert "| **FP8** | | | | | | | | |\n| mxfp8 | refused | | | | | | | |" in page
     assert "\n- FP8, mxfp8: error: needs &#124; Blackwell\n" in page
     assert page.count("**plain**") == 0
     assert "NVIDIA H200, torch 2" in page
