@@ -147,9 +147,11 @@ def cut_by_time(measured: Measured, derived: Derived) -> bool:
 def _lock(folder: Path) -> Any:
     """Keep other commands out for as long as what this gives is there: their runs would be mixed with these, and disturb them.
 
-    The system lets go when the process ends, however it does.
+    The system lets go when the process ends, however it does; a file server may go on holding it for a node that died. So a job of Slurm that was
+    queued again takes it from itself: one job does not run on two hosts that each began it.
     """
     file = (folder / _LOCK).open("a+", encoding="utf-8")
+    host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -157,10 +159,12 @@ def _lock(folder: Path) -> Any:
             return file  # a file system without locks
         file.seek(0)
         who = " ".join(file.read(200).split()) or "another command"
+        if job and who.endswith(f" of job {job}") and f" on {host} " not in who:
+            return file
         raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder") from e
     with contextlib.suppress(OSError):
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"process {os.getpid()} on {host}{f' of job {job}' if job else ''}\n")
         file.flush()
     return file
 

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -209,9 +210,11 @@ def test_runs_that_cannot_be_read_now_are_not_written_over(case, tmp_path):
 
 
 HOLDER = """
+import socket
 import sys
 from pathlib import Path
 from playbook_bench.journal import Journal
+socket.gethostname = lambda: sys.argv[2]
 journal = Journal(Path(sys.argv[1]), ["n1"])
 print("held", flush=True)
 sys.stdin.read()
@@ -219,13 +222,29 @@ sys.stdin.read()
 
 
 def test_two_commands_do_not_share_a_journal(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), "here"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(StoreError, match=rf"is in use by process {other.pid} on .*; wait until that has ended, or name another folder"):
             Journal(tmp_path, ["n1"])
         other.kill()
         other.wait()
         Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
+
+
+@pytest.mark.parametrize(("job", "host", "goes_on"), [("7", "n2", True), ("8", "n2", False), ("7", "n1", False), (None, "n2", False)])
+def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, host, goes_on, tmp_path, monkeypatch):
+    """A file server may hold the lock of a node that is gone; the same job on the same host is a second command in it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    line = [sys.executable, "-c", HOLDER, str(tmp_path), "n1"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gone:
+        assert gone.stdout.readline() == "held\n"
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+        monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
+        with nullcontext() if goes_on else pytest.raises(StoreError, match=r"is in use by process .* on n1 of job 7"):
+            Journal(tmp_path, [host])
+        gone.kill()
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
