@@ -33,3 +33,15 @@ def data_root(kind: str) -> Path:
     """
     shipped = Path(__file__).resolve().parent / "_data" / kind
     return shipped if shipped.is_dir() else repo_root() / KINDS[kind]
+
+
+def here_or_shipped(path: Path) -> Path:
+    """A path as it is, or, where nothing is there and it names a file that Playbook ships (`trainer/configs/...`), the shipped one.
+
+    So what guides and cards show can be run in any folder, by a wheel without a checkout too.
+    """
+    for kind, folder in KINDS.items():
+        if path.is_relative_to(folder) and ".." not in path.parts and not path.exists():
+            found = data_root(kind) / path.relative_to(folder)
+            return found if found.is_file() else path
+    return path

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
-from playbook.paths import data_root
+from playbook.paths import data_root, here_or_shipped
 from playbook_trainer.config_labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
 from playbook_trainer.config_megatron import MegatronConfig
 from playbook_trainer.model_config import ModelConfig as ModelConfig
@@ -352,12 +352,13 @@ class TrainerConfig(Strict):
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:
-    """The resolved configuration of `path` with `overrides` (dotted keys to values) applied.
+    """The resolved configuration of `path`, of this folder or shipped, with `overrides` (dotted keys to values) applied.
 
     Raises:
         FileError: the file or the model's preset does not fit the tree.
         ConfigError: an override does not fit; the file by itself does.
     """
+    path = here_or_shipped(path)
     if not overrides:
         return _resolve(path, {})
     try:
