@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 KINDS = {
     "cards": "cards",
@@ -35,13 +35,17 @@ def data_root(kind: str) -> Path:
     return shipped if shipped.is_dir() else repo_root() / KINDS[kind]
 
 
-def here_or_shipped(path: Path) -> Path:
-    """A path as it is, or, where nothing is there and it names a file that Playbook ships (`trainer/configs/...`), the shipped one.
+def shipped(kind: str, path: PurePath) -> Path | None:
+    """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or it leads out.
 
-    So what guides and cards show can be run in any folder, by a wheel without a checkout too.
+    Raises:
+        KeyError: `kind` is not one of `KINDS`.
     """
-    for kind, folder in KINDS.items():
-        if path.is_relative_to(folder) and ".." not in path.parts and not path.exists():
-            found = data_root(kind) / path.relative_to(folder)
-            return found if found.is_file() else path
-    return path
+    if not path.is_relative_to(KINDS[kind]):
+        return None
+    root = data_root(kind)
+    found = root / path.relative_to(KINDS[kind])
+    try:
+        return found if found.is_file() and found.resolve().is_relative_to(root.resolve()) else None
+    except OSError:  # a name that no file system takes
+        return None

@@ -13,7 +13,7 @@ from typing import Any
 from playbook.cards import Card
 from playbook.document import did_you_mean
 from playbook.errors import Finding
-from playbook.paths import KINDS, data_root
+from playbook.paths import KINDS, data_root, shipped
 from playbook.skills import CARDS_KEY, Skill
 
 LINKABLE = ("cards", "cases", "guide", "schemas", "configs")
@@ -89,11 +89,7 @@ def links(skill: Skill) -> Iterator[tuple[int, str]]:
 def outside(skill: Skill, target: str) -> Path | None:
     """The shipped file that a link outside the skill's folder names, or None where it names none that a skill may link to."""
     plain = PurePosixPath(posixpath.normpath(posixpath.join("skills", skill.name, target.partition("#")[0])))
-    for kind in LINKABLE:
-        if plain.is_relative_to(KINDS[kind]):
-            path = data_root(kind) / plain.relative_to(KINDS[kind])
-            return path if path.is_file() and path.resolve().is_relative_to(data_root(kind).resolve()) else None
-    return None
+    return next(filter(None, (shipped(kind, plain) for kind in LINKABLE)), None)
 
 
 def link_problem(skill: Skill, target: str) -> str | None:
@@ -206,11 +202,8 @@ def _trainer(words: Sequence[str], known: Known) -> Iterator[str]:
         yield "names no `-m playbook_trainer CONFIG`; that is the one module that a skill launches by torchrun"
         return
     config, *overrides = words
-    plain = PurePosixPath(config)
-    if not _PLACEHOLDER.match(config):
-        ships = plain.is_relative_to(KINDS["configs"]) and (data_root("configs") / plain.relative_to(KINDS["configs"])).is_file()
-        if not ships:
-            yield f"configuration '{config}' does not ship; expected a file below {KINDS['configs']}"
+    if not _PLACEHOLDER.match(config) and shipped("configs", PurePosixPath(config)) is None:
+        yield f"configuration '{config}' does not ship; expected a file below {KINDS['configs']}"
     for override in overrides:
         key, eq, _ = override.partition("=")
         if not eq or key not in known.trainer_keys:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
+from playbook.kernel_names import COMMUNICATION
 from playbook_bench.trace_table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread, union
 
 MAX_BYTES = 512 * 1024 * 1024
-COMMUNICATION = re.compile(r"nccl|gloo|c10d|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 _EVALUATE = "autograd::engine::evaluate_function: "
 # Annotations that the profiler, the optimizer base class and the process groups add; they name no part of the step.
 _FOREIGN = re.compile(r"^(ProfilerStep#|Optimizer\.|enumerate\(|gloo:|nccl:|c10d::|autograd::|## )")

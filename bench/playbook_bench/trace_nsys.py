@@ -14,12 +14,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from playbook.errors import PlaybookError
+from playbook.kernel_names import COMMUNICATION
 from playbook_bench.trace_table import STEP, Kind, Op, Span, Timeline
 
 PUSH_POP, START_END = 59, 60
 # Ranges that libraries open around their own calls; they name no part of the step.
 _FOREIGN = re.compile(r"^(nccl[A-Z]|nvshmem|nvte_|transformer_engine\.|cub::|thrust::|cudnn|cublas)")
-COMMUNICATION = re.compile(r"nccl|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
 MAX_ROWS = 5_000_000
 # SQLite calls back after this many of its instructions; the limit ends a file that is built to run for ever.
 _TICK, _MAX_TICKS = 1_000_000, 20_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import FileError
-from playbook.paths import data_root, here_or_shipped
+from playbook.paths import data_root, shipped
 from playbook_trainer.config import load
 
 TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
@@ -26,10 +26,17 @@ def test_a_file_that_is_here_goes_before_the_shipped_one(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "name", ["trainer/configs/nothing.yaml", "trainer/configs/../../pyproject.toml", "trainer/configs", "elsewhere/qwen3_moe_tiny.yaml"]
+    "name",
+    [
+        "trainer/configs/nothing.yaml",
+        "trainer/configs/../../pyproject.toml",
+        "trainer/configs",
+        f"trainer/configs/{'a' * 5000}",
+        "elsewhere/qwen3_moe_tiny.yaml",
+    ],
 )
 def test_no_other_file_is_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert here_or_shipped(Path(name)) == Path(name)
+    assert shipped("configs", Path(name)) is None
     with pytest.raises(FileError, match="cannot be read"):
         load(Path(name))

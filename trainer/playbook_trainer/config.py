@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -19,7 +20,7 @@ from pydantic import Field, field_validator
 
 from playbook.document import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook.errors import ConfigError, FileError, Finding
-from playbook.paths import data_root, here_or_shipped
+from playbook.paths import data_root, shipped
 from playbook_trainer.config_labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
 from playbook_trainer.config_megatron import MegatronConfig
 from playbook_trainer.model_config import ModelConfig as ModelConfig
@@ -358,7 +359,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
         FileError: the file or the model's preset does not fit the tree.
         ConfigError: an override does not fit; the file by itself does.
     """
-    path = here_or_shipped(path)
+    path = path if os.path.lexists(path) else shipped("configs", path) or path
     if not overrides:
         return _resolve(path, {})
     try:

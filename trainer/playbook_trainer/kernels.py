@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-# As `playbook bench trace` tells them: libraries of experts' exchanges have kernels of their own, below their own namespaces.
-_COMMUNICATION = re.compile(r"nccl|deep_ep|deepep|hybrid_ep|nvshmem|multimem", re.IGNORECASE)
+from playbook.kernel_names import COMMUNICATION
+
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 _COPIES, _TO_HOST = ("Memcpy", "Memset"), "Memcpy DtoH"
 _NAME_LENGTH = 120
@@ -97,7 +96,7 @@ def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
 
 
 def _communicates(event: Event) -> bool:
-    return _COMMUNICATION.search(event.name.split("(", 1)[0]) is not None
+    return COMMUNICATION.search(event.name.split("(", 1)[0]) is not None
 
 
 def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
