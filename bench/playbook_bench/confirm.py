@@ -390,22 +390,21 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
         running.progress.note(
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
-    if not _burn_in(running) or not aa.ensure(running, options.results / "baselines"):
-        return
-    steady_known = False
 
-    def enough(s: Series, pairs: int) -> bool:
-        nonlocal steady_known
-        if pairs not in looks:
-            return False
-        if not steady_known:
-            steady_known = True
-            if not s.plan.extended and not _steady(s):
-                return True
+    def judged() -> bool:
         for i, record in enumerate(records):
-            if i not in settled and (found := _judge(s, record))[1].verdict.reason not in ("budget", "power"):
+            if i not in settled and (found := _judge(running, record))[1].verdict.reason not in ("budget", "power"):
                 settled[i] = found
         return len(settled) == len(records)
+
+    # Runs that cannot be compared, or that did not do what they are to show, are known from the first of each: no A/A or pair is spent on them.
+    if not _burn_in(running) or judged() or not aa.ensure(running, options.results / "baselines"):
+        return
+
+    def enough(s: Series, pairs: int) -> bool:
+        if pairs not in looks:
+            return False
+        return (pairs == looks[0] and not s.plan.extended and not _steady(s)) or judged()
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):

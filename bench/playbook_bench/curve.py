@@ -26,6 +26,8 @@ def derive(measured: Measured, case: Case, metric: Metric, expect: Expect | None
     names = [v for v in case.variants if v not in dead]
     blocks = blocks_of(measured.runs, names)
     faulty = verdict.faulty([r for r in measured.runs if r.variant not in dead and r.outcome == "ok"], metric, checks)
+    if not (faulty or blocks or dead) and (early := verdict.from_the_start(measured, case, metric)):
+        return early
     if faulty or not (blocks or dead):
         text = "the budget ended before the first block of runs"
         return Derived(receipts=checks, verdict=faulty or Verdict(status="inconclusive", reason="budget", sentence=text))

@@ -91,7 +91,8 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
         return Derived(receipts=checks, verdict=unusable)
     pairs = gates.pairs_of(measured.runs)
     if not pairs:
-        return Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
+        out_of_time = Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
+        return from_the_start(measured, case, metric) or out_of_time
     if metric.name == "fits":
         return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
     return _compare(measured, case, plan, metric, expect, checks, pairs)
@@ -123,6 +124,27 @@ def _compare(
     else:
         verdict = _on_interval(found, metric, expect, plan)
     return Derived(comparison=found, receipts=checks, gates=conditions, verdict=verdict)
+
+
+def from_the_start(measured: Measured, case: Case, metric: Metric) -> Derived | None:
+    """What the first, discarded run of each variant shows before any pair: a path that did not run, or runs that cannot be compared. None where all is well so far.
+
+    Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
+    """
+    first = {r.variant: r for r in measured.runs if r.role == "burn_in" and r.outcome == "ok"}
+    if first.keys() != set(case.variants):
+        return None
+    base, *others = (first[v] for v in case.variants)
+    checks = receipt.judge_runs(case.activation, [base, *others])
+    if unusable := faulty([], metric, checks):
+        return Derived(receipts=checks, verdict=unusable)
+    conditions = [(other, g) for other in others for g in pair_gates(measured, case, metric, [(base, other)])]
+    broken = [(other, g) for other, g in conditions if not g.ok]
+    if not broken:
+        return None
+    text = "; ".join(f"{f'{other.variant} against {base.variant}: ' if len(others) > 1 else ''}{g.name}: {g.detail}" for other, g in broken)
+    found = _verdict("inconclusive", "invalid_pair", f"the first run of each shows that they cannot be compared: {text}")
+    return Derived(receipts=checks, gates=[g for _, g in broken], verdict=found)
 
 
 def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[gates.Pair], allowed: Collection[str] = ()) -> list[Gate]:

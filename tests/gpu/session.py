@@ -82,7 +82,9 @@ TASKS: dict[str, Task] = {
     "hundred": tests("tests/gpu/test_megatron_vl_gpu.py -k hundred", 4, 260),
     "hundred2": tests("tests/gpu/test_megatron_vl_gpu.py -k hundred", 2, 300),
     "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),
-    "layouts2": tests("tests/gpu/test_megatron_gpu.py", 2, 200),
+    "layouts2": tests("tests/gpu/test_megatron_gpu.py -k 'not resumed'", 2, 420),
+    "resumed2": tests("tests/gpu/test_megatron_gpu.py -k resumed", 2, 250),
+    "sharded2": tests("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 2, 170),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
     "first-step": Task(

@@ -12,5 +12,5 @@ from playbook_trainer.megatron import engine
 
 if __name__ == "__main__":
     megatron_shim.install()
-    engine.require = lambda config, device: None  # there is no GPU, which is what the shim is for
+    engine.require = lambda *_: None  # there is no GPU, which is what the shim is for
     sys.exit(many.main(Path(sys.argv[1]), float(sys.argv[2]), *map(int, sys.argv[3:])))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -61,6 +62,8 @@ class OnHost(TorchFunctionMode):
             return None
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and isinstance(args[0], str) and args[0].startswith("cuda"):
+            return CPU
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         if "device" in kwargs:
@@ -102,6 +105,12 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *_: None)
     OnHost().__enter__()
+    made = DeviceMesh.__init__
+
+    def on_cpu(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made(self, "cpu", *args, **kwargs)
+
+    DeviceMesh.__init__ = on_cpu
     correct()
 
 

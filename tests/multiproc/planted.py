@@ -6,6 +6,7 @@ PLANT is JSON: per variant (told by the dispatcher in the configuration) a mappi
   computing: share of the step, in percent, in which its GPU would compute
   bytes: the bytes that it reports to have sent
   late: seconds that the first launch takes before its ranks do anything
+  loss: what is added to its losses
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -86,7 +87,7 @@ def fake(config, planted):
             row = {
                 "step": step,
                 "timed": step > train["warmup_steps"],
-                "loss": None if nan else 5.0 - 0.01 * step,
+                "loss": None if nan else 5.0 - 0.01 * step + planted.get("loss", 0.0),
                 **({"nan": True} if nan else {}),
                 "grad_norm": 1.0,
                 "lr": 0.1,

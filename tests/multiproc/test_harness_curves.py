@@ -98,6 +98,16 @@ def test_a_failing_value_is_an_error_and_never_slower(curve_card, tmp_path, plan
     assert found.evidence.derived.curve is None
 
 
+def test_a_value_with_losses_of_its_own_ends_the_series_with_the_first_block(curve_card, tmp_path, plant):
+    plant(seed2={"loss": 0.5})
+    found = confirmed(curve_card("sweep", "{op: best, at: [1], margin: {value: 5, unit: percent}}"), tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "invalid_pair")
+    assert "cannot be compared: 2 against 1: loss: mean losses differ by 9.2 %" in found.evidence.derived.verdict.sentence
+    assert "3 against 1" not in found.evidence.derived.verdict.sentence
+    assert [r.role for r in found.evidence.measured.runs] == ["burn_in"] * 3
+    assert store.replay(found.path) == (True, [])
+
+
 def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
     plant(**{"seed2-lr0.2": {"slower": -0.3}})
     found = confirmed(curve_card("interaction", '{op: ">=", margin: {value: 5, unit: percent}}'), tmp_path)

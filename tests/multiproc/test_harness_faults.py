@@ -219,6 +219,20 @@ def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, p
     plant(candidate={"fault": "disable", "slower": 0.3})
     found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+    assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"], "no pair is spent on what the first runs show"
+    assert store.replay(found.path) == (True, [])
+
+
+def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp_path, plant):
+    plant(candidate={"loss": 0.5, "slower": 0.3})
+    found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
+    assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "invalid_pair")
+    assert found.evidence.derived.verdict.sentence == (
+        "the first run of each shows that they cannot be compared: loss: mean losses differ by 9.2 %, at most 1 % is allowed"
+    )
+    assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"]
+    assert found.evidence.measured.plan.order == []
+    assert store.replay(found.path) == (True, [])
 
 
 def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):

@@ -5,13 +5,17 @@ A shim stands in for CUDA (`megatron_shim.py`), so nothing here speaks of speed,
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from layout_runs import Job, difference, train_all
 from ranks import ROOT, steps, summary
 
+from playbook_trainer.config import load, parse_overrides
+
 MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
+MCORE = tuple(int(n) for n in version("megatron-core").split(".")[:2])
 COMMON = ("train.steps=4", "train.warmup_steps=1", "data.seq_len=64", "model.num_layers=4", "train.receipt=false")
 IMAGES = ("data.seq_len=256", "train.global_batch_size=4", "data.num_workers=0", "train.steps=3")
 SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1")
@@ -122,3 +126,48 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         assert [r["grad_norm"] for r in first + rest] == pytest.approx([r["grad_norm"] for r in whole], rel=1e-5)
         assert [p.name for p in (tmp_path / "saved" / name).iterdir()] == ["step_00000004"]
     assert [r["step"] for r in steps(tmp_path / "more ranks")] == [5, 6]
+
+
+FSDP = ("megatron.data_parallel=megatron_fsdp",)
+SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
+    "dp 2": (2, FSDP, (0, 16)),
+    "dp 2, gradients and optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim_grads"), (0, 16)),
+    "dp 2, balanced": (2, (*FSDP, "megatron.aux_loss_coeff=0.1"), (0, 16)),
+    "dp 4, ep 2": (4, (*FSDP, "parallel.ep=2"), (0, 16)),
+    # A data-parallel group of one rank, which megatron-core has right from 0.19 on.
+    "dp 1": (1, FSDP, (0, 19)),
+    "dp 2, optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim"), (0, 19)),
+    "dp 2, ep 2": (2, (*FSDP, "parallel.ep=2"), (0, 19)),
+    "dp 2, ep 2, gradients and optimizer": (2, (*FSDP, "parallel.ep=2", "megatron.sharding_strategy=optim_grads"), (0, 19)),
+}
+"""Layouts of Megatron-FSDP, with the ranks of each and the megatron-core from which on its gradients are right."""
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
+    """The layouts, and the distributed optimizer on one rank beside them, over four and more micro-batches."""
+    root = tmp_path_factory.mktemp("sharded")
+    words = (MOE, *COMMON, "train.global_batch_size=16", "train.dtype=bf16", "backend=megatron")
+    runs = {"one rank": (1, ()), "one rank, balanced": (1, ("megatron.aux_loss_coeff=0.1",))}
+    runs |= {name: (ranks, more) for name, (ranks, more, since) in SHARDED.items() if since <= MCORE}
+    jobs = [Job(name, ranks, (*words, *more)) for name, (ranks, more) in runs.items()]
+    return root, train_all(jobs, root, timeout=380, script=ROOT / "tests/multiproc/megatron_many.py")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", SHARDED)
+def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: tuple[Path, dict[str, str | None]]) -> None:
+    root, errors = sharded
+    ranks, words, since = SHARDED[name]
+    if since > MCORE:
+        from playbook_trainer.megatron.wrap import wrong_gradients
+
+        config = load(ROOT / MOE, parse_overrides(["train.dtype=bf16", "backend=megatron", *words]))
+        assert "install 0.19 or later" in wrong_gradients(config, ranks, version("megatron-core"))
+        assert not wrong_gradients(config, ranks, "0.19.2")
+        return
+    assert errors[name] is None, errors[name]
+    far = difference(root / name, root / ("one rank, balanced" if "balanced" in name else "one rank"))
+    print(name, far)
+    assert far["loss"] < 1e-4, far
+    assert far["grad_norm"] < 5e-4, far

@@ -125,6 +125,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(train=BF16, precision={"fp8": "delayed"}, megatron={"first_last_layers_bf16": True}), 1, "excludes delayed scaling"),
         (config(optimizer={"moments_dtype": "bf16"}), 1, "set megatron.precision_aware_optimizer: true"),
         (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
+        (config(train=BF16, parallel={"pp": 2}, megatron={"data_parallel": "megatron_fsdp"}), 2, "has no stages in it"),
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
         (config(checkpoint={"dir": "saved"}, megatron={"optimizer_offload_fraction": 0.5}), 1, "does not restore the copies"),
         (config(checkpoint={"dir": "saved"}, offload={"optimizer": True}), 1, "does not restore the copies"),

@@ -52,7 +52,7 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
     report = dry_run(chosen, world)
     said = max(report.stages, key=lambda s: s.state_bytes) if stage is None else report.stages[stage]
     rank = said.stage * world // config.parallel.pp
-    engine.require(chosen, device)
+    engine.require(chosen, device, world)
     with alone(rank, world):
         before = allocated(device)
         groups.initialise(chosen)

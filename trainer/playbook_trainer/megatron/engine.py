@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -42,7 +43,7 @@ class MegatronEngine:
     """What the loop asks of the megatron backend."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
-        require(config, device)
+        require(config, device, world)
         self.config, self.device = config, device
         prepare(config, device)
         groups.initialise(config)
@@ -185,13 +186,14 @@ def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, 
     return total * scale, {"loss": total.detach().clone()}
 
 
-def require(config: TrainerConfig, device: torch.device) -> None:
-    """Refuse what this rank's device and packages cannot serve.
+def require(config: TrainerConfig, device: torch.device, world: int) -> None:
+    """Refuse what this rank's device and packages cannot serve on so many ranks.
 
     Raises:
         ConfigError: one line for each.
     """
     problems = device_problems(config, device)
+    problems += filter(None, [wrap.wrong_gradients(config, world, megatron.core.__version__)])
     if mapping.has_transformer_engine(config):
         try:
             import transformer_engine.pytorch  # noqa: F401

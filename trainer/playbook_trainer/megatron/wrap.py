@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -27,7 +28,14 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
         units = None
         if config.model.vision is not None and config.megatron.sharding_strategy == "optim_grads_params":
             units = [TransformerLayer, VisionBlock]
+        # It takes its mean in place, with each micro-batch. Where a parameter's data-parallel group is one rank (an expert's, with EP as wide as data
+        # parallelism), what earlier micro-batches have left there shrinks each time. So it sums, and the loss is divided before.
+        # Source: megatron-core 0.19.2, `param_and_grad_buffer.py` (gradient_reduce_preprocessing), and Megatron-LM's issue 6660.
+        transformer_config.calculate_per_token_loss = True  # that it sums; for schedules, it would mean more
         wrapped = [FullyShardedDataParallel(transformer_config, settings, chunk, fsdp_unit_modules=units) for chunk in chunks]
+        transformer_config.calculate_per_token_loss = False
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        transformer_config.grad_scale_func = lambda loss: loss / ranks
     elif kind == "fsdp2":
         from megatron.core.distributed import TorchFullyShardedDataParallel
 
@@ -37,6 +45,28 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
         wrapped = [DistributedDataParallel(transformer_config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     _tell_schedules(config, transformer_config, wrapped)
     return wrapped
+
+
+def wrong_gradients(config: TrainerConfig, world: int, version: str) -> str:
+    """What an old megatron-core gets wrong of Megatron-FSDP's gradients under this configuration, and what to do; empty where nothing is.
+
+    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. Found on 0.16.1 by
+    gradient norms beside those of the distributed optimizer.
+    """
+    mg, par = config.megatron, config.parallel
+    if mg.data_parallel != "megatron_fsdp" or tuple(int(n) for n in version.split(".")[:2]) >= (0, 19):
+        return ""
+    kept = ("optim_grads", "optim_grads_params")
+    if mg.sharding_strategy not in kept:
+        return f"megatron.sharding_strategy {mg.sharding_strategy}: megatron-core {version} takes wrong gradients or norms of it; set {' or '.join(kept)}, or install 0.19 or later"
+    dense, experts = world // (par.tp * par.pp), world // (par.pp * par.ep * (par.etp or par.tp))
+    if dense == 1 or (config.model.num_experts and experts == 1):
+        who = "parameters have" if dense == 1 else f"with parallel.ep {par.ep} experts have"
+        return (
+            f"megatron.data_parallel megatron_fsdp: {who} no other rank to share data with, and megatron-core {version} doubles such gradients with each "
+            "micro-batch; set distributed_optimizer, spread over more ranks, or install 0.19 or later"
+        )
+    return ""
 
 
 def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: list[Any]) -> None:
