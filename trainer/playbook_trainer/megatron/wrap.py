@@ -59,6 +59,8 @@ def wrong_gradients(config: TrainerConfig, world: int, version: str) -> str:
     kept = ("optim_grads", "optim_grads_params")
     if mg.sharding_strategy not in kept:
         return f"megatron.sharding_strategy {mg.sharding_strategy}: megatron-core {version} takes wrong gradients or norms of it; set {' or '.join(kept)}, or install 0.19 or later"
+    if config.model.vision is not None:
+        return f"megatron.data_parallel megatron_fsdp with a vision tower: megatron-core {version} takes wrong gradients of it; set distributed_optimizer, or install 0.19 or later"
     dense, experts = world // (par.tp * par.pp), world // (par.pp * par.ep * (par.etp or par.tp))
     if dense == 1 or (config.model.num_experts and experts == 1):
         who = "parameters have" if dense == 1 else f"with parallel.ep {par.ep} experts have"
