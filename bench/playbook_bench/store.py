@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from playbook.cards import Claim, MechanismCheck, speaks_for
 from playbook.document import read_bytes
 from playbook.errors import StoreError
 from playbook.paths import data_root
 from playbook_bench import verdict
-from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
+from playbook_bench.records import Baseline, ClaimRef, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -290,8 +291,12 @@ def records_with_seal(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence,
         yield path, *load_with_seal(path)
 
 
-def newest(folders: Sequence[Path]) -> dict[str, tuple[Path, Evidence]]:
+def newest(
+    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
+) -> dict[str, tuple[Path, Evidence]]:
     """For each claim the record that speaks for it, as `latest` says. One that was altered counts for nothing.
+
+    With `claims`, by id and each with its card, one on a claim of any other card counts for nothing either.
 
     Raises:
         StoreError: as `records`.
@@ -299,9 +304,15 @@ def newest(folders: Sequence[Path]) -> dict[str, tuple[Path, Evidence]]:
     found: dict[str, tuple[Path, Evidence]] = {}
     for path, e, sealed in records_with_seal(folders):
         claim = e.measured.claim
-        if sealed and claim is not None and (claim.id not in found or _rank(e) > _rank(found[claim.id][1])):
+        if not sealed or claim is None or (claims is not None and not _ours(claim, claims)):
+            continue
+        if claim.id not in found or _rank(e) > _rank(found[claim.id][1]):
             found[claim.id] = path, e
     return found
+
+
+def _ours(claim: ClaimRef, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
+    return claim.id in claims and speaks_for(claim.model_dump(mode="json"), *claims[claim.id])
 
 
 def _is_record(path: Path) -> bool:
