@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from playbook.cards import Claim, MechanismCheck, speaks_for
 from playbook.document import read_bytes
 from playbook.errors import StoreError
-from playbook.paths import data_root
+from playbook.paths import data_root, in_package
 from playbook_bench import verdict
 from playbook_bench.records import Baseline, ClaimRef, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
@@ -85,8 +85,10 @@ def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
-def write_once(path: Path, text: str) -> None:
+def write_once(path: Path, text: str, instead: str = "choose another folder with --results") -> None:
     """Make a file that did not exist, atomically: readers see all of it or nothing, and no other file is ever replaced.
+
+    `instead` is what a user can do where the folder cannot be written.
 
     Raises:
         StoreError: the disk is full, the folder cannot be written, or the file exists.
@@ -104,7 +106,7 @@ def write_once(path: Path, text: str) -> None:
     except FileExistsError as e:
         raise StoreError(f"{path} exists; a record is written once and never replaced") from e
     except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or {instead}") from e
 
 
 def _give_name(temporary: Path, path: Path) -> None:
@@ -259,8 +261,14 @@ def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, is dated in the future, or is there already.
+        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
     """
+    folder = data_root("results")
+    if in_package(folder):
+        raise StoreError(
+            f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
+            "accept it with the playbook of a checkout: pip install -e"
+        )
     same, differences = replay(path)
     if not same:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
@@ -270,8 +278,8 @@ def accept(path: Path) -> Path:
         raise StoreError(
             f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
         )
-    target = data_root("results") / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
-    write_once(target, path.read_text(encoding="utf-8"))
+    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
     return target
 
 

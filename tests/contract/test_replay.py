@@ -5,8 +5,8 @@ import math
 from datetime import date
 from pathlib import Path
 
+import in_process
 import pytest
-from in_process import run
 
 from playbook import site_records, validate
 from playbook.cards import by_claim
@@ -289,11 +289,11 @@ def planted(tmp_path, monkeypatch, capsys):
         ref = ClaimRef.model_validate({**source.measured.claim.model_dump(mode="json"), **own, "card": "a-card-of-mine", **changes})
         foreign = source.model_copy(update={"evidence_id": store.new_id(), "expires": "2999-01-01"})
         store.write(seal(foreign.model_copy(update={"measured": source.measured.model_copy(update={"claim": ref})})), store.DEFAULT_RESULTS)
-        rows = json.loads(run(capsys, "cards", "list", "--claims", "--json")[1])
+        rows = json.loads(in_process.run(capsys, "cards", "list", "--claims", "--json")[1])
         library = library_here()
         return {
             next(r["status"] for r in rows if (r["card"], r["id"]) == (home, name)),
-            json.loads(run(capsys, "cards", "show", home, "--json")[1])["status"][name]["status"],
+            json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][name]["status"],
             *(r.status for r in claim_answer(library, home, name).verdicts[name]),
             *(r.status for r in evidence_list(library, name, 9).records),
             *(r["status"] for r in standing(shelf[home], name, stock_here())),

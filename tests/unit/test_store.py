@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook import paths
 from playbook.errors import StoreError
 from playbook_bench import confirm, store
 from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
@@ -199,6 +200,23 @@ def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
     bad = store.write(record("confirmed"), tmp_path)
     with pytest.raises(StoreError, match="does not replay"):
         store.accept(bad)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [("site-packages/playbook/_data/results", "installed copy"), ("bench/results", "checkout that you may write to")]
+)
+def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path, monkeypatch, place, said):
+    """An installed wheel, whose folder an upgrade removes, and a folder that takes no files; no option of `confirm` is advised."""
+    installed, results = "playbook" in place, tmp_path / place
+    monkeypatch.setattr(paths, "__file__", str((tmp_path / "site-packages" if installed else tmp_path) / "playbook" / "paths.py"))
+    results.parent.mkdir(parents=True)
+    results.mkdir() if installed else results.write_text("no folder can be made in a file")
+    good = record("not_applicable")
+    path = store.write(seal(good.model_copy(update={"derived": store.verdict.derive(good.measured)})), tmp_path)
+    with pytest.raises(StoreError, match=said) as caught:
+        store.accept(path)
+    assert "--results" not in str(caught.value)
+    assert not [p for p in tmp_path.rglob("*.json") if p != path]
 
 
 def test_exit_codes():
