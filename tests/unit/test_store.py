@@ -11,7 +11,7 @@ import pytest
 
 from playbook import paths
 from playbook.errors import StoreError
-from playbook_bench import confirm, store
+from playbook_bench import confirm, report, store
 from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
 
 MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
@@ -222,7 +222,7 @@ def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path
 def test_exit_codes():
     class Fake:
         def __init__(self, status):
-            self.status = status
+            self.status, self.asked = status, True
 
     def code(*statuses):
         return confirm.exit_code([Fake(s) for s in statuses])
@@ -233,6 +233,18 @@ def test_exit_codes():
     assert code("confirmed", "inconclusive") == 3
     assert code("inconclusive", "refuted") == 1
     assert code("refuted", "error", "confirmed") == 5
+
+
+def test_where_a_claim_is_named_its_mechanism_check_does_not_speak_for_it(tmp_path):
+    """Its verdict is there, and in the exit code where it was named itself, or with its whole card."""
+
+    def tested(target):
+        out = confirm.run([target], results=tmp_path, command=["false"], profile="cpu")
+        return {o.name: o.status for o in out}, confirm.exit_code(out), report.as_json(out)["exit_code"]
+
+    assert tested("moe-dispatcher-choice/W9") == ({"W9": "not_applicable", "W9.m": "error"}, 4, 4)
+    assert tested("moe-dispatcher-choice/W9.m") == ({"W9.m": "error"}, 5, 5)
+    assert tested("moe-dispatcher-choice")[1:] == (5, 5)
 
 
 def test_a_record_is_readable_line_by_line(tmp_path):
