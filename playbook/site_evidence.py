@@ -98,9 +98,17 @@ def _facts(record: Record) -> str:
             "Time spent",
             ", ".join(f"{text(k.replace('_', ' '))} {quantity(v, 's')}" for k, v in seconds.items() if isinstance(v, int | float) and v),
         ],
+        *_failed(record),
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]
     return table(["", ""], rows)
+
+
+def _failed(record: Record) -> list[list[str]]:
+    """Launches that failed under earlier commands on the series' journal."""
+    found = record.get("measured", "failed_before", default={})
+    rows = [f"{number(n)} {text(how)}" for how, n in found.items() if isinstance(n, int)] if isinstance(found, Mapping) else []
+    return [["Failed and launched again", ", ".join(rows)]] if rows else []
 
 
 def _comparison(record: Record) -> str:

@@ -12,18 +12,18 @@ import fcntl
 import json
 import os
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from playbook.errors import StoreError
 from playbook_bench import store
 from playbook_bench.case import Case
-from playbook_bench.records import ClaimRef, Derived, Measured, Run, digest
+from playbook_bench.records import ClaimRef, Derived, Measured, Run, RunOutcome, digest
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
@@ -45,6 +45,8 @@ class SeriesJournal:
     path: Path
     seed: int
     kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
+    failed: Mapping[RunOutcome, int] = field(default_factory=dict)
+    """How the launches of earlier commands ended that are launched again."""
 
     def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
         """The run of before that stands for this launch, once."""
@@ -78,6 +80,14 @@ class SeriesJournal:
             StoreError: it cannot be written.
         """
         _append(self.path, {"run": run.model_dump(mode="json"), "strict": strict})
+
+    def note_failure(self, run: Run) -> None:
+        """Note that a launch failed; no later command takes it for a run.
+
+        Raises:
+            StoreError: as `add`.
+        """
+        _append(self.path, {"failed": run.outcome})
 
 
 class Journal:
@@ -117,9 +127,10 @@ class Journal:
         lines = _lines(path)
         if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
             kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
-            _rewrite(path, lines[0], kept)
-            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
-        _rewrite(path, header | {"seed": seed}, [])
+            failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
+            _rewrite(path, lines[0], kept, failed)
+            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
+        _rewrite(path, header | {"seed": seed}, [], [])
         return SeriesJournal(path, seed)
 
 
@@ -234,9 +245,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept], failed: Sequence[RunOutcome]) -> None:
     """Give a series its file anew, in one piece: a full disk, or an end in between, must not take the runs that it held."""
-    rows = [header, *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept)]
+    rows = [
+        header,
+        *({"failed": outcome} for outcome in failed),
+        *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept),
+    ]
     store.replace(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -347,6 +347,8 @@ class Measured(Strict):
     configs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Resolved configurations by hash."""
     runs: list[Run] = Field(default_factory=list)
+    failed_before: dict[RunOutcome, int] = Field(default_factory=dict)
+    """How launches ended that failed under earlier commands on this series' journal, and were launched again; they are not among the runs."""
     aa: Baseline | None = None
 
 

@@ -1,14 +1,21 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
+import io
 import json
 import signal
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
 from planted_case import bench
+from rich.console import Console
 
-from playbook_bench import confirm, launch, store
+from playbook import site_records
+from playbook.site_cards import Shelf
+from playbook.site_evidence import evidence_page
+from playbook.site_text import NBSP
+from playbook_bench import confirm, launch, report, store
 from playbook_bench.journal import Journal
 
 STEPS = 16
@@ -160,6 +167,20 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
     kept = [r for r in failed.evidence.measured.runs if r.outcome == "ok"]
     assert kept
     assert {r.run_id for r in kept} <= {r.run_id for r in found.evidence.measured.runs}
+    assert (failed.evidence.measured.failed_before, found.evidence.measured.failed_before) == ({}, {"crash": 1}), (
+        "a failure leaves its trace"
+    )
+    assert store.replay(found.path) == (True, [])
+    shown = Console(file=io.StringIO(), width=200)
+    report.print_outcome(found, shown)
+    assert "launches that failed before and were repeated: 1 crash\n" in shown.file.getvalue()
+    (on_site,) = (r for r in site_records.read([tmp_path / "results"]) if r.id == found.evidence.evidence_id)
+    assert "| Failed and launched again | 1 crash |" in evidence_page(Shelf({}, [on_site], date(2026, 1, 1), {}), on_site, "").replace(
+        NBSP, " "
+    )
+    found.path.unlink()
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).evidence.measured
+    assert again.failed_before == {"crash": 1}, "it stays in the journal"
 
 
 def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tmp_path, plant):
