@@ -91,15 +91,16 @@ class SeriesJournal:
 
 
 class Journal:
-    """The folder of one command; `place` names the machines that it runs on now.
+    """The folder of one command; `place` names the machines that it runs on now, `exported` the variables that its ranks have from it.
 
     Raises:
         StoreError: the folder cannot be made, another command is using it, or its list of verdicts cannot be read.
     """
 
-    def __init__(self, folder: Path, place: Sequence[str]) -> None:
+    def __init__(self, folder: Path, place: Sequence[str], exported: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.place = list(place)
+        self.exported = dict(exported or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._held = _lock(folder)
@@ -119,18 +120,19 @@ class Journal:
         """The journal of a case's series: what it holds from before, or a new one with this seed.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, or its runs had other variables.
         """
         path = self.folder / f"{case.id}.jsonl"
         runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
         header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
         lines = _lines(path)
-        if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
+        if lines and {k: lines[0].get(k) for k in header} == header and isinstance(lines[0].get("seed"), int):
             kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
+            _check_exported(path, lines[0].get("exported") if kept else None, self.exported)
             failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
-            _rewrite(path, lines[0], kept, failed)
+            _rewrite(path, lines[0] | {"exported": self.exported}, kept, failed)
             return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
-        _rewrite(path, header | {"seed": seed}, [], [])
+        _rewrite(path, header | {"seed": seed, "exported": self.exported}, [], [])
         return SeriesJournal(path, seed)
 
 
@@ -153,6 +155,16 @@ def cut_by_time(measured: Measured, derived: Derived) -> bool:
     plan = measured.plan
     before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
     return before_pairs or (plan is not None and plan.stopped == "budget")
+
+
+def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
+    """Runs with `CUDA_LAUNCH_BLOCKING` and runs without it form no series. A journal from before variables were noted has no `then`."""
+    if not isinstance(then, dict) or then == now:
+        return
+    differ = [f"{k}={then[k]}" if k in then else f"no {k}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    raise StoreError(
+        f"the runs in {path} had {', '.join(differ)}; set the environment as it was then, or name another folder with --journal"
+    )
 
 
 def _lock(folder: Path) -> Any:

@@ -343,6 +343,18 @@ def _steering(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
 
 
+def exported() -> dict[str, str]:
+    """The variables that steer the libraries, as every rank has them from this process; the harness sets the number of threads itself."""
+    return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS"}
+
+
+def surroundings(machine: Machine) -> dict[str, str]:
+    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
+    arguments = ["-i", ",".join(device_ids(machine)), "--query-gpu=power.limit", "--format=csv,noheader,nounits"]
+    limits = sorted(_nvidia_smi(arguments).split()) if machine.gpus else []
+    return {**exported(), **({"power.limit": " ".join(limits)} if limits else {})}
+
+
 def context() -> dict[str, Any]:
     """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their surroundings."""
     slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}

@@ -164,6 +164,8 @@ class Baseline(Strict):
     profile: str
     noise_key: str
     """Hash of strict environment (without the trainer's source hash), performance revision, configuration and ranks."""
+    surroundings: dict[str, str] | None = None
+    """Exported variables that steer the libraries, and power limits; one from before they were noted has None, and fits any."""
     runs: list[Run]
 
 

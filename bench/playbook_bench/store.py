@@ -383,11 +383,11 @@ def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
-def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str) -> Baseline | None:
+def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:
     """The newest stored A/A of this machine with the same environment and configuration, whichever case it was measured for, unless it has expired."""
     oldest = (datetime.now(UTC) - timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%dT%H:%M:%SZ")
     found = [load_baseline(p) for folder in folders for p in sorted((folder / machine.name).glob(f"*.{noise_key}.json"))]
-    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest]
+    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest and b.surroundings in (None, surroundings)]
     return max(fitting, key=lambda b: b.created, default=None)
 
 
