@@ -49,6 +49,8 @@ _ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
+_PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
+"""Names of variables that say where files go, often in a folder of the job's own, and not how fast anything is."""
 _QUERY = "name,memory.total,driver_version,power.limit,uuid"
 _PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 _TOOL_TIMEOUT_S = 30
@@ -345,7 +347,7 @@ def _steering(environment: Mapping[str, str]) -> dict[str, str]:
 
 def exported() -> dict[str, str]:
     """The variables that steer the libraries, as every rank has them from this process; the harness sets the number of threads itself."""
-    return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS"}
+    return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS" and not _PLACE.search(k)}
 
 
 def surroundings(machine: Machine) -> dict[str, str]:

@@ -90,6 +90,14 @@ def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measure
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every launch sets anew
     machine, before = preflight.restrict(four(), "h200x2"), preflight.surroundings(preflight.restrict(four(), "cpu"))
     monkeypatch.setenv("NCCL_ALGO", "Ring")
+    for place in (
+        "CUDA_CACHE_PATH",
+        "CUDA_MPS_PIPE_DIRECTORY",
+        "NCCL_DEBUG_FILE",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        "TORCH_EXTENSIONS_DIR",
+    ):
+        monkeypatch.setenv(place, "/scratch/job-1")  # of each job its own
     now = preflight.surroundings(machine)
     assert now == {**before, "NCCL_ALGO": "Ring", "power.limit": "500.00 700.00"}
     shipped = store.load_baseline(next(data_root("baselines").glob("h200x2/*.json")))
