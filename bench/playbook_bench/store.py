@@ -284,7 +284,7 @@ def accept(path: Path) -> Path:
 
 
 def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
-    """Every evidence record below `folders`, oldest first. A file that is none is an error, never skipped.
+    """Every evidence record below `folders`, of results or of one machine's, oldest first. A file that is none is an error, never skipped.
 
     Raises:
         StoreError: a file in a machine's folder is no evidence record.
@@ -294,7 +294,7 @@ def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
 
 def records_with_seal(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence, bool]]:
     """As `records`, each with whether its content is the one that was sealed."""
-    paths = {p.resolve(): p for folder in folders for p in folder.glob("*/*.json") if _is_record(p)}
+    paths = {p.resolve(): p for folder in folders for p in [*folder.glob("*.json"), *folder.glob("*/*.json")] if _is_record(p)}
     for path in sorted(paths.values(), key=lambda p: p.stem):
         yield path, *load_with_seal(path)
 

@@ -170,6 +170,12 @@ def test_a_record_that_settles_something_goes_before_a_newer_one_that_did_not_ap
     assert store.latest([tmp_path], "Z1") is None
 
 
+def test_the_folder_of_one_machine_may_be_named_as_well(tmp_path):
+    """Else `playbook evidence list --results RESULTS/MACHINE` shows what ships and none of the user's, without a word."""
+    path = store.write(record(), tmp_path)
+    assert [p for p, _ in store.records([path.parent])] == [p for p, _ in store.records([tmp_path])] == [path]
+
+
 def test_a_broken_file_among_the_records_is_an_error(tmp_path):
     path = store.write(record(), tmp_path)
     path.with_name(store.new_id() + ".json").write_text("{}")
