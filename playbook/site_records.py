@@ -89,6 +89,16 @@ class Record:
         return str(self.get("measured", "machine", "name", default="unknown"))
 
     @property
+    def variants(self) -> list[str]:
+        """What a trace is of: baseline and candidate, the values of a sweep or the cells of an interaction."""
+        return list(self.get("variants", default={}))
+
+    @property
+    def measures(self) -> str:
+        """What the busy time of a trace is of: `gpu` or `host`."""
+        return next((str(m) for v in self.variants if (m := self.get("variants", v, "table", "measures"))), "gpu")
+
+    @property
     def created(self) -> str:
         """When it was written, in ISO format."""
         return str(self.get("created", default=""))
@@ -243,9 +253,7 @@ def traces(records: Iterable[Record], case: str | None) -> list[Record]:
         if r.schema == TRACE and not r.altered and r.get("case") == case:
             profile = str(r.get("profile"))
             chosen[profile] = max(chosen.get(profile, r), r, key=lambda each: each.created)
-    return sorted(
-        chosen.values(), key=lambda r: (r.get("variants", "baseline", "table", "measures", default="gpu") != "gpu", str(r.get("profile")))
-    )
+    return sorted(chosen.values(), key=lambda r: (r.measures != "gpu", str(r.get("profile"))))
 
 
 def _day(stamp: Any) -> date | None:
