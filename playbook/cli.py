@@ -405,8 +405,10 @@ def site_build(
     """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
     from playbook import site
     from playbook.cli_site import reference
-    from playbook.paths import data_root, repo_root
+    from playbook.paths import data_root, in_package, repo_root
 
+    if out is None and in_package(data_root("cards")):
+        raise PlaybookError("playbook runs from an installed copy, which has no docs/ of a repository; name a folder with --out")
     folders = [data_root("results"), *([results] if results else [])]
     built = site.generate(out or repo_root() / "docs", folders, reference=reference(typer.main.get_command(app)))
     found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
