@@ -138,6 +138,21 @@ def reworded(then: Mapping[str, Any], claim: Claim | MechanismCheck) -> bool:
     )
 
 
+def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | MechanismCheck]]:
+    """Each claim and mechanism check by its id, with the id of its card."""
+    return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+
+
+def speaks_for(then: Any, card: str, claim: Claim | MechanismCheck) -> bool:
+    """Whether a claim, as a record holds it in plain data, is this claim of this card.
+
+    Cards from elsewhere may number theirs alike. A claim that has moved from another card is known by its words and its test.
+    """
+    if not isinstance(then, Mapping) or then.get("id") != claim.id:
+        return False
+    return then.get("card") == card or (then.get("statement") == claim.statement and not reworded(then, claim))
+
+
 class Decision(Strict):
     """In this situation, set this, because of these claims."""
 

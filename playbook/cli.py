@@ -96,9 +96,10 @@ def cards_list(
     """List the cards, or their claims."""
     from playbook.validate import load_all
 
-    cards = load_all().values()
+    known = load_all()
+    cards = known.values()
     if claims:
-        found = latest()
+        found = latest(known)
         rows = [row for card in cards for row in _claim_rows(card, found)]
         print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
@@ -132,7 +133,7 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
             else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
         )
     card = cards[card_id]
-    found = latest()
+    found = latest(cards)
     status = {i.id: status_of(i, found) for c in card.claims for i in (c, c.mechanism_check) if i}
     if as_json:
         print_json({**card.model_dump(mode="json"), "status": status})
@@ -404,8 +405,10 @@ def site_build(
     """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
     from playbook import site
     from playbook.cli_site import reference
-    from playbook.paths import data_root, repo_root
+    from playbook.paths import data_root, in_package, repo_root
 
+    if out is None and in_package(data_root("cards")):
+        raise PlaybookError("playbook runs from an installed copy, which has no docs/ of a repository; name a folder with --out")
     folders = [data_root("results"), *([results] if results else [])]
     built = site.generate(out or repo_root() / "docs", folders, reference=reference(typer.main.get_command(app)))
     found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook import cli_recipes, lint, scope
-from playbook.cards import Claim, Comparison, Expect
+from playbook.cards import Claim, Comparison, Expect, speaks_for
 from playbook.document import Marks, Path_, did_you_mean, load, locate
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root
@@ -235,19 +235,20 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
 
 def _expired(cards: Cards, folder: Path, today: str) -> Iterator[Finding]:
     """Claims whose newest record has expired: what it found may no longer hold."""
-    newest: dict[str, tuple[bool, str]] = {}
+    found: dict[str, list[tuple[Any, bool, str]]] = {}
     for path in sorted(folder.glob("*/*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            claim = (record["measured"]["claim"] or {}).get("id", "")
+            then = record["measured"]["claim"] or {}
             # One that settles nothing takes no verdict's place, however new it is.
             settles = record["derived"]["verdict"]["status"] not in ("not_applicable", "error")
             # Not by when it was written: a record that is judged again is valid no longer than the one that its runs come from.
-            newest[claim] = max(newest.get(claim, (False, "")), (settles, record["expires"]))
+            found.setdefault(then.get("id", ""), []).append((then, settles, record["expires"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # no record of a verdict: traces lie here too, and `playbook site build` reports what does not read
     for entry, i, claim in cards.claims():
-        _, expires = newest.get(claim.id, (False, "9999"))
+        own = [(settles, until) for then, settles, until in found.get(claim.id, ()) if speaks_for(then, entry.card.id, claim)]
+        _, expires = max(own, default=(False, "9999"))
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
             yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0], warning=True)

@@ -12,7 +12,7 @@ from playbook.cli_text import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
-    from playbook.cards import Claim, MechanismCheck
+    from playbook.cards import Card, Claim, MechanismCheck
     from playbook_bench.records import Evidence
 
 ALTERED = "altered"
@@ -74,11 +74,12 @@ def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="A
     say(str(store.accept(file)))
 
 
-def latest() -> dict[str, tuple[Path, Evidence]]:
-    """The newest record of each claim that has one."""
+def latest(cards: Mapping[str, Card]) -> dict[str, tuple[Path, Evidence]]:
+    """The newest record of each claim of these cards that has one."""
+    from playbook.cards import by_claim
     from playbook_bench import store
 
-    return store.newest(_folders(None))
+    return store.newest(_folders(None), by_claim(cards))
 
 
 def status_of(claim: Claim | MechanismCheck, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:

@@ -45,10 +45,11 @@ def library_here() -> Library:
     from playbook_bench.preflight import performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
+    cards = load_all()
     return Library(
-        cards=load_all(),
+        cards=cards,
         skills=load_skills(data_root("skills")),
-        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision()),
+        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,

@@ -77,5 +77,5 @@ def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
     from playbook.site_records import read, with_status
     from playbook_bench.preflight import performance_revision
 
-    records = read([Path(".playbook/results"), data_root("results")], performance_revision())
+    records = read([Path(".playbook/results"), data_root("results")], performance_revision(), cards)
     return with_status(cards, records, datetime.now(UTC).date(), status)

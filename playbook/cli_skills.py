@@ -96,7 +96,9 @@ def stock_here() -> Stock:
     from playbook_bench.preflight import performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
-    return Stock(load_all(), read([DEFAULT_RESULTS, data_root("results")], performance_revision()), datetime.now(UTC).date(), __version__)
+    cards = load_all()
+    records = read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards)
+    return Stock(cards, records, datetime.now(UTC).date(), __version__)
 
 
 def known_here(skills: Sequence[str]) -> Known:

@@ -123,7 +123,7 @@ def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False)
     from playbook_bench.journal import Journal
 
     place = [*(slurm.allocation.hosts if slurm else preflight.place()), *["fork"] * fork]
-    return Journal(folder, place) if folder else None
+    return Journal(folder, place, preflight.exported()) if folder else None
 
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:

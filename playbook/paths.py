@@ -35,6 +35,11 @@ def data_root(kind: str) -> Path:
     return shipped if shipped.is_dir() else repo_root() / KINDS[kind]
 
 
+def in_package(path: Path) -> bool:
+    """Whether a path lies in the package, as the data of an installed wheel do, and not in a repository around it."""
+    return path.resolve().is_relative_to(Path(__file__).resolve().parent)
+
+
 def shipped(kind: str, path: PurePath) -> Path | None:
     """The file of one kind that a path names as guides, cards and skills write it (`trainer/configs/...`); None where there is none, or it leads out.
 

@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card
+from playbook.cards import Card, by_claim
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, repo_root
 from playbook.site_api import api_pages
@@ -72,11 +72,9 @@ def generate(
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    shelf = _shelf(
-        _load_cards(cards or data_root("cards")),
-        read([r for r in results if r.is_dir()], reference.revision if reference else None),
-        today or datetime.now(UTC).date(),
-    )
+    known = _load_cards(cards or data_root("cards"))
+    records = read([r for r in results if r.is_dir()], reference.revision if reference else None, known)
+    shelf = _shelf(known, records, today or datetime.now(UTC).date())
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),
@@ -110,13 +108,7 @@ def _load_cards(folder: Path) -> dict[str, Card]:
 
 
 def _shelf(cards: dict[str, Card], records: list[Record], today: date) -> Shelf:
-    home = {}
-    for card in cards.values():
-        for claim in card.claims:
-            home[claim.id] = card.id
-            if claim.mechanism_check:
-                home[claim.mechanism_check.id] = card.id
-    return Shelf(cards, records, today, home)
+    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()})
 
 
 def _record_page(shelf: Shelf, record: Record) -> str:

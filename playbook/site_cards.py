@@ -229,13 +229,12 @@ def _margin(expect: Expect) -> float | None:
 
 
 def _trace(record: Record) -> str:
-    """Where the time goes, baseline and candidate side by side."""
+    """Where the time goes, the variants side by side."""
     page = f"../evidence/{record.id}.md"
-    measures = record.get("variants", "baseline", "table", "measures", default="gpu")
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
-    head = ["Range", "Phase", "Baseline>", "Candidate>", "Difference>"]
+    head = ["Range", "Phase", *(f"{text(v.capitalize())}>" for v in record.variants), *["Difference>"] * (len(record.variants) == 2)]
     rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in range_rows(record)]
-    busy = "GPU busy time" if measures == "gpu" else "host busy time (there is no GPU in this trace)"
+    busy = "GPU busy time" if record.measures == "gpu" else "host busy time (there is no GPU in this trace)"
     note = (
         f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
     )
@@ -246,29 +245,33 @@ def _trace(record: Record) -> str:
 def coverage(record: Record) -> str:
     """How much of the busy time lies in named parts, per variant and phase."""
     words = []
-    for variant in ("baseline", "candidate"):
+    for variant in record.variants:
         found = record.get("variants", variant, "table", "coverage", default={})
         shares = [f"{phase} {found[phase] * 100:.1f} %" for phase in ("forward", "backward") if isinstance(found.get(phase), int | float)]
-        words.append(f"{variant} {', '.join(shares) or 'no table'}")
+        words.append(f"{text(variant)} {', '.join(shares) or 'no table'}")
     return "share in named parts: " + "; ".join(words)
 
 
 def range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
-    """Busy time per range and phase: baseline, candidate and their difference. What is negligible in both is left out."""
+    """Busy time per range and phase: of each variant, and the difference of two. What is negligible in all is left out."""
     busy: dict[tuple[str, str], dict[str, float]] = {}
-    for variant in ("baseline", "candidate"):
+    for variant in record.variants:
         for row in record.get("variants", variant, "table", "rows", default=[]):
             path, value = str(row.get("path")), row.get("busy_ms")
             if path.count("/") < max_depth and isinstance(value, int | float):
                 busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
     out = []
     for (path, phase), found in busy.items():
-        a, b = found.get("baseline", 0.0), found.get("candidate", 0.0)
-        if max(a, b) >= NEGLIGIBLE_MS or path.startswith("("):
-            sign = "+" if b > a else "−" if b < a else ""
-            out.append((path, phase, [milliseconds(a), milliseconds(b), sign + milliseconds(abs(b - a))]))
+        each = [found.get(v, 0.0) for v in record.variants]
+        if max(each) >= NEGLIGIBLE_MS or path.startswith("("):
+            out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
     order = ["forward", "backward", "recompute", "other"]
     return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))
+
+
+def _change(before: float, after: float) -> str:
+    sign = "+" if after > before else "−" if after < before else ""
+    return sign + milliseconds(abs(after - before))
 
 
 def _families(card: Card) -> str:

@@ -42,7 +42,7 @@ TIMED_STEPS = "timed steps"
 
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
-    claim = record.claim or str(record.get("measured", "case", "id", default="a case"))
+    claim = record.about or "a case"
     head = [
         front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude: true"),
         f"# {text(claim)} on {text(record.machine)}",
@@ -76,7 +76,7 @@ def _statement(shelf: Shelf, record: Record) -> str:
     claim = record.get("measured", "claim")
     if not isinstance(claim, Mapping):
         return ""
-    home = shelf.home.get(str(claim.get("id")))
+    home = None if record.foreign else shelf.home.get(str(claim.get("id")))
     name = link(text(claim.get("id")), f"../cards/{home}.md#{anchor(str(claim.get('id')))}") if home else text(claim.get("id"))
     limits = claim.get("cpu_scope")
     speaks = f"\n\nA CPU verdict speaks for: {text(limits)}" if limits and record.machine == "cpu" else ""
@@ -98,9 +98,17 @@ def _facts(record: Record) -> str:
             "Time spent",
             ", ".join(f"{text(k.replace('_', ' '))} {quantity(v, 's')}" for k, v in seconds.items() if isinstance(v, int | float) and v),
         ],
+        *_failed(record),
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]
     return table(["", ""], rows)
+
+
+def _failed(record: Record) -> list[list[str]]:
+    """Launches that failed under earlier commands on the series' journal."""
+    found = record.get("measured", "failed_before", default={})
+    rows = [f"{number(n)} {text(how)}" for how, n in found.items() if isinstance(n, int)] if isinstance(found, Mapping) else []
+    return [["Failed and launched again", ", ".join(rows)]] if rows else []
 
 
 def _comparison(record: Record) -> str:
@@ -405,7 +413,7 @@ def list_page(shelf: Shelf) -> str:
     verdict_rows = [
         [
             link(day(r.created), f"{r.id}.md"),
-            text(r.claim or r.get("measured", "case", "id", default="")),
+            text(r.about),
             text(r.machine),
             badge(r.status),
             "" if r.altered else effect(r),

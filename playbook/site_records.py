@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import Card, Claim, MechanismCheck, reworded
+from playbook.cards import Card, Claim, MechanismCheck, by_claim, reworded, speaks_for
 from playbook.document import did_you_mean, read_bytes
 from playbook.errors import FileError, Finding, PlaybookError
 
@@ -40,6 +40,8 @@ class Record:
     """The hash of its content, as computed here."""
     revision: int | None = None
     """The trainer's performance revision of today, where it is known."""
+    foreign: bool = False
+    """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
 
     @property
     def altered(self) -> bool:
@@ -74,12 +76,27 @@ class Record:
     def claim(self) -> str | None:
         """The claim it speaks for, if any."""
         found = self.get("measured", "claim", "id")
-        return found if isinstance(found, str) else None
+        return found if isinstance(found, str) and not self.foreign else None
+
+    @property
+    def about(self) -> str:
+        """What was tested, for a person: the id of the claim, whichever card's it is, else of the case."""
+        return str(self.get("measured", "claim", "id") or self.get("measured", "case", "id", default=""))
 
     @property
     def machine(self) -> str:
         """The machine's name."""
         return str(self.get("measured", "machine", "name", default="unknown"))
+
+    @property
+    def variants(self) -> list[str]:
+        """What a trace is of: baseline and candidate, the values of a sweep or the cells of an interaction."""
+        return list(self.get("variants", default={}))
+
+    @property
+    def measures(self) -> str:
+        """What the busy time of a trace is of: `gpu` or `host`."""
+        return next((str(m) for v in self.variants if (m := self.get("variants", v, "table", "measures"))), "gpu")
 
     @property
     def created(self) -> str:
@@ -106,19 +123,22 @@ class Record:
         return None
 
 
-def read(folders: Sequence[Path], revision: int | None = None) -> list[Record]:
+def read(folders: Sequence[Path], revision: int | None = None, cards: Mapping[str, Card] | None = None) -> list[Record]:
     """Every record below the folders, newest first; the first copy of an id counts.
 
-    `revision` is the trainer's performance revision; verdicts from runs of another one are stale.
+    `revision` is the trainer's performance revision; verdicts from runs of another one are stale. With `cards`, a record on a claim of
+    any other card speaks for no claim.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
     """
     found: dict[tuple[str, str], Record] = {}
     findings: list[Finding] = []
+    claims = None if cards is None else by_claim(cards)
     for path in _files(folders):
         try:
             record = replace(_load(path), revision=revision)
+            record = replace(record, foreign=claims is not None and _foreign(record, claims))
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))
             continue
@@ -127,6 +147,11 @@ def read(folders: Sequence[Path], revision: int | None = None) -> list[Record]:
     if findings:
         raise FileError(findings)
     return sorted(found.values(), key=lambda r: (r.created, r.id), reverse=True)
+
+
+def _foreign(record: Record, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
+    home = claims.get(record.claim or "")
+    return record.claim is not None and not (home and speaks_for(record.get("measured", "claim"), *home))
 
 
 def _files(folders: Iterable[Path]) -> list[Path]:
@@ -228,9 +253,7 @@ def traces(records: Iterable[Record], case: str | None) -> list[Record]:
         if r.schema == TRACE and not r.altered and r.get("case") == case:
             profile = str(r.get("profile"))
             chosen[profile] = max(chosen.get(profile, r), r, key=lambda each: each.created)
-    return sorted(
-        chosen.values(), key=lambda r: (r.get("variants", "baseline", "table", "measures", default="gpu") != "gpu", str(r.get("profile")))
-    )
+    return sorted(chosen.values(), key=lambda r: (r.measures != "gpu", str(r.get("profile"))))
 
 
 def _day(stamp: Any) -> date | None:

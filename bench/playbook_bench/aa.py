@@ -102,7 +102,7 @@ def ensure(running: Series, folder: Path) -> bool:
     first = next(r for r in running.runs if r.variant == running.alive[0])
     key = series.noise_key(first, running.strict)
     before = len(running.runs)
-    found = store.find_baseline([folder, data_root("baselines")], running.machine, key)
+    found = store.find_baseline([folder, data_root("baselines")], running.machine, key, preflight.surroundings(running.machine))
     if found is not None and running.journal and running.journal.holds(found.runs):
         return _adopt(running, found, first.variant)
     running.aa = found
@@ -178,6 +178,7 @@ def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
         case=running.case.id,
         profile=running.profile,
         noise_key=series.noise_key(runs[0], running.strict),
+        surroundings=preflight.surroundings(running.machine),
         runs=list(runs),
     )
 

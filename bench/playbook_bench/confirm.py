@@ -59,6 +59,8 @@ class Outcome:
 
     evidence: Evidence
     path: Path
+    asked: bool = True
+    """Whether it enters the exit code; a mechanism check that runs along with the one claim that was named does not."""
 
     @property
     def name(self) -> str:
@@ -78,6 +80,7 @@ class Task:
 
     claim: ClaimRef | None
     case: str | None
+    asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,8 @@ def run(
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
     shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s, fork)]) if from_file else ""
-    return _run_all(
-        tasks, _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal), progress or Quiet()
-    )
+    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
+    return _run_all(tasks, options, progress or Quiet())
 
 
 def bench_run(
@@ -144,20 +146,15 @@ def bench_run(
         PlaybookError, Interrupted: as `run`.
     """
     case = load_case(case_id)
-    naming = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id]
-    tasks = naming or [Task(None, case_id)]
+    tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
     shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s, fork)])
-    return _run_all(
-        tasks,
-        _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal),
-        progress or Quiet(),
-        {case.id: case, case_id: case},
-    )
+    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
+    return _run_all(tasks, options, progress or Quiet(), {case.id: case, case_id: case})
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
-    codes = {EXIT_CODES[o.status] for o in outcomes}
+    """Of what was asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
+    codes = {EXIT_CODES[o.status] for o in outcomes if o.asked}
     return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
 
 
@@ -184,7 +181,7 @@ def tasks_of(target: str) -> list[Task]:
     chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
     if not chosen:
         raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
-    return chosen
+    return [replace(t, asked=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
 
 
 def tasks_of_card(card: cards.Card) -> list[Task]:
@@ -236,8 +233,8 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
             case = loaded[wanted] if wanted else None
             kept = _from_before([tasks[i] for i in group], case, options)
             for i, outcome in zip(group, kept, strict=False):
-                outcomes[i] = outcome
-                progress.finished(outcome)
+                outcomes[i] = replace(outcome, asked=tasks[i].asked)
+                progress.finished(outcomes[i])
             if kept:
                 continue
             goes_on = False
@@ -245,7 +242,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
                 evidence = store.evidence_of(measured, derived, options.command or _repeat(measured, options), seconds)
-                outcomes[i] = Outcome(evidence, store.write(evidence, options.results))
+                outcomes[i] = Outcome(evidence, store.write(evidence, options.results), tasks[i].asked)
                 progress.finished(outcomes[i])
                 goes_on |= cut or outcomes[i].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
             if options.journal and not goes_on:

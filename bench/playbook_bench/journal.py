@@ -12,18 +12,18 @@ import fcntl
 import json
 import os
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from playbook.errors import StoreError
 from playbook_bench import store
 from playbook_bench.case import Case
-from playbook_bench.records import ClaimRef, Derived, Measured, Run, digest
+from playbook_bench.records import ClaimRef, Derived, Measured, Run, RunOutcome, digest
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
@@ -45,6 +45,8 @@ class SeriesJournal:
     path: Path
     seed: int
     kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
+    failed: Mapping[RunOutcome, int] = field(default_factory=dict)
+    """How the launches of earlier commands ended that are launched again."""
 
     def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
         """The run of before that stands for this launch, once."""
@@ -79,17 +81,26 @@ class SeriesJournal:
         """
         _append(self.path, {"run": run.model_dump(mode="json"), "strict": strict})
 
+    def note_failure(self, run: Run) -> None:
+        """Note that a launch failed; no later command takes it for a run.
+
+        Raises:
+            StoreError: as `add`.
+        """
+        _append(self.path, {"failed": run.outcome})
+
 
 class Journal:
-    """The folder of one command; `place` names the machines that it runs on now.
+    """The folder of one command; `place` names the machines that it runs on now, `exported` the variables that its ranks have from it.
 
     Raises:
         StoreError: the folder cannot be made, another command is using it, or its list of verdicts cannot be read.
     """
 
-    def __init__(self, folder: Path, place: Sequence[str]) -> None:
+    def __init__(self, folder: Path, place: Sequence[str], exported: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.place = list(place)
+        self.exported = dict(exported or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._held = _lock(folder)
@@ -109,17 +120,19 @@ class Journal:
         """The journal of a case's series: what it holds from before, or a new one with this seed.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, or its runs had other variables.
         """
         path = self.folder / f"{case.id}.jsonl"
         runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
         header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
         lines = _lines(path)
-        if lines and {k: v for k, v in lines[0].items() if k != "seed"} == header and isinstance(lines[0].get("seed"), int):
+        if lines and {k: lines[0].get(k) for k in header} == header and isinstance(lines[0].get("seed"), int):
             kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
-            _rewrite(path, lines[0], kept)
-            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept))
-        _rewrite(path, header | {"seed": seed}, [])
+            _check_exported(path, lines[0].get("exported") if kept else None, self.exported)
+            failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
+            _rewrite(path, lines[0] | {"exported": self.exported}, kept, failed)
+            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
+        _rewrite(path, header | {"seed": seed, "exported": self.exported}, [], [])
         return SeriesJournal(path, seed)
 
 
@@ -142,6 +155,16 @@ def cut_by_time(measured: Measured, derived: Derived) -> bool:
     plan = measured.plan
     before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
     return before_pairs or (plan is not None and plan.stopped == "budget")
+
+
+def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
+    """Runs with `CUDA_LAUNCH_BLOCKING` and runs without it form no series. A journal from before variables were noted has no `then`."""
+    if not isinstance(then, dict) or then == now:
+        return
+    differ = [f"{k}={then[k]}" if k in then else f"no {k}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    raise StoreError(
+        f"the runs in {path} had {', '.join(differ)}; set the environment as it was then, or name another folder with --journal"
+    )
 
 
 def _lock(folder: Path) -> Any:
@@ -234,9 +257,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept], failed: Sequence[RunOutcome]) -> None:
     """Give a series its file anew, in one piece: a full disk, or an end in between, must not take the runs that it held."""
-    rows = [header, *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept)]
+    rows = [
+        header,
+        *({"failed": outcome} for outcome in failed),
+        *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept),
+    ]
     store.replace(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

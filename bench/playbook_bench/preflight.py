@@ -49,6 +49,8 @@ _ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
+_PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
+"""Names of variables that say where files go, often in a folder of the job's own, and not how fast anything is."""
 _QUERY = "name,memory.total,driver_version,power.limit,uuid"
 _PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 _TOOL_TIMEOUT_S = 30
@@ -341,6 +343,18 @@ def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict
 
 def _steering(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
+
+
+def exported() -> dict[str, str]:
+    """The variables that steer the libraries, as every rank has them from this process; the harness sets the number of threads itself."""
+    return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS" and not _PLACE.search(k)}
+
+
+def surroundings(machine: Machine) -> dict[str, str]:
+    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
+    arguments = ["-i", ",".join(device_ids(machine)), "--query-gpu=power.limit", "--format=csv,noheader,nounits"]
+    limits = sorted(_nvidia_smi(arguments).split()) if machine.gpus else []
+    return {**exported(), **({"power.limit": " ".join(limits)} if limits else {})}
 
 
 def context() -> dict[str, Any]:

@@ -164,6 +164,8 @@ class Baseline(Strict):
     profile: str
     noise_key: str
     """Hash of strict environment (without the trainer's source hash), performance revision, configuration and ranks."""
+    surroundings: dict[str, str] | None = None
+    """Exported variables that steer the libraries, and power limits; one from before they were noted has None, and fits any."""
     runs: list[Run]
 
 
@@ -347,6 +349,8 @@ class Measured(Strict):
     configs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Resolved configurations by hash."""
     runs: list[Run] = Field(default_factory=list)
+    failed_before: dict[RunOutcome, int] = Field(default_factory=dict)
+    """How launches ended that failed under earlier commands on this series' journal, and were launched again; they are not among the runs."""
     aa: Baseline | None = None
 
 

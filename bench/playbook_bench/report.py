@@ -131,6 +131,7 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
     if shares := _stolen(evidence):
         out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
+    _print_failed(evidence, out)
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
 
 
@@ -155,6 +156,14 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
     if checks:
         bad = sum(not c.ok for c in checks)
         out.print(Text(f"{_INDENT}receipt  {len(checks) - bad} of {len(checks)} rules hold in every launch"))
+    _print_failed(evidence, out)
+
+
+def _print_failed(evidence: Evidence, out: Console) -> None:
+    """What went wrong under earlier commands on the series' journal."""
+    if failed := evidence.measured.failed_before:
+        how = ", ".join(f"{number} {outcome}" for outcome, number in failed.items())
+        out.print(Text(f"{_INDENT}launches that failed before and were repeated: {how}"))
 
 
 def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:

@@ -117,8 +117,10 @@ class Series:
         )
         self.runs.append(run)
         self.launched.append(run)
-        if self.journal and (run.outcome == "ok" or self.tolerates(run)):  # what failed is launched again once its cause is mended
+        if self.journal and (run.outcome == "ok" or self.tolerates(run)):
             self.journal.add(run, self.strict.get(run.strict_sha, {}))
+        elif self.journal:
+            self.journal.note_failure(run)  # it is launched again once its cause is mended
         if run.outcome == "ok":
             shutil.rmtree(folder, ignore_errors=True)
         return run
@@ -175,6 +177,7 @@ class Series:
             context=preflight.context(),
             configs=dict(self.configs),
             runs=list(self.runs),
+            failed_before=dict(self.journal.failed) if self.journal else {},
             aa=self.aa,
         )
 

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from playbook.cards import Claim, MechanismCheck, speaks_for
 from playbook.document import read_bytes
 from playbook.errors import StoreError
-from playbook.paths import data_root
+from playbook.paths import data_root, in_package
 from playbook_bench import verdict
-from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
+from playbook_bench.records import Baseline, ClaimRef, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -84,8 +85,10 @@ def _line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
-def write_once(path: Path, text: str) -> None:
+def write_once(path: Path, text: str, instead: str = "choose another folder with --results") -> None:
     """Make a file that did not exist, atomically: readers see all of it or nothing, and no other file is ever replaced.
+
+    `instead` is what a user can do where the folder cannot be written.
 
     Raises:
         StoreError: the disk is full, the folder cannot be written, or the file exists.
@@ -103,7 +106,7 @@ def write_once(path: Path, text: str) -> None:
     except FileExistsError as e:
         raise StoreError(f"{path} exists; a record is written once and never replaced") from e
     except OSError as e:
-        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder with --results") from e
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or {instead}") from e
 
 
 def _give_name(temporary: Path, path: Path) -> None:
@@ -258,8 +261,14 @@ def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, is dated in the future, or is there already.
+        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
     """
+    folder = data_root("results")
+    if in_package(folder):
+        raise StoreError(
+            f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
+            "accept it with the playbook of a checkout: pip install -e"
+        )
     same, differences = replay(path)
     if not same:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
@@ -269,13 +278,13 @@ def accept(path: Path) -> Path:
         raise StoreError(
             f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
         )
-    target = data_root("results") / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
-    write_once(target, path.read_text(encoding="utf-8"))
+    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
     return target
 
 
 def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
-    """Every evidence record below `folders`, oldest first. A file that is none is an error, never skipped.
+    """Every evidence record below `folders`, of results or of one machine's, oldest first. A file that is none is an error, never skipped.
 
     Raises:
         StoreError: a file in a machine's folder is no evidence record.
@@ -285,13 +294,17 @@ def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
 
 def records_with_seal(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence, bool]]:
     """As `records`, each with whether its content is the one that was sealed."""
-    paths = {p.resolve(): p for folder in folders for p in folder.glob("*/*.json") if _is_record(p)}
+    paths = {p.resolve(): p for folder in folders for p in [*folder.glob("*.json"), *folder.glob("*/*.json")] if _is_record(p)}
     for path in sorted(paths.values(), key=lambda p: p.stem):
         yield path, *load_with_seal(path)
 
 
-def newest(folders: Sequence[Path]) -> dict[str, tuple[Path, Evidence]]:
+def newest(
+    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
+) -> dict[str, tuple[Path, Evidence]]:
     """For each claim the record that speaks for it, as `latest` says. One that was altered counts for nothing.
+
+    With `claims`, by id and each with its card, one on a claim of any other card counts for nothing either.
 
     Raises:
         StoreError: as `records`.
@@ -299,9 +312,15 @@ def newest(folders: Sequence[Path]) -> dict[str, tuple[Path, Evidence]]:
     found: dict[str, tuple[Path, Evidence]] = {}
     for path, e, sealed in records_with_seal(folders):
         claim = e.measured.claim
-        if sealed and claim is not None and (claim.id not in found or _rank(e) > _rank(found[claim.id][1])):
+        if not sealed or claim is None or (claims is not None and not _ours(claim, claims)):
+            continue
+        if claim.id not in found or _rank(e) > _rank(found[claim.id][1]):
             found[claim.id] = path, e
     return found
+
+
+def _ours(claim: ClaimRef, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
+    return claim.id in claims and speaks_for(claim.model_dump(mode="json"), *claims[claim.id])
 
 
 def _is_record(path: Path) -> bool:
@@ -364,11 +383,11 @@ def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
-def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str) -> Baseline | None:
+def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:
     """The newest stored A/A of this machine with the same environment and configuration, whichever case it was measured for, unless it has expired."""
     oldest = (datetime.now(UTC) - timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%dT%H:%M:%SZ")
     found = [load_baseline(p) for folder in folders for p in sorted((folder / machine.name).glob(f"*.{noise_key}.json"))]
-    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest]
+    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest and b.surroundings in (None, surroundings)]
     return max(fitting, key=lambda b: b.created, default=None)
 
 

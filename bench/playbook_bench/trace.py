@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +127,7 @@ def run(
         machine=machine,
         collector=collector,
         collector_version=_collector_version(collector, launches),
-        command=f"playbook bench trace {case.id} --profile {chosen}",
+        command=shlex.join(["playbook", "bench", "trace", case_id, "--profile", chosen]),
         variants=launches,
     )
     return _write(result, folder.with_suffix(".json"))

@@ -13,7 +13,7 @@ import pytest
 import typer
 from in_process import run
 
-from playbook import cli
+from playbook import cli, paths
 from playbook.cli_site import commands
 from playbook.paths import data_root, repo_root
 
@@ -307,3 +307,14 @@ def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, mo
     assert "the claim has changed since" not in stale["W9.m"]
     _, out, _ = run(capsys, "evidence", "list", "--json")
     assert {row["claim"] for row in json.loads(out) if "the claim has changed since" in row["stale"]} == {"W9"}
+
+
+def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypatch, capsys):
+    packages = tmp_path / "site-packages"
+    (packages / "playbook" / "_data" / "cards").mkdir(parents=True)
+    monkeypatch.setattr(paths, "__file__", str(packages / "playbook" / "paths.py"))
+    code, out, err = run(capsys, "site", "build")
+    assert (code, out) == (2, "")
+    assert "installed copy" in err
+    assert "--out" in err
+    assert [p.name for p in packages.iterdir()] == ["playbook"]

@@ -147,6 +147,10 @@ def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(t
     monkeypatch.setattr(cli_check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
     found = [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
     assert found == ["the newest evidence of T1 expired on 2030-01-01; run `playbook confirm` again"]
+    record["measured"]["claim"] |= {"card": "a-card-of-mine", "statement": "Something else."}
+    record["derived"]["verdict"]["status"] = "confirmed"
+    (folder / "c.json").write_text(json.dumps(record), encoding="utf-8")
+    assert found == [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
 
 
 @pytest.mark.parametrize(("change", "rule"), [("date: 2026-06", "date: 2027-06"), ("date: 2026-06", "date: 2026-19")])

@@ -5,14 +5,20 @@ import math
 from datetime import date
 from pathlib import Path
 
+import in_process
 import pytest
 
-from playbook import site_records
+from playbook import site_records, validate
+from playbook.cards import by_claim
+from playbook.cli_mcp import library_here
+from playbook.cli_skills import stock_here
 from playbook.errors import ConfigError, FileError, StoreError
+from playbook.mcp import claim_answer, evidence_list
 from playbook.paths import data_root
+from playbook.skills_export import standing
 from playbook_bench import invariants, logic, store, verdict
 from playbook_bench.case import Activation, Case, list_cases, load_case
-from playbook_bench.records import Evidence, seal
+from playbook_bench.records import ClaimRef, Evidence, seal
 from playbook_bench.series import noise_key
 
 RECORDS = [path for path, _ in store.records([data_root("results")])]
@@ -266,3 +272,40 @@ def test_the_age_of_a_record_is_told_whatever_its_environment_holds(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(data), encoding="utf-8")
     assert store.staleness(store.load(path), packages={"torch": "2"}, driver="1", today="2000-01-01") == []
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch, capsys):
+    """What every reader says of a shipped claim without records, once a card from elsewhere has a confirmed one of that id; the claim is as shipped but for `changes`."""
+    shelf = validate.load_all()
+    tested = {store.load(path).measured.claim.id for path in RECORDS if store.load(path).measured.claim}
+    name, (home, claim) = next((i, c) for i, c in by_claim(shelf).items() if i not in tested)
+    every = (store.load(path) for path in RECORDS)
+    source = next(e for e in every if e.derived.verdict.status == "confirmed" and not e.measured.runs)
+    own = {f: claim.model_dump(mode="json")[f] for f in ("id", "statement", "metric", "expect", "comparison")}
+    monkeypatch.chdir(tmp_path)
+
+    def plant(**changes):
+        ref = ClaimRef.model_validate({**source.measured.claim.model_dump(mode="json"), **own, "card": "a-card-of-mine", **changes})
+        foreign = source.model_copy(update={"evidence_id": store.new_id(), "expires": "2999-01-01"})
+        store.write(seal(foreign.model_copy(update={"measured": source.measured.model_copy(update={"claim": ref})})), store.DEFAULT_RESULTS)
+        rows = json.loads(in_process.run(capsys, "cards", "list", "--claims", "--json")[1])
+        library = library_here()
+        return {
+            next(r["status"] for r in rows if (r["card"], r["id"]) == (home, name)),
+            json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][name]["status"],
+            *(r.status for r in claim_answer(library, home, name).verdicts[name]),
+            *(r.status for r in evidence_list(library, name, 9).records),
+            *(r["status"] for r in standing(shelf[home], name, stock_here())),
+            *site_records.standings(library.records(), claim, date(2026, 1, 1)),
+        }
+
+    return plant
+
+
+def test_a_card_from_elsewhere_that_numbers_a_claim_alike_gives_a_shipped_one_no_verdict(planted):
+    assert planted(statement="Something else.") == {"untested"}
+
+
+def test_a_claim_that_came_from_another_card_keeps_its_verdict(planted):
+    assert planted() == {"confirmed"}

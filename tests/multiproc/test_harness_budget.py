@@ -1,14 +1,22 @@
 """Time: what a series does with too little of it, and how a second command goes on with what the first has left."""
 
+import io
 import json
 import signal
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
 from planted_case import bench
+from rich.console import Console
 
-from playbook_bench import confirm, launch, store
+from playbook import site_records
+from playbook.errors import StoreError
+from playbook.site_cards import Shelf
+from playbook.site_evidence import evidence_page
+from playbook.site_text import NBSP
+from playbook_bench import confirm, launch, preflight, report, store
 from playbook_bench.journal import Journal
 
 STEPS = 16
@@ -95,7 +103,7 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
     assert len(found.evidence.measured.plan.order) == 4
 
 
-def stopped_at_launch_14(path, tmp_path, monkeypatch):
+def stopped_at_launch_14(path, tmp_path, monkeypatch, exported=None):
     """The folders of all launches, of this command and of the next."""
     launched = []
 
@@ -108,7 +116,7 @@ def stopped_at_launch_14(path, tmp_path, monkeypatch):
 
     monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
     with pytest.raises(launch.Interrupted):
-        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], exported))
     return launched
 
 
@@ -160,6 +168,39 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
     kept = [r for r in failed.evidence.measured.runs if r.outcome == "ok"]
     assert kept
     assert {r.run_id for r in kept} <= {r.run_id for r in found.evidence.measured.runs}
+    assert (failed.evidence.measured.failed_before, found.evidence.measured.failed_before) == ({}, {"crash": 1}), (
+        "a failure leaves its trace"
+    )
+    assert store.replay(found.path) == (True, [])
+    shown = Console(file=io.StringIO(), width=200)
+    report.print_outcome(found, shown)
+    assert "launches that failed before and were repeated: 1 crash\n" in shown.file.getvalue()
+    (on_site,) = (r for r in site_records.read([tmp_path / "results"]) if r.id == found.evidence.evidence_id)
+    assert "| Failed and launched again | 1 crash |" in evidence_page(Shelf({}, [on_site], date(2026, 1, 1), {}), on_site, "").replace(
+        NBSP, " "
+    )
+    found.path.unlink()
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).evidence.measured
+    assert again.failed_before == {"crash": 1}, "it stays in the journal"
+
+
+def test_runs_with_other_exported_variables_are_neither_one_series_nor_its_noise(case, tmp_path, plant, monkeypatch):
+    """All ranks have what this process exports: who sets `CUDA_LAUNCH_BLOCKING` to find a fault goes on with another machine, in effect."""
+    plant()
+    path = case(steps=STEPS)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    stopped_at_launch_14(path, tmp_path, monkeypatch, exported=preflight.exported())
+    (stored,) = (tmp_path / "results" / "baselines" / "cpu").glob("*.json")
+    blocking = store.load_baseline(stored)
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    with pytest.raises(StoreError, match=r"had CUDA_LAUNCH_BLOCKING=1; set the environment as it was then, or name another folder"):
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], preflight.exported()))
+    alone = bench(path, tmp_path).evidence.measured
+    assert alone.aa.created >= blocking.created
+    assert not {r.run_id for r in alone.aa.runs} & {r.run_id for r in blocking.runs}, "the stored noise is another environment's"
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], preflight.exported())).evidence.measured
+    assert sum(r.role == "measure" for r in again.runs) == 8
 
 
 def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tmp_path, plant):

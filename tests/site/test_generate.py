@@ -305,6 +305,21 @@ def test_a_trace_is_on_the_card_with_its_collector_and_coverage(tree: Path) -> N
     assert "Exposed comm. ms" in page(tree, "evidence/abcdef12.md")
 
 
+def test_a_trace_of_a_sweep_has_a_column_for_each_value(tree: Path) -> None:
+    folder = tree / "results" / "traces"
+    folder.mkdir()
+    one = trace()["variants"]["baseline"]
+    host = {**one, "table": {**one["table"], "measures": "host"}}
+    failed = {**one, "outcome": "oom", "table": None}
+    (folder / "sweep.json").write_text(json.dumps(trace(variants={"1": failed, "2": host, "4": host})))
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    assert "| Range | Phase | 1 | 2 | 4 |" in shown
+    assert shown.count("[12.34](../evidence/abcdef12.md)") == 2
+    assert "host busy time" in shown
+    assert "share in named parts: 1 no table; 2 forward 98.7 %, backward 95.4 %; 4 forward" in shown
+
+
 def test_a_trace_of_this_machine_stands_beside_that_of_a_gpu_and_replaces_an_older_one_of_its_own(tree: Path) -> None:
     """Whoever follows a skill without a GPU traces on the CPU; the trace that the card speaks of has to stay."""
     folder = tree / "results" / "traces"

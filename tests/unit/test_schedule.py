@@ -6,7 +6,7 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_bench import preflight, schedule
+from playbook_bench import preflight, schedule, store
 from playbook_bench.case import Case
 from playbook_bench.records import Machine
 from playbook_bench.variants import resolve_all
@@ -78,6 +78,35 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
     assert found[0][0] == found[1][0]
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     assert preflight.place() == found[0][:1]
+
+
+def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
+    """One from before they were noted fits any, as those that ship."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$1 $2" = "-i 0,1" ] && printf "$LIMIT\\n700.00\\n"\n', encoding="ascii")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LIMIT", "500.00")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every launch sets anew
+    machine, before = preflight.restrict(four(), "h200x2"), preflight.surroundings(preflight.restrict(four(), "cpu"))
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    for place in (
+        "CUDA_CACHE_PATH",
+        "CUDA_MPS_PIPE_DIRECTORY",
+        "NCCL_DEBUG_FILE",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        "TORCH_EXTENSIONS_DIR",
+    ):
+        monkeypatch.setenv(place, "/scratch/job-1")  # of each job its own
+    now = preflight.surroundings(machine)
+    assert now == {**before, "NCCL_ALGO": "Ring", "power.limit": "500.00 700.00"}
+    shipped = store.load_baseline(next(data_root("baselines").glob("h200x2/*.json")))
+    assert shipped.surroundings is None
+    old = shipped.model_copy(update={"created": "2998-01-01T00:00:00Z"})
+    new = shipped.model_copy(update={"created": "2999-01-01T00:00:00Z", "surroundings": {**now, "power.limit": "700.00 700.00"}})
+    folders = [store.write_baseline(b, tmp_path / name).parents[1] for name, b in (("old", old), ("new", new))]
+    assert store.find_baseline(folders, machine, old.noise_key, now) == old
+    assert store.find_baseline(folders, machine, old.noise_key, new.surroundings) == new
 
 
 @pytest.mark.parametrize(

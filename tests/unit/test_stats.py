@@ -193,3 +193,15 @@ def test_a_drift_is_seen_and_a_negligible_one_tolerated():
 
 def test_too_few_steps_show_no_drift():
     assert stats.trend([[1.0, 2.0, 3.0]]).steady(0.0)
+
+
+def test_four_steps_are_no_drift_more_often_than_the_error_rate_says():
+    """All four are in order once in twelve times; two variants of which one is called drifting would start one series in six over."""
+    rng = np.random.default_rng(2)
+
+    def drifting(total, launches=4, series=400):
+        rows = (rng.normal(1, 0.01, (launches, 4)) + total * np.arange(4) / 4 for _ in range(series))
+        return np.mean([not stats.trend(r.tolist()).steady(0.004) for r in rows])
+
+    assert drifting(0.0) < 0.04
+    assert drifting(0.1) > 0.9

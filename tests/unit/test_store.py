@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from playbook import paths
 from playbook.errors import StoreError
-from playbook_bench import confirm, store
+from playbook_bench import confirm, report, store
 from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
 
 MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
@@ -169,6 +170,12 @@ def test_a_record_that_settles_something_goes_before_a_newer_one_that_did_not_ap
     assert store.latest([tmp_path], "Z1") is None
 
 
+def test_the_folder_of_one_machine_may_be_named_as_well(tmp_path):
+    """Else `playbook evidence list --results RESULTS/MACHINE` shows what ships and none of the user's, without a word."""
+    path = store.write(record(), tmp_path)
+    assert [p for p, _ in store.records([path.parent])] == [p for p, _ in store.records([tmp_path])] == [path]
+
+
 def test_a_broken_file_among_the_records_is_an_error(tmp_path):
     path = store.write(record(), tmp_path)
     path.with_name(store.new_id() + ".json").write_text("{}")
@@ -201,10 +208,27 @@ def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
         store.accept(bad)
 
 
+@pytest.mark.parametrize(
+    ("place", "said"), [("site-packages/playbook/_data/results", "installed copy"), ("bench/results", "checkout that you may write to")]
+)
+def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path, monkeypatch, place, said):
+    """An installed wheel, whose folder an upgrade removes, and a folder that takes no files; no option of `confirm` is advised."""
+    installed, results = "playbook" in place, tmp_path / place
+    monkeypatch.setattr(paths, "__file__", str((tmp_path / "site-packages" if installed else tmp_path) / "playbook" / "paths.py"))
+    results.parent.mkdir(parents=True)
+    results.mkdir() if installed else results.write_text("no folder can be made in a file")
+    good = record("not_applicable")
+    path = store.write(seal(good.model_copy(update={"derived": store.verdict.derive(good.measured)})), tmp_path)
+    with pytest.raises(StoreError, match=said) as caught:
+        store.accept(path)
+    assert "--results" not in str(caught.value)
+    assert not [p for p in tmp_path.rglob("*.json") if p != path]
+
+
 def test_exit_codes():
     class Fake:
         def __init__(self, status):
-            self.status = status
+            self.status, self.asked = status, True
 
     def code(*statuses):
         return confirm.exit_code([Fake(s) for s in statuses])
@@ -215,6 +239,18 @@ def test_exit_codes():
     assert code("confirmed", "inconclusive") == 3
     assert code("inconclusive", "refuted") == 1
     assert code("refuted", "error", "confirmed") == 5
+
+
+def test_where_a_claim_is_named_its_mechanism_check_does_not_speak_for_it(tmp_path):
+    """Its verdict is there, and in the exit code where it was named itself, or with its whole card."""
+
+    def tested(target):
+        out = confirm.run([target], results=tmp_path, command=["false"], profile="cpu")
+        return {o.name: o.status for o in out}, confirm.exit_code(out), report.as_json(out)["exit_code"]
+
+    assert tested("moe-dispatcher-choice/W9") == ({"W9": "not_applicable", "W9.m": "error"}, 4, 4)
+    assert tested("moe-dispatcher-choice/W9.m") == ({"W9.m": "error"}, 5, 5)
+    assert tested("moe-dispatcher-choice")[1:] == (5, 5)
 
 
 def test_a_record_is_readable_line_by_line(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_trace_kineto import gpu, ranges
 from test_trace_nsys import database
 
 from playbook.errors import ConfigError, FileError, PlaybookError, StoreError
+from playbook.paths import data_root
 from playbook_bench import preflight, trace
 from playbook_bench.records import Machine
 from playbook_bench.variants import resolve_all
@@ -68,6 +70,15 @@ def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, 
     for variant in made.variants.values():
         assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
         assert trace.table_from_file(results / "traces" / variant.files[0].name) == variant.table
+
+
+def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path: Path, command: list[str]) -> None:
+    own = tmp_path / "my cases" / "mine.yaml"
+    own.parent.mkdir()
+    shipped = (data_root("cases") / f"{CASE}.yaml").read_text(encoding="utf-8")
+    own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
+    made = trace.run(str(own), profile="cpu", results=tmp_path / "results", command=command)
+    assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
 
 
 def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
