@@ -87,7 +87,9 @@ def _compare(
         )
         return Derived(curve=curve, receipts=checks, gates=conditions, verdict=found)
     noise, floor = gates.noise(metric, measured.runs, measured.aa)
-    steady = gates.steady_all({v: [b[v] for b in blocks] for v in names}, gates.step_deviation(measured.aa))
+    # Of the blocks to the first look, as for pairs.
+    early = blocks[: plan.looks[0]]
+    steady = gates.steady_all({v: [b[v] for b in early] for v in names}, gates.step_deviation(measured.aa))
     conditions += [noise, steady]
     curve = _curve(measured, case, metric, expect, plan, blocks, floor)
     if not noise.ok:

@@ -240,6 +240,19 @@ def test_a_drift_inside_the_window_is_not_steady():
     assert verdict.derive(measured(runs, aa)).verdict.reason == "not_steady"
 
 
+def test_steadiness_is_asked_once_of_the_pairs_to_the_first_look():
+    """A test at every look would reject at its rate each time; pairs after the first look are no part of it."""
+    runs, aa = series([0.2, 0.19, 0.21, 0.2] * 2, s_aa=0.001)
+
+    def late(run):
+        return run.model_copy(
+            update={"samples": [s.model_copy(update={"seconds": s.seconds * (1 + 0.02 * i)}) for i, s in enumerate(run.samples)]}
+        )
+
+    assert verdict.derive(measured([late(r) if r.pair >= 4 else r for r in runs], aa)).verdict.reason == "margin"
+    assert verdict.derive(measured([late(r) if r.pair < 4 else r for r in runs], aa)).verdict.reason == "not_steady"
+
+
 def test_fragile_where_the_median_points_the_other_way():
     # The mean is carried by two pairs; most of the pairs say the opposite. Only at a margin far below can >= be confirmed.
     d = [0.002] * 9 + [-0.012, -0.010, -0.002]
