@@ -125,7 +125,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
     assert forks.wait() == [5, 5], forks.text(0)
     stopped = steps(out)[-1]["step"]
     assert summary(out)["outcome"] == "stopped"
-    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{stopped:08d}"]
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [".lock", f"step_{stopped:08d}"]
     assert forks.run([*words, *saving, f"train.steps={stopped + 2}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
     assert [r["step"] for r in steps(out)] == list(range(1, stopped + 3))
     assert f"resumed after step {stopped} of {stopped + 2}\n" in forks.text(0)
@@ -143,7 +143,7 @@ def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: 
     os.kill(ranks[0], signal.SIGTERM)
     assert forks.wait() == [3], forks.text(0)
     assert summary(tmp_path / "out")["outcome"] == "nan"
-    assert list((tmp_path / "saved").iterdir()) == []
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [".lock"]
 
 
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     planted = Path(__file__).with_name("planted.py")
     result = LocalLauncher(command=(sys.executable, str(planted), "--real")).run(Spec(config, 2, tmp_path / "run", timeout_s=120))
     assert (result.outcome, result.returncode) == ("killed", 5), result.message
-    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{steps(tmp_path / 'run')[-1]['step']:08d}"]
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [".lock", f"step_{steps(tmp_path / 'run')[-1]['step']:08d}"]
 
 
 @pytest.mark.parametrize(("policy", "code", "saved"), [("skip", 0, [1, 2, 3, 4, 5, 6]), ("stop", 3, [1, 2]), ("continue", 3, [1, 2])])
@@ -163,7 +163,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
     assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)
     rows, metrics = steps(tmp_path / "out"), summary(tmp_path / "out")["metrics"]
     assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
-    folders = sorted((tmp_path / "saved").iterdir())
+    folders = sorted((tmp_path / "saved").glob("step_*"))
     assert [int(p.name[-8:]) for p in folders] == saved, "what is not finite is never saved"
     if policy == "skip":
         assert [r["step"] for r in rows if r.get("skipped")] == [3]

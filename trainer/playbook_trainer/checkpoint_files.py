@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from playbook import locks
 from playbook.document import Strict
 from playbook.errors import ConfigError
 from playbook_trainer.data.resume import state_problem
@@ -128,6 +129,27 @@ def newest(directory: str | None, rank: int, world: int) -> Path | None:
         # A shared file system may show the ranks different states of the folder.
         dist.broadcast_object_list(found)
     return found[0]
+
+
+def hold(root: Path, last_step: int | None) -> None:
+    """Keep other runs out of the folder of checkpoints until this process ends, unless it holds `last_step` and this run will save nothing.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    saved = complete(root)
+    if last_step is not None and saved and int(saved[-1].name.removeprefix("step_")) >= last_step:
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        who = locks.take(root)
+    except OSError:
+        return  # no checkpoint can be saved in it either
+    if who:
+        raise ConfigError(
+            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
+            f"(if its machine has died, remove {root / locks.LOCK})"
+        )
 
 
 def read_index(folder: Path) -> Index:
