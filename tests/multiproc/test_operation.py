@@ -94,6 +94,17 @@ checkpoint_files.Writer.finish, Loader._next = slowly, planted
 """
 
 
+SLOW_FILES = """
+import time
+from playbook_trainer import checkpoint_files
+finish = checkpoint_files.Writer.finish
+def slowly(self, **given):
+    time.sleep(4)
+    finish(self, **given)
+checkpoint_files.Writer.finish = slowly
+"""
+
+
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     forks = Forks(tmp_path_factory.mktemp("forks") / "log")
@@ -144,6 +155,15 @@ def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: 
     assert forks.wait() == [3], forks.text(0)
     assert summary(tmp_path / "out")["outcome"] == "nan"
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool, forks: Forks, tmp_path: Path) -> None:
+    """The last one, which nothing follows, would be cut off at every attempt."""
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4", f"checkpoint.async_save={str(in_background).lower()}"]
+    words = [TEXT, *QUICK, *saving, "train.steps=4", "train.hang_timeout_s=2", f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 1, free_port(), SLOW_FILES) == [0], forks.text(0)[-3000:]
+    assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000004"]
 
 
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
             recorder.flush()
         return "nan" if recorder.nan else "ok"
     finally:
+        trainer.watchdog.rest()  # a checkpoint may still be being written
         gc.enable()
 
 
@@ -261,6 +262,8 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     if trainer.engine.saver.latest == trainer.step:
         return
     recorder.flush()
+    # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
+    trainer.watchdog.rest()
     if not trainer.engine.saver.save(trainer.step, _data_state(trainer)):
         recorder.say(f"step {trainer.step}  weights or moments are not finite: no checkpoint")
     recorder.pause()
