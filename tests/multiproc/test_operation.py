@@ -300,9 +300,12 @@ def test_the_summary_of_a_run_before_does_not_stay(forks: Forks, tmp_path: Path)
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_checkpoints_that_have_no_folder_are_said(forks: Forks, tmp_path: Path) -> None:
-    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", f"output={tmp_path}"], 1, free_port()) == [0], forks.text(0)
+def test_settings_without_an_effect_are_said(forks: Forks, tmp_path: Path) -> None:
+    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", "moe.dispatcher=allgather", f"output={tmp_path}"], 1, free_port()) == [0], (
+        forks.text(0)
+    )
     assert "checkpoint.every 2 saves nothing, since checkpoint.dir is not set\n" in forks.text(0)
+    assert "moe.dispatcher allgather has no effect at parallel.ep 1" in forks.text(0)
 
 
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
