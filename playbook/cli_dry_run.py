@@ -24,6 +24,7 @@ def show(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
+    from playbook_trainer.checks import notes
     from playbook_trainer.config import load, parse_overrides
     from playbook_trainer.dry_run import dry_run
 
@@ -54,6 +55,8 @@ def show(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool
     say(
         "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
     )
+    for note in notes(resolved):
+        say(note)
     if built is not None:
         say(
             f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "

@@ -6,12 +6,7 @@ the series of the case that was under way starts over. A pair that the stop cut 
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
-import os
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +15,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from playbook import locks
 from playbook.errors import StoreError
 from playbook_bench import store
 from playbook_bench.case import Case
@@ -27,7 +23,6 @@ from playbook_bench.records import ClaimRef, Derived, Measured, Run, RunOutcome,
 from playbook_bench.schedule import RunSpec
 
 _SETTLED = "settled.json"
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,9 @@ class Journal:
         self.exported = dict(exported or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._held = _lock(folder)
+            if who := locks.take(folder):
+                # Their runs would be mixed with these, and disturb them.
+                raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")
             text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
             whole = _whole_lines(text)
             self.settled = {key: Path(path) for line in whole.splitlines() for key, path in json.loads(line).items()}
@@ -165,31 +162,6 @@ def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
     raise StoreError(
         f"the runs in {path} had {', '.join(differ)}; set the environment as it was then, or name another folder with --journal"
     )
-
-
-def _lock(folder: Path) -> Any:
-    """Keep other commands out for as long as what this gives is there: their runs would be mixed with these, and disturb them.
-
-    The system lets go when the process ends, however it does; a file server may go on holding it for a node that died. So a job of Slurm that was
-    queued again takes it from itself: one job does not run on two hosts that each began it.
-    """
-    file = (folder / _LOCK).open("a+", encoding="utf-8")
-    host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno not in (errno.EACCES, errno.EAGAIN):
-            return file  # a file system without locks
-        file.seek(0)
-        who = " ".join(file.read(200).split()) or "another command"
-        if job and who.endswith(f" of job {job}") and f" on {host} " not in who:
-            return file
-        raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder") from e
-    with contextlib.suppress(OSError):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {host}{f' of job {job}' if job else ''}\n")
-        file.flush()
-    return file
 
 
 def _whole_lines(text: str) -> str:

@@ -63,7 +63,7 @@ def finetune_saves_and_evaluates() -> tuple[bool, str, dict[str, Any]]:
                 return False, f"{run}: {problem}", {}
         summaries = {run: json.loads((root / run / "summary.json").read_text(encoding="utf-8")) for run in runs}
         steps = [json.loads(line)["step"] for line in (root / "resume" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        checkpoints = sorted(p.name for p in saved.iterdir())
+        checkpoints = sorted(p.name for p in saved.glob("step_*"))
     evaluated = [row["step"] for row in summaries["finetune"]["eval"]]
     holds = evaluated == [2, 4] and bool(checkpoints) and steps == [5, 6]
     sentence = f"from saved weights: evaluated after steps {evaluated}, checkpoints {', '.join(checkpoints)}, continued with steps {steps}"

@@ -9,6 +9,8 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +122,7 @@ def test_killed_twenty_times_and_resumed(forks: Forks, tmp_path: Path) -> None:
         if kills >= 20 or len(lines(parts)) >= 4:
             assert forks.run(line, 2, free_port()) == [0, 0], forks.text(0)[-3000:]
             assert exact(parts) == whole
-            assert sorted(p.name for p in saved.iterdir()) == ["step_00000005", "step_00000006"]
+            assert sorted(p.name for p in saved.iterdir()) == [".lock", "step_00000005", "step_00000006"]
             shutil.rmtree(saved)
             runs += 1
     assert runs >= 4
@@ -191,6 +193,7 @@ def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "out")
     # The stretch of the file that holds a tensor holds a pickle that runs code.
     index = json.loads((copy / "step_00000002" / "checkpoint.json").read_text())
+    del index["sha256"]
     for tensor in index["tensors"].values():
         for piece in tensor["pieces"]:
             piece |= {"start": 0, "length": len(bomb)}
@@ -226,6 +229,7 @@ def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp
     shutil.copytree(saved, copy)
     path = copy / "step_00000002" / "checkpoint.json"
     index = json.loads(path.read_text())
+    del index["sha256"]
     change(index)
     path.write_text(json.dumps(index))
     code, err = resumed(copy)
@@ -264,6 +268,7 @@ def test_a_checkpoint_that_does_not_say_its_stream_resumes(gone: tuple[str, ...]
     shutil.copytree(saved, tmp_path / "copy")
     path = tmp_path / "copy" / "step_00000002" / "checkpoint.json"
     index = json.loads(path.read_text())
+    del index["sha256"]
     for name in gone:
         del index["data"][name]
     path.write_text(json.dumps(index))
@@ -277,6 +282,37 @@ def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: P
     code, err = resumed(copy, "checkpoint.resume=false", "checkpoint.every=2")
     assert (code, "checkpoint.resume is false" in err) == (2, True)
     assert [p.name for p in copy.glob("step_*")] == ["step_00000002"]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from playbook import locks
+assert not locks.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(saved: Path, forks: Forks, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    line = [TEXT, *QUICK, f"checkpoint.dir={copy}", f"output={tmp_path / 'out'}"]
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(copy)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert forks.run([*line, "train.steps=3"], 1, free_port()) == [2]
+        (said,) = [
+            x for x in forks.text(0).splitlines() if x.startswith(f"error: checkpoint.dir {copy} is in use by process {other.pid} on ")
+        ]
+        assert "choose another folder" in said
+        ended = [*line, "train.steps=2", f"checkpoint.export={tmp_path / 'weights'}"]
+        assert forks.run(ended, 1, free_port()) == [0], "a run that has come to its end is only read"
+        traced = [*line, "train.steps=2", "profile.kineto=true", "profile.steps=1"]
+        assert forks.run(traced, 1, free_port()) == [2], "a run to be traced trains on"
+        other.kill()
+    assert [p.name for p in copy.glob("step_*")] == ["step_00000002"]
+    assert forks.run([*line, "train.steps=3"], 1, free_port()) == [0]
 
 
 def test_a_checkpoint_is_not_taken_for_the_folder_of_all(saved: Path, tmp_path: Path) -> None:

@@ -83,6 +83,18 @@ def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> No
     assert str(bad) in results[1][2]
 
 
+def test_an_evaluation_of_rows_without_a_label_has_no_loss(tmp_path: Path) -> None:
+    """Zero would be the best evaluation of all."""
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    line = json.dumps({"images": ["bad.jpg"], "question": "q", "answer": "a"})
+    (tmp_path / "samples.jsonl").write_text(f"{line}\n{line}\n")
+    words = [f"data.path={tmp_path}", "data.on_bad_image=skip", "data.seq_len=64", "train.steps=2", "train.warmup_steps=1", "eval.every=1"]
+    ((code, out, err),) = run([str(VISION), *words, f"output={tmp_path / 'out'}"])
+    assert code == 0, err
+    assert summary(tmp_path / "out")["eval"] == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
+    assert "eval loss nan (its rows have no label" in out + err
+
+
 def test_a_run_goes_on_from_its_checkpoint_with_other_workers_to_the_last_bit(tmp_path: Path) -> None:
     # A constant rate: the cosine's depends on train.steps, which the first half lowers.
     common = [str(VISION), *COMMON, "train.deterministic=true", "optimizer.schedule=constant"]

@@ -94,6 +94,17 @@ checkpoint_files.Writer.finish, Loader._next = slowly, planted
 """
 
 
+SLOW_FILES = """
+import time
+from playbook_trainer import checkpoint_files
+finish = checkpoint_files.Writer.finish
+def slowly(self, **given):
+    time.sleep(4)
+    finish(self, **given)
+checkpoint_files.Writer.finish = slowly
+"""
+
+
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     forks = Forks(tmp_path_factory.mktemp("forks") / "log")
@@ -125,7 +136,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
     assert forks.wait() == [5, 5], forks.text(0)
     stopped = steps(out)[-1]["step"]
     assert summary(out)["outcome"] == "stopped"
-    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{stopped:08d}"]
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [".lock", f"step_{stopped:08d}"]
     assert forks.run([*words, *saving, f"train.steps={stopped + 2}", f"output={out}"], 2, free_port()) == [0, 0], forks.text(0)
     assert [r["step"] for r in steps(out)] == list(range(1, stopped + 3))
     assert f"resumed after step {stopped} of {stopped + 2}\n" in forks.text(0)
@@ -143,7 +154,16 @@ def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: 
     os.kill(ranks[0], signal.SIGTERM)
     assert forks.wait() == [3], forks.text(0)
     assert summary(tmp_path / "out")["outcome"] == "nan"
-    assert list((tmp_path / "saved").iterdir()) == []
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool, forks: Forks, tmp_path: Path) -> None:
+    """The last one, which nothing follows, would be cut off at every attempt."""
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4", f"checkpoint.async_save={str(in_background).lower()}"]
+    words = [TEXT, *QUICK, *saving, "train.steps=4", "train.hang_timeout_s=2", f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 1, free_port(), SLOW_FILES) == [0], forks.text(0)[-3000:]
+    assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000004"]
 
 
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +173,7 @@ def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     planted = Path(__file__).with_name("planted.py")
     result = LocalLauncher(command=(sys.executable, str(planted), "--real")).run(Spec(config, 2, tmp_path / "run", timeout_s=120))
     assert (result.outcome, result.returncode) == ("killed", 5), result.message
-    assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step_{steps(tmp_path / 'run')[-1]['step']:08d}"]
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == [".lock", f"step_{steps(tmp_path / 'run')[-1]['step']:08d}"]
 
 
 @pytest.mark.parametrize(("policy", "code", "saved"), [("skip", 0, [1, 2, 3, 4, 5, 6]), ("stop", 3, [1, 2]), ("continue", 3, [1, 2])])
@@ -163,7 +183,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
     assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)
     rows, metrics = steps(tmp_path / "out"), summary(tmp_path / "out")["metrics"]
     assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
-    folders = sorted((tmp_path / "saved").iterdir())
+    folders = sorted((tmp_path / "saved").glob("step_*"))
     assert [int(p.name[-8:]) for p in folders] == saved, "what is not finite is never saved"
     if policy == "skip":
         assert [r["step"] for r in rows if r.get("skipped")] == [3]
@@ -280,9 +300,12 @@ def test_the_summary_of_a_run_before_does_not_stay(forks: Forks, tmp_path: Path)
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_checkpoints_that_have_no_folder_are_said(forks: Forks, tmp_path: Path) -> None:
-    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", f"output={tmp_path}"], 1, free_port()) == [0], forks.text(0)
+def test_settings_without_an_effect_are_said(forks: Forks, tmp_path: Path) -> None:
+    assert forks.run([TEXT, *QUICK, "checkpoint.every=2", "moe.dispatcher=allgather", f"output={tmp_path}"], 1, free_port()) == [0], (
+        forks.text(0)
+    )
     assert "checkpoint.every 2 saves nothing, since checkpoint.dir is not set\n" in forks.text(0)
+    assert "moe.dispatcher allgather has no effect at parallel.ep 1" in forks.text(0)
 
 
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:

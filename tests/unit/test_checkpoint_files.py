@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
     moved = (tmp_path / "step_00000007").rename(tmp_path / "step_00000009")
     with pytest.raises(ConfigError, match="is of step 7, and its folder of another"):
         read_index(moved)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_byte_that_has_changed_in_the_index_is_noticed(tmp_path):
+    header = Header(step=7, world_size=1, parallel={}, model={"eps": 1e-6}, data={"row": 0})
+    dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)
+    path = tmp_path / "step_00000007" / "checkpoint.json"
+    written = path.read_bytes()
+    read_index(path.parent)
+    for at in range(len(written)):
+        path.write_bytes(written[:at] + bytes([written[at] ^ 1 << at % 8]) + written[at + 1 :])
+        with pytest.raises(ConfigError):
+            read_index(path.parent)
+    older = json.loads(written)
+    del older["sha256"]
+    path.write_text(json.dumps(older))
+    assert read_index(path.parent).step == 7
 
 
 @pytest.mark.filterwarnings("ignore")

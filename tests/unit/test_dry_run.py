@@ -141,6 +141,15 @@ def test_a_thousand_ranks_are_judged_without_torch():
     assert found["peak_bytes"] == max(s["peak_bytes"] for s in found["stages"])
 
 
+@pytest.mark.parametrize(
+    ("words", "says"), [(["moe.dispatcher=dedup"], True), (["moe.dispatcher=dedup", "parallel.ep=2"], False), ([], False)]
+)
+def test_a_dispatcher_that_never_runs_is_said(words, says, capsys):
+    code, out, err = command(capsys, str(TEXT), "--gpus", "2", *words)
+    assert (code, err) == (0, "")
+    assert ("moe.dispatcher dedup has no effect at parallel.ep 1" in out) == says
+
+
 def test_the_table_names_the_fullest_stage(capsys):
     code, out, _ = command(capsys, "--gpus", "1024", str(LARGE), *WIDE)
     assert code == 0

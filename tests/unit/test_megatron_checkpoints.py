@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core")
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
@@ -82,6 +85,46 @@ def test_files_that_cannot_be_read_are_one_message(fault: BaseException, saver: 
     assert saver(tmp_path).save(2, {"row": 0})
     with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: \w.*; remove it"):
         saver(tmp_path, fault).restore()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", [dcp.FileSystemReader, CachedMetadataFileSystemReader], ids=lambda r: r.__name__)
+@pytest.mark.parametrize("altered", ["__0_0.distcp", "common.pt"])
+def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
+    reader: type, altered: str, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_: MegatronSaver, folder: Path) -> None:
+        dcp.save({"a": torch.arange(12.0)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        torch.save({"b": torch.arange(12.0)}, folder / "common.pt")
+
+    def read(_: MegatronSaver, folder: Path) -> None:
+        dcp.load({"a": torch.zeros(12)}, storage_reader=reader(folder), no_dist=True)
+
+    one = saver(tmp_path)
+    monkeypatch.setattr(MegatronSaver, "_write", write)
+    monkeypatch.setattr(MegatronSaver, "_load", read)
+    assert one.save(2, {"row": 0})
+    header = one.restore()
+    assert header is not None
+    assert header.step == 2
+    file = tmp_path / "step_00000002" / altered
+    values, written = torch.arange(3.0, 12.0).numpy().tobytes(), file.read_bytes()
+    assert values in written
+    file.write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
+    with pytest.raises(ConfigError, match=f"bytes of {altered} are not as they were written, by their checksum; remove it"):
+        one.restore()
+
+
+def test_a_byte_that_has_changed_in_the_header_is_noticed(saver: Saver, tmp_path: Path) -> None:
+    assert saver(tmp_path).save(2, {"row": 0})
+    path = tmp_path / "step_00000002" / "checkpoint.json"
+    written = json.loads(path.read_text())
+    path.write_text(path.read_text().replace('"row":0', '"row":8'))
+    with pytest.raises(ConfigError, match="not as they were written, by their checksum; the checkpoint is damaged"):
+        saver(tmp_path).restore()
+    del written["sha256"]
+    path.write_text(json.dumps(written))
+    assert saver(tmp_path).restore() is not None, "one of an older version"
 
 
 @pytest.mark.parametrize("fault", [torch.cuda.OutOfMemoryError("CUDA out of memory"), dist.DistNetworkError("a peer has gone")])

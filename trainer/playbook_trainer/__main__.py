@@ -64,6 +64,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
         import torch
 
         from playbook_trainer import tracker
+        from playbook_trainer.checkpoint_files import hold
         from playbook_trainer.data import loader
         from playbook_trainer.loop import train
         from playbook_trainer.models import hf
@@ -80,6 +81,9 @@ def _run(words: list[str], rank: int, world: int) -> int:
         hf.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     if rank == 0:
         _check_output(Path(config.output))
+        if config.checkpoint.dir:
+            traced = config.profile.nvtx or config.profile.kineto
+            hold(Path(config.checkpoint.dir), None if traced else config.train.steps)
     try:
         return OF_OUTCOME[train(config, rank, world)]
     except PlaybookError as e:

@@ -10,6 +10,7 @@ Reading cannot run code: the index is JSON, and the tensors are read with weight
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -19,7 +20,7 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from playbook import locks
 from playbook.document import Strict
 from playbook.errors import ConfigError
 from playbook_trainer.data.resume import state_problem
@@ -45,6 +47,7 @@ from playbook_trainer.data.resume import state_problem
 INDEX = "checkpoint.json"
 _FULL = ("unexpected pos", "iostream error")
 """What torch's writer of archives says where a disk is full."""
+_SEAL = b',"sha256":"'
 _NAME = re.compile(r"step_(\d{8})\Z")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
 
@@ -87,6 +90,8 @@ class Header(Strict):
     model: dict[str, Any]
     data: dict[str, Any]
     """The loader's state; its `row` is the first row of the next step."""
+    sha256: str | None = Field(default=None, exclude=True)
+    """Of the bytes before it, as `sealed` writes them; checkpoints of older versions have none."""
 
     @model_validator(mode="after")
     def _has_a_place(self) -> Header:
@@ -100,6 +105,24 @@ class Index(Header):
 
     schema_: Literal["checkpoint/1"] = Field(default="checkpoint/1", alias="schema")
     tensors: dict[str, Stored]
+
+
+def sealed(content: bytes) -> bytes:
+    """A JSON object with the checksum of its bytes as its last field."""
+    return content[:-1] + _SEAL + hashlib.sha256(content[:-1]).hexdigest().encode() + b'"}'
+
+
+def check_seal(content: bytes, header: Header, folder: Path) -> None:
+    """Refuse a checkpoint.json whose bytes are not those that were written.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if header.sha256 is not None and hashlib.sha256(content.rpartition(_SEAL)[0]).hexdigest() != header.sha256:
+        raise ConfigError(
+            f"bytes of {folder / INDEX} are not as they were written, by their checksum; the checkpoint is damaged, "
+            f"remove {folder} to go on from an older one"
+        )
 
 
 def complete(root: Path) -> list[Path]:
@@ -130,6 +153,27 @@ def newest(directory: str | None, rank: int, world: int) -> Path | None:
     return found[0]
 
 
+def hold(root: Path, last_step: int | None) -> None:
+    """Keep other runs out of the folder of checkpoints until this process ends, unless it holds `last_step` and this run will save nothing.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    saved = complete(root)
+    if last_step is not None and saved and int(saved[-1].name.removeprefix("step_")) >= last_step:
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        who = locks.take(root)
+    except OSError:
+        return  # no checkpoint can be saved in it either
+    if who:
+        raise ConfigError(
+            f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
+            f"(if its machine has died, remove {root / locks.LOCK})"
+        )
+
+
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint.
 
@@ -138,7 +182,8 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / INDEX
     try:
-        index = Index.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        index = Index.model_validate_json(content)
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
     except ValidationError as e:
@@ -151,6 +196,7 @@ def read_index(folder: Path) -> Index:
     for name, stored in index.tensors.items():
         if problem := stored.problem():
             raise ConfigError(f"{path}: tensor '{name}' {problem}; the checkpoint is damaged, remove {folder} to go on from an older one")
+    check_seal(content, index, folder)
     return index
 
 
@@ -192,6 +238,20 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
+def as_written(archive: IO[bytes], name: str) -> IO[bytes]:
+    """What torch.save has written, at its beginning: it keeps a checksum of each part, at which torch.load never looks.
+
+    Raises:
+        ValueError: bytes are not as they were written.
+        zipfile.BadZipFile: it is none of torch.save's archives.
+    """
+    with zipfile.ZipFile(archive) as parts:
+        if parts.testzip() is not None:
+            raise ValueError(f"bytes of {name} are not as they were written, by their checksum")
+    archive.seek(0)
+    return archive
+
+
 class Reader(FileSystemReader):
     """Reads by our index; the library's own reader would open `.metadata`, a pickle."""
 
@@ -200,13 +260,8 @@ class Reader(FileSystemReader):
         self._index = index
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        """As the library's, of bytes that are as they were written: torch.save keeps a checksum of each part, at which torch.load never looks."""
-        stretch = io.BytesIO(super()._slice_file(file, sinfo).read(sinfo.length))
-        with zipfile.ZipFile(stretch) as archive:
-            if archive.testzip() is not None:
-                raise ValueError(f"bytes of {sinfo.relative_path} are not as they were written, by their checksum")
-        stretch.seek(0)
-        return stretch
+        """As the library's, of bytes that are as they were written."""
+        return as_written(io.BytesIO(super()._slice_file(file, sinfo).read(sinfo.length)), sinfo.relative_path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The library's view of the index."""
@@ -272,7 +327,7 @@ def _index_json(header: Header, metadata: Metadata, places: Mapping[MetadataInde
             )
         tensors[name] = {"dtype": str(stored.properties.dtype).removeprefix("torch."), "shape": list(stored.size), "pieces": pieces}
     index = {"schema": "checkpoint/1", **header.model_dump(mode="json"), "tensors": tensors}
-    return json.dumps(index, separators=(",", ":")).encode()
+    return sealed(json.dumps(index, separators=(",", ":")).encode())
 
 
 def is_full(text: str) -> bool:

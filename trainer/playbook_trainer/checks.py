@@ -243,6 +243,13 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def notes(config: TrainerConfig) -> list[str]:
+    """What may stand in a configuration, which is to run with other degrees too, and has no effect in this run."""
+    name = config.moe.dispatcher
+    idle = config.backend == "torch" and config.model.num_experts > 0 and config.parallel.ep == 1 and name != "alltoall"
+    return [f"moe.dispatcher {name} has no effect at parallel.ep 1: every rank has all experts, and no dispatcher runs"] if idle else []
+
+
 def _router_problems(config: TrainerConfig) -> list[str]:
     """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers."""
     model = config.model

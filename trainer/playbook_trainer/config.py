@@ -257,7 +257,7 @@ class TrainConfig(Strict):
     """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
     the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
     hang_timeout_s: float | None = Field(default=540.0, gt=0)
-    """Seconds without a step (compilation, evaluation and checkpoints included) after which a rank prints the stacks of its threads and ends.
+    """Seconds without a step (compilation and evaluation included, writing checkpoints not) after which a rank prints the stacks of its threads and ends.
     With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
     straggler_every: int = Field(default=100, ge=0)
     """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""

@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Leave this step's update out."""
 
     def evaluate(self, batches: list[Any]) -> float:
-        """The mean loss per label over the batches of all ranks."""
+        """The mean loss per label over the batches of all ranks; NaN where no row has a label."""
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
+from playbook_trainer import checks, kernels, ledger, optimizer
 from playbook_trainer import engine as backends
-from playbook_trainer import kernels, ledger, optimizer
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.data.batch import Batch, to_device
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
@@ -69,6 +69,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     if config.checkpoint.every and not config.checkpoint.dir:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
+    for note in checks.notes(config):
+        recorder.say(note)
     if _forgets_tokenizer(config):
         recorder.say(f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: its weights know text by other ids")
     if resumed:
@@ -170,6 +172,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
             recorder.flush()
         return "nan" if recorder.nan else "ok"
     finally:
+        trainer.watchdog.rest()  # a checkpoint may still be being written
         gc.enable()
 
 
@@ -261,6 +264,8 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     if trainer.engine.saver.latest == trainer.step:
         return
     recorder.flush()
+    # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
+    trainer.watchdog.rest()
     if not trainer.engine.saver.save(trainer.step, _data_state(trainer)):
         recorder.say(f"step {trainer.step}  weights or moments are not finite: no checkpoint")
     recorder.pause()

@@ -126,7 +126,7 @@ class Recorder:
         """An evaluation's mean loss; the time it took belongs to no step."""
         self.flush()
         self.evals[step] = loss
-        self.say(f"step {step}  eval loss {loss:.4f}")
+        self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
         self._restart()
 
     def note_ranks(self, step: int, times: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -13,7 +14,7 @@ from playbook_trainer.nvtx import open_ranges
 
 
 class Watchdog:
-    """Ends this rank once `timeout_s` seconds have passed since the last `alive`; with None it does nothing."""
+    """Ends this rank once `timeout_s` seconds have passed since the last `alive`, but for a `rest`; with None it does nothing."""
 
     def __init__(self, timeout_s: float | None, rank: int) -> None:
         self._timeout_s, self._rank = timeout_s, rank
@@ -26,6 +27,10 @@ class Watchdog:
     def alive(self, step: int) -> None:
         """A step is over."""
         self._step, self._last = step, time.monotonic()
+
+    def rest(self) -> None:
+        """Nothing is watched until the next `alive`."""
+        self._last = math.inf
 
     def close(self) -> None:
         """Stop watching."""

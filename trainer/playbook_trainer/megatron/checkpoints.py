@@ -11,9 +11,11 @@ files, so a folder from someone else is as good as a program from them.
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +30,14 @@ from playbook.errors import ConfigError, DataError
 from playbook_trainer.checkpoint_files import (
     INDEX,
     Header,
+    as_written,
     cause,
+    check_seal,
     clear_leftovers,
     complete,
     is_full,
     newest,
+    sealed,
     write_durably,
     writing_folder,
 )
@@ -43,7 +48,7 @@ from playbook_trainer.parallel.axes import Axes
 
 _FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Degrees that a checkpoint can only be resumed with."""
-_UNREADABLE = (OSError, dcp.CheckpointException, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError)
+_UNREADABLE = (OSError, dcp.CheckpointException, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 """What readers raise on files that are missing, cut or altered."""
 
 
@@ -82,7 +87,8 @@ class MegatronSaver:
 
         try:
             wrap.make_state(self._optim)
-            self._load(folder)
+            with checked(folder):
+                self._load(folder)
         except (torch.cuda.OutOfMemoryError, dist.DistError):
             raise  # the folder may be as good as ever
         except (*_UNREADABLE, CheckpointingException) as e:
@@ -174,7 +180,7 @@ class MegatronSaver:
         header = MegatronHeader(
             step=step, world_size=self._axes.world.size, parallel=told["parallel"], model=told["model"], data=data, format=self._format
         )
-        write_durably(folder / INDEX, header.model_dump_json(by_alias=True).encode())
+        write_durably(folder / INDEX, sealed(header.model_dump_json(by_alias=True).encode()))
         folder.rename(self._root / f"step_{step:08d}")
         for old in complete(self._root)[: -self._config.checkpoint.keep]:
             # Renamed first: half a folder must never pass for a checkpoint.
@@ -182,6 +188,25 @@ class MegatronSaver:
             with suppress(OSError):
                 old.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def checked(folder: Path) -> Iterator[None]:
+    """Inside this block, what torch's reader hands out of files of tensors is as it was written; megatron-core's reader is one, too.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: the state that all ranks have in common is not as it was written.
+    """
+    for common in folder.glob("*.pt"):
+        with common.open("rb") as file:
+            as_written(file, common.name)
+    plain = dcp.FileSystemReader._slice_file
+    reader: Any = dcp.FileSystemReader
+    reader._slice_file = lambda self, file, place: as_written(io.BytesIO(plain(self, file, place).read(place.length)), place.relative_path)
+    try:
+        yield
+    finally:
+        reader._slice_file = plain
 
 
 @contextmanager
@@ -256,13 +281,16 @@ def read_header(folder: Path) -> MegatronHeader:
     """
     path = folder / INDEX
     try:
-        return MegatronHeader.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        header = MegatronHeader.model_validate_json(content)
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
     except ValidationError as e:
         raise ConfigError(
             f"{path} is no checkpoint of the megatron backend ({e.error_count()} problems); choose another checkpoint.dir"
         ) from e
+    check_seal(content, header, folder)
+    return header
 
 
 def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str | None:

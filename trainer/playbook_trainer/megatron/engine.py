@@ -128,7 +128,7 @@ class MegatronEngine:
         sums[0] = loss.double() if once else 0.0
         dist.all_reduce(sums)
         total, labels = sums.tolist()
-        return float(total / max(1.0, labels))
+        return float(total / labels) if labels else math.nan
 
     def export(self, folder: Path) -> None:
         """Gathered tensor by tensor."""

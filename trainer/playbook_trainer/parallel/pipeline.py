@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import torch
@@ -139,7 +140,7 @@ def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
 
 @torch.no_grad()
 def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> float:
-    """The mean loss per label over the batches of all ranks."""
+    """The mean loss per label over the batches of all ranks; NaN where no row has a label: 0 would be the best of all evaluations."""
     sums = torch.zeros(2, device=batches[0].tokens_N.device, dtype=torch.float64)
     for batch, loss in zip(batches, _losses(model, batches, axes), strict=axes.is_last_stage):
         if axes.tp.rank == 0:
@@ -148,4 +149,4 @@ def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> float:
     if axes.world.size > 1:
         dist.all_reduce(sums)
     loss, labels = sums.tolist()
-    return float(loss / max(1.0, labels))
+    return float(loss / labels) if labels else math.nan
