@@ -26,7 +26,9 @@ def derive(measured: Measured, case: Case, metric: Metric, expect: Expect | None
     names = [v for v in case.variants if v not in dead]
     blocks = blocks_of(measured.runs, names)
     faulty = verdict.faulty([r for r in measured.runs if r.variant not in dead and r.outcome == "ok"], metric, checks)
-    if not (faulty or blocks or dead) and (early := verdict.from_the_start(measured, case, metric)):
+    if not (faulty or blocks or dead) and (
+        early := verdict.from_the_start(measured, case, metric, lambda first: block_gates(measured, case, metric, [first]))
+    ):
         return early
     if faulty or not (blocks or dead):
         text = "the budget ended before the first block of runs"
@@ -73,11 +75,8 @@ def _compare(
     names = [v for v in case.variants if v in blocks[0]]
     blocks = [{v: b[v] for v in names} for b in blocks]
     conditions = block_gates(measured, case, metric, blocks)
-    broken = [g for g in conditions if not g.ok]
-    if broken:
-        text = "; ".join(f"{g.name}: {g.detail}" for g in broken)
-        found = Verdict(status="inconclusive", reason="invalid_pair", sentence=f"the runs cannot be compared: {text}")
-        return Derived(receipts=checks, gates=conditions, verdict=found)
+    if unlike := verdict.incomparable(conditions, checks):
+        return unlike
     if metric.deterministic:
         spread = next((s for v in names if (s := verdict.spread(metric, [b[v] for b in blocks]))), "")
         conditions.append(Gate(name="repeatable", ok=not spread, detail=spread))

@@ -7,7 +7,7 @@ machine; drifting steps; and only then the effect, by its interval against the c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from playbook.cards import Expect, Quantity
@@ -15,7 +15,7 @@ from playbook.errors import ConfigError
 from playbook_bench import gates, metrics, receipt, stats
 from playbook_bench.case import Case
 from playbook_bench.metrics import Metric
-from playbook_bench.records import Check, Comparison, Derived, Gate, Measured, Plan, Reason, Run, Status, Verdict
+from playbook_bench.records import Check, Comparison, Derived, Gate, Measured, Plan, Reason, Run, Status, Variant, Verdict
 
 EXACT_TOLERANCE = 1e-9
 _GIB = 2.0**30
@@ -92,7 +92,7 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
     pairs = gates.pairs_of(measured.runs)
     if not pairs:
         out_of_time = Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
-        return from_the_start(measured, case, metric) or out_of_time
+        return from_the_start(measured, case, metric, lambda first: pair_gates(measured, case, metric, [_pair(first)])) or out_of_time
     if metric.name == "fits":
         return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
     return _compare(measured, case, plan, metric, expect, checks, pairs)
@@ -102,11 +102,8 @@ def _compare(
     measured: Measured, case: Case, plan: Plan, metric: Metric, expect: Expect | None, checks: list[Check], pairs: list[gates.Pair]
 ) -> Derived:
     conditions = pair_gates(measured, case, metric, pairs)
-    broken = [g for g in conditions if not g.ok]
-    if broken:
-        text = "; ".join(f"{g.name}: {g.detail}" for g in broken)
-        verdict = _verdict("inconclusive", "invalid_pair", f"the runs cannot be compared: {text}")
-        return Derived(receipts=checks, gates=conditions, verdict=verdict)
+    if unlike := incomparable(conditions, checks):
+        return unlike
     if metric.deterministic:
         moved = next((s for side in zip(*pairs, strict=True) if (s := spread(metric, side))), "")
         conditions.append(Gate(name="repeatable", ok=not moved, detail=moved))
@@ -127,25 +124,35 @@ def _compare(
     return Derived(comparison=found, receipts=checks, gates=conditions, verdict=verdict)
 
 
-def from_the_start(measured: Measured, case: Case, metric: Metric) -> Derived | None:
+def incomparable(conditions: list[Gate], checks: list[Check], what: str = "the runs cannot be compared") -> Derived | None:
+    """Runs that do not meet the conditions have no verdict; None where they do."""
+    broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
+    return (
+        Derived(receipts=checks, gates=conditions, verdict=_verdict("inconclusive", "invalid_pair", f"{what}: {broken}"))
+        if broken
+        else None
+    )
+
+
+def from_the_start(
+    measured: Measured, case: Case, metric: Metric, conditions: Callable[[dict[Variant, Run]], list[Gate]]
+) -> Derived | None:
     """What the first, discarded run of each variant shows before any pair: a path that did not run, or runs that cannot be compared. None where all is well so far.
 
     Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
     """
-    first = {r.variant: r for r in measured.runs if r.role == "burn_in" and r.outcome == "ok"}
-    if first.keys() != set(case.variants):
+    ran = {r.variant: r for r in measured.runs if r.role == "burn_in" and r.outcome == "ok"}
+    if ran.keys() != set(case.variants):
         return None
-    base, *others = (first[v] for v in case.variants)
-    checks = receipt.judge_runs(case.activation, [base, *others])
+    first = {v: ran[v] for v in case.variants}
+    checks = receipt.judge_runs(case.activation, list(first.values()))
     if unusable := faulty([], metric, checks):
         return Derived(receipts=checks, verdict=unusable)
-    conditions = [(other, g) for other in others for g in pair_gates(measured, case, metric, [(base, other)])]
-    broken = [(other, g) for other, g in conditions if not g.ok]
-    if not broken:
-        return None
-    text = "; ".join(f"{f'{other.variant} against {base.variant}: ' if len(others) > 1 else ''}{g.name}: {g.detail}" for other, g in broken)
-    found = _verdict("inconclusive", "invalid_pair", f"the first run of each shows that they cannot be compared: {text}")
-    return Derived(receipts=checks, gates=[g for _, g in broken], verdict=found)
+    return incomparable(conditions(first), checks, "the first run of each shows that they cannot be compared")
+
+
+def _pair(runs: Mapping[Variant, Run]) -> gates.Pair:
+    return runs["baseline"], runs["candidate"]
 
 
 def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[gates.Pair], allowed: Collection[str] = ()) -> list[Gate]:

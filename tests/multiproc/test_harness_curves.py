@@ -102,7 +102,7 @@ def test_a_value_with_losses_of_its_own_ends_the_series_with_the_first_block(cur
     plant(seed2={"loss": 0.5})
     found = confirmed(curve_card("sweep", "{op: best, at: [1], margin: {value: 5, unit: percent}}"), tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "invalid_pair")
-    assert "cannot be compared: 2 against 1: loss: mean losses differ by 9.2 %" in found.evidence.derived.verdict.sentence
+    assert "cannot be compared: loss: 2 against 1: mean losses differ by 9.2 %" in found.evidence.derived.verdict.sentence
     assert "3 against 1" not in found.evidence.derived.verdict.sentence
     assert [r.role for r in found.evidence.measured.runs] == ["burn_in"] * 3
     assert store.replay(found.path) == (True, [])

@@ -192,8 +192,7 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
     Raises:
         ConfigError: one line for each.
     """
-    problems = device_problems(config, device)
-    problems += filter(None, [wrap.wrong_gradients(config, world, megatron.core.__version__)])
+    problems = device_problems(config, device) + wrap.gradient_problems(config, world, megatron.core.__version__)
     if mapping.has_transformer_engine(config):
         try:
             import transformer_engine.pytorch  # noqa: F401

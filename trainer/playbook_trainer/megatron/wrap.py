@@ -47,28 +47,32 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
     return wrapped
 
 
-def wrong_gradients(config: TrainerConfig, world: int, version: str) -> str:
-    """What an old megatron-core gets wrong of Megatron-FSDP's gradients under this configuration, and what to do; empty where nothing is.
+def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[str]:
+    """What an old megatron-core gets wrong of Megatron-FSDP's gradients on so many ranks, in one line each.
 
     Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. Found on 0.16.1 by
     gradient norms beside those of the distributed optimizer.
     """
     mg, par = config.megatron, config.parallel
     if mg.data_parallel != "megatron_fsdp" or tuple(int(n) for n in version.split(".")[:2]) >= (0, 19):
-        return ""
-    kept = ("optim_grads", "optim_grads_params")
-    if mg.sharding_strategy not in kept:
-        return f"megatron.sharding_strategy {mg.sharding_strategy}: megatron-core {version} takes wrong gradients or norms of it; set {' or '.join(kept)}, or install 0.19 or later"
+        return []
+    problems, wrong = [], f"megatron-core {version} takes wrong gradients or norms"
+    if mg.sharding_strategy not in ("optim_grads", "optim_grads_params"):
+        problems.append(
+            f"megatron.sharding_strategy {mg.sharding_strategy}: {wrong} of it; set optim_grads_params, or install 0.19 or later"
+        )
     if config.model.vision is not None:
-        return f"megatron.data_parallel megatron_fsdp with a vision tower: megatron-core {version} takes wrong gradients of it; set distributed_optimizer, or install 0.19 or later"
+        problems.append(
+            f"megatron_fsdp with a vision tower: {wrong} of it; set megatron.data_parallel: distributed_optimizer, or install 0.19 or later"
+        )
     dense, experts = world // (par.tp * par.pp), world // (par.pp * par.ep * (par.etp or par.tp))
     if dense == 1 or (config.model.num_experts and experts == 1):
-        who = "parameters have" if dense == 1 else f"with parallel.ep {par.ep} experts have"
-        return (
-            f"megatron.data_parallel megatron_fsdp: {who} no other rank to share data with, and megatron-core {version} doubles such gradients with each "
-            "micro-batch; set distributed_optimizer, spread over more ranks, or install 0.19 or later"
+        alone = "parameters" if dense == 1 else f"experts at parallel.ep {par.ep}"
+        problems.append(
+            f"megatron_fsdp where {alone} share data with no other rank: {wrong}; set megatron.data_parallel: distributed_optimizer, spread over more "
+            "ranks, or install 0.19 or later"
         )
-    return ""
+    return problems
 
 
 def _tell_schedules(config: TrainerConfig, transformer_config: Any, wrapped: list[Any]) -> None:
