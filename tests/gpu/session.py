@@ -5,6 +5,8 @@
 
 Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
 end is not done again by the next call with the same folder, and series of matched runs go on where time has cut them, as long as the machine stands.
+Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one. Where CUDA_VISIBLE_DEVICES names a GPU twice, two tasks
+share it, which no task that takes times may do.
 What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
 """
 
@@ -38,6 +40,8 @@ class Task:
     """Of the seconds left, it is told so many fewer: what it begins last has to end, too."""
     settled: frozenset[int] = frozenset({0})
     """Exit codes after which it is not to be done again. Commands that their time has cut end with another, and go on when they are called again."""
+    nodes: int = 0
+    """So many ranks of tests take one GPU in turns, as if each were a node (`tests/multiproc/nodes.py`)."""
 
 
 def claims(names: str, gpus: int, least_s: int) -> Task:
@@ -46,10 +50,18 @@ def claims(names: str, gpus: int, least_s: int) -> Task:
     return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}))  # confirmed, refuted, not applicable
 
 
+PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
+
+
 def tests(words: str, gpus: int, least_s: int) -> Task:
     """Tests that need GPUs."""
     marker = "gpu" if gpus == 1 else "multigpu"
-    return Task(gpus, f"python -m pytest -q -s -p no:cacheprovider -m {marker} {words}", least_s, settled=frozenset({0, 1}))
+    return Task(gpus, f"{PYTEST} {marker} {words}", least_s, settled=frozenset({0, 1}))
+
+
+def shared(words: str, least_s: int) -> Task:
+    """Tests that need four GPUs, or four nodes that one GPU stands for."""
+    return Task(1, f"{PYTEST} multigpu {words}", least_s, settled=frozenset({0, 1}), nodes=4)
 
 
 def screening(words: str, gpus: int, least_s: int) -> Task:
@@ -106,6 +118,11 @@ TASKS: dict[str, Task] = {
     "layouts2": tests("tests/gpu/test_megatron_gpu.py -k 'not resumed'", 2, 420),
     "resumed2": tests("tests/gpu/test_megatron_gpu.py -k resumed", 2, 250),
     "sharded2": tests("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 2, 170),
+    "shared-layouts": shared("tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp'", 150),
+    "shared-sharded": shared("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 100),
+    "shared-resumed": shared("tests/gpu/test_megatron_gpu.py -k resumed", 100),
+    "shared-images": shared("tests/gpu/test_megatron_vl_gpu.py -k layout", 120),
+    "shared-torch": shared("tests/gpu/test_layouts_gpu.py tests/gpu/test_megatron_weights_gpu.py tests/gpu/test_operation_gpu.py", 120),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
     "first-step": Task(
@@ -170,7 +187,7 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "PLAYBOOK_PARITY": str(out / "parity"),
         "PLAYBOOK_SECONDS": str(told),
-    }
+    } | ({"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {})
     words[0] = sys.executable if words[0] == "python" else words[0]
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, note, train_all
+from nodes import four_or_two
 from ranks import run, steps
 
 MODELS = {
@@ -70,7 +70,7 @@ def test_one_gpu_learns(tmp_path: Path) -> None:
 def far(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], dict[str, float]]:
     """How far a layout is from one GPU; all selected ones are trained at the first question, by the same processes."""
     root = tmp_path_factory.mktemp("layouts")
-    n = 4 if torch.cuda.device_count() >= 4 else 2
+    n = four_or_two()
     wanted = {tuple(item.callspec.params.values()) for item in request.session.items if hasattr(item, "callspec")}
     chosen = [(dtype, name) for dtype in ("fp32", "bf16") for name in LAYOUTS if {(dtype, name), (name, dtype)} & wanted]
     jobs = {}
@@ -128,7 +128,7 @@ def test_checkpoint_resumes_on_one_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.multigpu
 def test_checkpoint_of_several_gpus_resumes_on_one(tmp_path: Path) -> None:
-    n = 4 if torch.cuda.device_count() >= 4 else 2
+    n = four_or_two()
     words = [*MODELS["moe"], *COMMON, *BF16, *WIDE, "optimizer.schedule=constant"]
     assert run([*words, f"output={tmp_path / 'whole'}"])[0][0] == 0
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3"]

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
+from nodes import four_or_two
 from ranks import start, steps, summary
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -220,12 +221,7 @@ def one_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def several_gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
-    return _trained(request, tmp_path_factory.mktemp("several"), SEVERAL_GPUS, SEVERAL, count())
-
-
-def count() -> int:
-    """GPUs of the layouts on several."""
-    return 4 if torch.cuda.device_count() >= 4 else 2
+    return _trained(request, tmp_path_factory.mktemp("several"), SEVERAL_GPUS, SEVERAL, four_or_two())
 
 
 def compare(name: str, expected: tuple[str, tuple[str, ...], float], trained: tuple[Path, dict[str, str | None]]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
+from nodes import four_or_two
 from ranks import ROOT, steps
 
 from playbook.site_loss_curves import ALLOWED, distances, series_of
@@ -132,7 +133,7 @@ def test_logits_and_gradients_are_as_near_to_float32_as_the_torch_backends(words
 def far(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, float]]:
     """How far a layout is from one GPU of the same backend; all selected ones are trained at the first question, by the same processes."""
     root = tmp_path_factory.mktemp("layouts")
-    n = 4 if torch.cuda.device_count() >= 4 else 2
+    n = four_or_two()
     chosen = [
         i.callspec.params["name"] for i in request.session.items if hasattr(i, "callspec") and i.callspec.params.get("name") in LAYOUTS
     ]
@@ -225,7 +226,7 @@ WIDER = ["model.num_experts=16", "model.top_k=4", "model.vision.hidden_size=128"
 @pytest.mark.timeout(600)
 def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> None:
     """Writes the curves for the page on parity, where PLAYBOOK_PARITY names its folder; PLAYBOOK_SECONDS ends it with the runs that there are by then."""
-    ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    ranks = four_or_two()
     ways = WAYS[ranks]
     names = {(way, i): f"{number}-{i}" for i in range(len(RATES)) for number, way in enumerate(ways)}
     long = f"train.micro_batch_size={4 // ranks}"  # as few launches as four rows over the ranks allow: hosts are what takes the time

@@ -30,10 +30,12 @@ MODEL = ["model.head_dim=64", "model.hidden_size=128"]
 def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tmp_path: Path) -> None:
     for package in ("megatron.core", "transformer_engine", "einops", "transformers"):
         pytest.importorskip(package)
-    if torch.cuda.device_count() < gpus:
+    from nodes import gpus as found
+    from ranks import run
+
+    if found() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     import parity
-    from ranks import run
 
     from playbook_trainer.config import load, parse_overrides
     from playbook_trainer.models import hf

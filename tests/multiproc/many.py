@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nodes import place
 
 from playbook_trainer import checks, environment
 from playbook_trainer.config import load, parse_overrides
@@ -98,7 +99,7 @@ def together(jobs: list[list[str]], ranks: int, first: int, stall: float, platfo
             if pid == 0:
                 die_with_the_parent()
                 os.close(read)
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+                os.environ |= place(rank, ranks, first)
                 rank_main(jobs, rank, ranks, Path(folder), stall, platform, write)
             children[pid] = rank
         os.close(write)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nodes import place
+
 from playbook_bench.launch import free_port
 
 __all__ = ["ROOT", "free_port", "leave", "run", "start", "steps", "summary"]
@@ -25,8 +27,7 @@ def start(words: list[str], ranks: int, *, command: list[str] | None = None, log
     }
     processes = []
     for rank in range(ranks):
-        env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {**base, **place(rank, ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         line = [*(command or [sys.executable, "-m", "playbook_trainer"]), *words]
         processes.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     return processes
