@@ -87,7 +87,9 @@ def build(config: TrainerConfig) -> tuple[Any, list[Any]]:
         }
         for stage in stages
     ]
-    return settings, [build_text(config, settings, **end) for end in ends]
+    # As the engine does: megatron-core makes routers on the CPU, and moves them in a function that ours does not call.
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return settings, [build_text(config, settings, **end).to(device) for end in ends]
 
 
 def packed(batch: Batch) -> PackedSeqParams:
