@@ -77,6 +77,9 @@ PHOTOGRAPHS = (
 )
 """The other side of P4 and P4.t, without what its layout and memory allow."""
 
+STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
+"""About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
+
 TASKS: dict[str, Task] = {
     "bare": Task(4, "python tests/gpu/beside_bare.py --budget {left} --out {out}/parity", 150, 60),
     "bare2": Task(2, "python tests/gpu/beside_bare.py --budget {left} --out {out}/parity model.num_layers=16", 150, 45),
@@ -118,10 +121,11 @@ TASKS: dict[str, Task] = {
     "layouts2": tests("tests/gpu/test_megatron_gpu.py -k 'not resumed'", 2, 420),
     "resumed2": tests("tests/gpu/test_megatron_gpu.py -k resumed", 2, 250),
     "sharded2": tests("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 2, 170),
-    "shared-layouts": shared("tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp'", 150),
-    "shared-sharded": shared("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 100),
-    "shared-resumed": shared("tests/gpu/test_megatron_gpu.py -k resumed", 100),
-    "shared-images": shared("tests/gpu/test_megatron_vl_gpu.py -k layout", 120),
+    "shared-layouts": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and not ({STAGES})'", 230),
+    "shared-stages": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and ({STAGES})'", 290),
+    "shared-sharded": shared("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 180),
+    "shared-resumed": shared("tests/gpu/test_megatron_gpu.py -k resumed", 260),
+    "shared-images": shared("tests/gpu/test_megatron_vl_gpu.py -k layout", 320),
     "shared-torch": shared("tests/gpu/test_layouts_gpu.py tests/gpu/test_megatron_weights_gpu.py tests/gpu/test_operation_gpu.py", 120),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
