@@ -96,6 +96,32 @@ def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
         hf.check_folder(stretched, tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"attention_factor": 1.0, "truncate": True}, None),
+        ({"attention_factor": 1.5}, "attention_factor 1.5, here 1.0"),
+        ({"truncate": False}, "truncate False, here True"),
+        ({"mscale": None, "mscale_all_dim": None}, "mscale_all_dim 0.0, here 1.0 .*attention_factor 1.138629, here 1.0"),
+        ({"mscale": 0.5}, "mscale 0.5, here 1.0"),
+        ({"factor": "4"}, "factor '4', here 4.0"),
+    ],
+)
+def test_stretched_rotary_frequencies_are_compared_as_transformers_computes_them(change, message, tmp_path):
+    """A file need not say all of them, and says more than one model's settings: what it leaves out, transformers fills in."""
+    config = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
+    hf.save_safetensors(config, parity.random_state(config), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    rope = {**settings["rope_parameters"], **change}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_parameters": {k: v for k, v in rope.items() if v is not None}}))
+    if message is None:
+        hf.check_folder(config, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            hf.check_folder(config, tmp_path)
+
+
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_out_and_back_is_exact(make, dtype, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,9 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     if settings.get("model_type") == "qwen3_moe":
         text = {"norm_topk_prob": False, **text}  # what transformers takes where a file does not say
     rope = _rope(text)
-    yarn = YARN_FIELDS if rope.get("rope_type") == "yarn" else {}
+    yarn: Mapping[str, str | None] = {}
+    if rope.get("rope_type") == "yarn":
+        rope, yarn = _stretched(rope), {**YARN_FIELDS, "attention_factor": None, "truncate": None}
     # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
     widths: Mapping[str, str | None] = {k: v for k, v in MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
     if config.attention == "gqa":
@@ -288,6 +291,23 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
         kind = part.get("rope_type", part.get("type"))  # published before transformers renamed it
         rope |= {**part, "rope_type": kind} if kind is not None else part
     return rope
+
+
+def _stretched(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """With what transformers takes or computes where a file does not say.
+
+    Source: transformers, `modeling_rope_utils.py` (_compute_yarn_parameters) and `DeepseekV3Attention`, which scales scores by mscale_all_dim.
+    """
+    given = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 0.0, "truncate": True} | {
+        k: v for k, v in rope.items() if v is not None
+    }
+    factor, mscale, every = (given.get(key, 0) for key in ("factor", "mscale", "mscale_all_dim"))
+    if "attention_factor" not in given and all(isinstance(number, (int, float)) for number in (factor, mscale, every)):
+        wide = math.log(factor) / 10 if factor > 1 else 0.0
+        given["attention_factor"] = (mscale * wide + 1) / (every * wide + 1) if mscale > 0 and every > 0 else wide + 1
+    if isinstance(given.get("attention_factor"), float):
+        given["attention_factor"] = round(given["attention_factor"], 6)
+    return given
 
 
 def _part(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
