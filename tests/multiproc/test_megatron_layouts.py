@@ -156,6 +156,16 @@ def beside(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(w for w in words if not w.startswith(("megatron.data_parallel", "megatron.sharding_strategy")))
 
 
+@pytest.mark.parametrize(("words", "refused"), [(("parallel.ep=2",), True), ((), False)])
+def test_experts_that_the_norm_counts_too_little_are_refused(words: tuple[str, ...], refused: bool) -> None:
+    from playbook_trainer.megatron.wrap import gradient_problems
+
+    path, *overrides = sharded_job("no_shard", 2, (*FSDP, "megatron.sharding_strategy=no_shard", *words)).words
+    problems = gradient_problems(load(ROOT / path, parse_overrides(overrides)), 2, "0.19.2")
+    assert (problems == []) == (not refused)
+    assert all("no_shard with parallel.ep 2" in p and "set optim_grads_params" in p for p in problems)
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str | None]]:
     """The layouts that the installed version has right, each beside the distributed optimizer."""

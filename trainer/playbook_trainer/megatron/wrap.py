@@ -47,15 +47,24 @@ def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]
     return wrapped
 
 
-def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[str]:
-    """What an old megatron-core gets wrong of Megatron-FSDP's gradients on so many ranks, in one line each.
+SHORT = (
+    "megatron-core {} counts experts too little in the gradient norm, so it clips too late; set optim_grads_params, "
+    "or megatron.data_parallel: distributed_optimizer or ddp"
+)
 
-    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. Found on 0.16.1 by
-    gradient norms beside those of the distributed optimizer.
+
+def gradient_problems(config: TrainerConfig, world: int, version: str) -> list[str]:
+    """What a megatron-core gets wrong of Megatron-FSDP's gradients on so many ranks, in one line each.
+
+    Before 0.19 a reduced gradient is added to the memory that it was made of, where that memory is a whole rank's. 0.19 counts experts too little
+    in the norm that clips, where nothing is sharded. Found on 0.16.1 and 0.19.2 by gradient norms beside those of the distributed optimizer.
     """
-    mg, par = config.megatron, config.parallel
-    if mg.data_parallel != "megatron_fsdp" or tuple(int(n) for n in version.split(".")[:2]) >= (0, 19):
+    mg, par, release = config.megatron, config.parallel, tuple(int(n) for n in version.split(".")[:2])
+    if mg.data_parallel != "megatron_fsdp":
         return []
+    if release >= (0, 19):
+        short = release == (0, 19) and mg.sharding_strategy == "no_shard" and config.model.num_experts and par.ep > 1
+        return [f"megatron.sharding_strategy no_shard with parallel.ep {par.ep}: {SHORT.format(version)}"] if short else []
     problems, wrong = [], f"megatron-core {version} takes wrong gradients or norms"
     if mg.sharding_strategy not in ("optim_grads", "optim_grads_params"):
         problems.append(
