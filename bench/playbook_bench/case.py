@@ -232,9 +232,10 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         found.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
     if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
         found.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
-    if case.kind != "pair" and any(look % 2 for look in case.budget.pairs):
+    if any(look % 2 for look in case.budget.pairs):
+        unit = "pair" if case.kind == "pair" else "block"
         found.append(
-            (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a block and its reverse cancel drift")
+            (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a {unit} and its reverse cancel drift")
         )
     return found + _receipt_problems(case)
 

@@ -228,6 +228,7 @@ def test_a_case_that_does_not_make_sense_is_said():
         (sweep(activation=Activation()), "nothing proves that the 1 ran as meant"),
         (sweep(activation=Activation(every=PROOF.every, variants={"9": PROOF.every})), "variant '9' is not known"),
         (sweep(budget={"pairs": [3, 4]}), "even numbers"),
+        (sweep(kind="pair", budget={"pairs": [4, 7]}), "even numbers, since a pair"),
         (square().model_copy(update={"factors": square().factors[:1]}), "has 2 factors"),
     ):
         assert any(text in message for _, message in case_problems(case)), text
