@@ -185,13 +185,9 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
     told = max(0, int(left) - task.margin_s)
     words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "PLAYBOOK_PARITY": str(out / "parity"),
-        "PLAYBOOK_SECONDS": str(told),
-    } | ({"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {})
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(told)}
+    # Tables say what ranks with GPUs of their own found.
+    env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {"PLAYBOOK_PARITY": str(out / "parity")}
     words[0] = sys.executable if words[0] == "python" else words[0]
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
