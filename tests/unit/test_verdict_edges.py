@@ -1,0 +1,94 @@
+"""Verdicts at their edges: an interval that ends on the margin, a side that is seldom taken, a zero to divide by."""
+
+import math
+
+import pytest
+from test_verdict import around, judge, make_run, measured, series
+
+from playbook.cards import Quantity
+from playbook_bench import metrics, stats, verdict
+
+
+@pytest.mark.parametrize(
+    ("op", "low", "high", "status"),
+    [
+        (">=", 5, 9, "confirmed"),
+        (">=", 1, 5, None),
+        (">=", 1, 4.9, "refuted"),
+        ("<=", 1, 5, "confirmed"),
+        ("<=", 5, 9, None),
+        ("<=", 5.1, 9, "refuted"),
+        ("within", -4.9, 4.9, "confirmed"),
+        ("within", -5, 4, None),
+        ("within", -4, 5, None),
+        ("within", -9, 4, None),
+        ("within", -9, -5, None),
+        ("within", 5, 9, None),
+        ("within", -9, -5.1, "refuted"),
+        ("within", 5.1, 9, "refuted"),
+        ("within", -9, 9, None),
+    ],
+)
+def test_an_interval_beside_a_margin_of_five(op: str, low: float, high: float, status: str | None) -> None:
+    assert verdict.decide(op, 5, low, high) == status
+
+
+@pytest.mark.parametrize(
+    ("unit", "size"),
+    [("count", 1), ("bytes", 1), ("gib", 2**30), ("tokens", 1), ("seconds", 1), ("points", 0.01), ("flops", 1), ("gpus", 1)],
+)
+def test_a_margin_in_its_unit_is_the_metrics_own(unit: str, size: float) -> None:
+    assert verdict.threshold(metrics.get("recompiles"), Quantity(value=3, unit=unit)) == 3 * size
+
+
+@pytest.mark.parametrize(
+    ("op", "margin", "status"),
+    [
+        (">=", 1.0, "confirmed"),
+        (">=", 1.000001, "refuted"),
+        ("<=", 1.0, "confirmed"),
+        ("<=", 0.999999, "refuted"),
+        ("within", 1.0, "confirmed"),
+        ("within", 0.999999, "refuted"),
+    ],
+)
+def test_an_exact_figure_may_lie_on_the_margin(op: str, margin: float, status: str) -> None:
+    """Of a count there is one less, which is better by one; what is left to rounding is a billionth."""
+    pair = [make_run("baseline", metrics={"recompiles": 5.0}), make_run("candidate", position=1, metrics={"recompiles": 4.0})]
+    found = verdict.derive(measured(pair, op=op, margin=margin, unit="count", metric="recompiles"))
+    assert (found.verdict.status, found.verdict.reason) == (status, "exact")
+
+
+@pytest.mark.parametrize(("before", "after", "status"), [(0.0, 50.0, "refuted"), (50.0, 0.0, "confirmed")])
+def test_a_ratio_to_or_from_nothing_has_a_verdict_and_no_figure(before: float, after: float, status: str) -> None:
+    """Fewer bytes are better."""
+    pair = [
+        make_run("baseline", metrics={"state_bytes_per_rank": before}),
+        make_run("candidate", position=1, metrics={"state_bytes_per_rank": after}),
+    ]
+    found = verdict.derive(measured(pair, op=">=", margin=5.0, metric="state_bytes_per_rank"))
+    assert found.verdict.status == status
+    assert (found.comparison.effect, found.comparison.mean, found.comparison.differences) == (None, None, [])
+    assert "without bound as a ratio" in found.verdict.sentence
+
+
+@pytest.mark.parametrize(("pairs", "wanted"), [(3, 4), (5, 8), (9, 12)])
+def test_between_looks_the_next_one_is_named(pairs: int, wanted: int) -> None:
+    assert f"stopped after {pairs} pairs, a verdict needs {wanted};" in judge(around(0.2, pairs)).verdict.sentence
+
+
+@pytest.mark.parametrize(("pairs", "counted"), [(16, True), (17, False)])
+def test_signs_are_counted_as_long_as_that_is_quick(pairs: int, counted: bool) -> None:
+    assert (judge(around(0.2, pairs), looks=(pairs,)).comparison.sign_flip_p is not None) == counted
+
+
+def test_three_steps_show_no_drift() -> None:
+    assert stats.trend([[1.0, 2.0, 3.0]]) == stats.Trend(0.0, -math.inf, math.inf, 3)
+
+
+def test_a_path_of_which_a_run_says_nothing_is_said_to_be_so() -> None:
+    runs, aa = series(around(0.2))
+    silent = [r.model_copy(update={"observed": None}) if r.variant == "candidate" else r for r in runs]
+    found = verdict.derive(measured(silent, aa)).verdict
+    assert (found.status, found.reason) == ("error", "not_activated")
+    assert "found not reported" in found.sentence
