@@ -221,3 +221,19 @@ def test_what_is_said_of_no_variant_is_not_passed_over(tmp_path, more, message):
     path.write_text(CASE.replace("BASELINE", "{require: [{collective: all_to_all}]}") + more + "\n")
     with pytest.raises(FileError, match=message):
         load_case(path)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(4, "== 4"), ("2 * layers", "== 2 * layers = 8"), (None, ">= 1")])
+def test_what_was_expected_is_shown_as_it_was_written_and_as_a_number(count, shown):
+    rule = Rule(collective="all_to_all") if count is None else Rule(collective="all_to_all", count=count)
+    assert receipt.judge_rule(rule, False, "baseline", OBSERVED).expected == shown
+
+
+def test_the_share_that_a_gpu_computes_is_the_median_of_its_own_variant():
+    def computed(variant, percent):
+        counters = {} if percent is None else {"gpu_computing_percent": percent}
+        return run(Observed(numbers=NUMBERS, counters=counters)).model_copy(update={"variant": variant})
+
+    runs = [computed("baseline", 50.0), *(computed("candidate", p) for p in (90.0, 70.0, None, 95.0)), run(None)]
+    assert (receipt.computing(runs, "baseline"), receipt.computing(runs, "candidate")) == (50.0, 90.0)
+    assert receipt.computing(runs[-1:], "candidate") is None
