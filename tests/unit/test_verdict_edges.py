@@ -8,27 +8,26 @@ from test_verdict import around, judge, make_run, measured, series
 from playbook.cards import Quantity
 from playbook_bench import metrics, stats, verdict
 
+BESIDE_FIVE = [
+    (">=", 5, 9, "confirmed"),
+    (">=", 1, 5, None),
+    (">=", 1, 4.9, "refuted"),
+    ("<=", 1, 5, "confirmed"),
+    ("<=", 5, 9, None),
+    ("<=", 5.1, 9, "refuted"),
+    ("within", -4.9, 4.9, "confirmed"),
+    ("within", -5, 4, None),
+    ("within", -4, 5, None),
+    ("within", -9, 4, None),
+    ("within", -9, -5, None),
+    ("within", 5, 9, None),
+    ("within", -9, -5.1, "refuted"),
+    ("within", 5.1, 9, "refuted"),
+    ("within", -9, 9, None),
+]
 
-@pytest.mark.parametrize(
-    ("op", "low", "high", "status"),
-    [
-        (">=", 5, 9, "confirmed"),
-        (">=", 1, 5, None),
-        (">=", 1, 4.9, "refuted"),
-        ("<=", 1, 5, "confirmed"),
-        ("<=", 5, 9, None),
-        ("<=", 5.1, 9, "refuted"),
-        ("within", -4.9, 4.9, "confirmed"),
-        ("within", -5, 4, None),
-        ("within", -4, 5, None),
-        ("within", -9, 4, None),
-        ("within", -9, -5, None),
-        ("within", 5, 9, None),
-        ("within", -9, -5.1, "refuted"),
-        ("within", 5.1, 9, "refuted"),
-        ("within", -9, 9, None),
-    ],
-)
+
+@pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
 def test_an_interval_beside_a_margin_of_five(op: str, low: float, high: float, status: str | None) -> None:
     assert verdict.decide(op, 5, low, high) == status
 

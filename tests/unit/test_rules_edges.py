@@ -1,0 +1,111 @@
+"""Rules of sweeps and interactions, from intervals alone: each at its edges, where the table in `playbook_bench.rules` says which side counts."""
+
+import pytest
+from test_curve import expect
+from test_verdict_edges import BESIDE_FIVE
+
+from playbook_bench import rules
+from playbook_bench.rules import Question
+
+THREE, FOUR = ("a", "b", "c"), ("a", "b", "c", "d")
+YES, NO, OPEN = True, False, None
+
+
+@pytest.mark.parametrize(
+    ("question", "contrasts"),
+    [
+        (Question("<=", FOUR, 0), ["d over a"]),
+        (Question("best", THREE, 0, ["c"]), ["a over c", "b over c"]),
+        (Question("not_best", THREE, 0, ["b", "c"]), ["a over b", "a over c"]),
+        (Question("band", THREE, 0), ["b over a", "c over a"]),
+        (Question("rising", FOUR, 0), ["b over a", "c over b", "d over c"]),
+        (Question("knee", THREE, 0, ["b"]), ["b over a", "c over b"]),
+        (Question("reaches", THREE, 0, ["b"]), ["b over a", "b over c"]),
+    ],
+)
+def test_what_a_rule_looks_at(question, contrasts):
+    assert [a.name for a in rules.asked(question)] == contrasts
+    assert all(sorted(a.weights.values()) == [-1, 1] for a in rules.asked(question))
+
+
+def test_the_cells_of_an_interaction_that_a_rule_looks_at():
+    crossing = rules.asked(Question("crossover", FOUR, 0), interaction=True)
+    assert [a.weights for a in crossing] == [{"b": 1, "a": -1}, {"c": 1, "d": -1}]
+    (coupled,) = rules.asked(Question(">=", FOUR, 0), interaction=True)
+    assert coupled.weights == {"d": 1, "c": -1, "b": -1, "a": 1}
+
+
+@pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
+def test_first_and_last_as_a_pair(op, low, high, status):
+    assert rules.decide(Question(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
+
+
+@pytest.mark.parametrize(
+    ("op", "names", "at", "bounds", "status"),
+    [
+        ("rising", THREE, [], [(1, 2), (1, 3)], YES),
+        ("rising", THREE, [], [(0.9, 2), (1, 3)], OPEN),
+        ("rising", THREE, [], [(-1, 1), (1, 2)], OPEN),
+        ("rising", THREE, [], [(-1, 0.9), (1, 2)], NO),
+        ("band", THREE, [], [(-0.9, 0.9), (-0.9, 0.9)], YES),
+        ("band", THREE, [], [(-1, 0.9), (0, 0)], OPEN),
+        ("band", THREE, [], [(-0.9, 1), (0, 0)], OPEN),
+        ("band", THREE, [], [(1, 2), (0, 0)], OPEN),
+        ("band", THREE, [], [(1.1, 2), (0, 0)], NO),
+        ("band", THREE, [], [(-3, -1), (0, 0)], OPEN),
+        ("band", THREE, [], [(-3, -1.1), (0, 0)], NO),
+        ("band", THREE, [], [(-3, 0), (0, 0)], OPEN),
+        ("best", THREE, ["c"], [(0, 1), (0, 1)], YES),
+        ("best", THREE, ["c"], [(0, 1.1), (0, 1)], OPEN),
+        ("best", THREE, ["c"], [(1, 2), (0, 1)], OPEN),
+        ("best", THREE, ["c"], [(1.1, 2), (0, 1)], NO),
+        ("best", THREE, ["b", "c"], [(1.1, 2), (0, 1)], YES),
+        ("best", THREE, ["b", "c"], [(1.1, 2), (0, 1.1)], OPEN),
+        ("best", THREE, ["b", "c"], [(1.1, 2), (1.1, 2)], NO),
+        ("not_best", THREE, ["c"], [(1, 2), (-5, 0)], YES),
+        ("not_best", THREE, ["c"], [(0.9, 2), (-5, 0)], OPEN),
+        ("not_best", THREE, ["c"], [(0, 1), (-5, 0.9)], OPEN),
+        ("not_best", THREE, ["c"], [(0, 0.9), (-5, 0.9)], NO),
+        ("not_best", THREE, ["b", "c"], [(1, 2), (1, 2)], YES),
+        ("not_best", THREE, ["b", "c"], [(1, 2), (0.5, 2)], OPEN),
+        ("not_best", THREE, ["b", "c"], [(1, 2), (0, 0.9)], NO),
+        ("reaches", THREE, ["b"], [(1, 2), (-1, 1)], YES),
+        ("reaches", THREE, ["b"], [(0.9, 2), (-1, 1)], OPEN),
+        ("reaches", THREE, ["b"], [(1, 2), (-1, 1.1)], OPEN),
+        ("reaches", THREE, ["b"], [(0, 1), (-1, 1)], OPEN),
+        ("reaches", THREE, ["b"], [(0, 0.9), (-1, 1)], NO),
+        ("reaches", THREE, ["b"], [(1, 2), (1, 2)], OPEN),
+        ("reaches", THREE, ["b"], [(1, 2), (1.1, 2)], NO),
+        ("knee", FOUR, [], [(1, 2), (0, 1), (0, 1)], YES),
+        ("knee", FOUR, [], [(1, 2), (1, 2), (-1, 1)], YES),
+        ("knee", FOUR, ["b"], [(1, 2), (1.1, 2), (-1, 1)], NO),
+        ("knee", FOUR, [], [(0.9, 2), (0, 1), (0, 1)], OPEN),
+        ("knee", FOUR, [], [(0, 1), (0, 1), (0, 1)], OPEN),
+        ("knee", FOUR, [], [(0, 0.9), (1, 2), (0, 1)], NO),
+        ("knee", FOUR, [], [(1, 2), (1, 2), (1, 2)], OPEN),
+        ("knee", FOUR, [], [(1, 2), (1.1, 2), (1.1, 2)], NO),
+        ("knee", FOUR, [], [(1, 2), (0, 0.9), (1.1, 2)], NO),
+        ("knee", FOUR, ["a"], [(0, 0.9), (0, 0.9), (0, 0.9)], OPEN),
+    ],
+)
+def test_intervals_beside_a_margin_of_one(op, names, at, bounds, status):
+    assert rules.decide(Question(op, names, 1, at), bounds) is status
+
+
+@pytest.mark.parametrize(("second", "status"), [((1, 2), YES), ((0.9, 2), OPEN), ((0, 1), OPEN), ((0, 0.9), NO)])
+def test_a_crossing_beside_a_margin_of_one(second, status):
+    assert rules.decide(Question("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "problem"),
+    [
+        (expect("reaches", at=[2]), ["1", "2", "4"], None),
+        (expect("reaches", at=[1, 2]), ["1", "2", "4"], "op 'reaches' has one reference, found 2"),
+        (expect("rising"), ["1", "2", "4"], None),
+        (expect("rising"), ["1", "2"], "op 'rising' needs at least 3 values, the case has 2"),
+        (expect("best", at=[2]), ["1", "2"], None),
+    ],
+)
+def test_what_a_rule_needs_of_its_case(wanted, names, problem):
+    assert rules.problems(wanted, names, "sweep") == ([] if problem is None else [problem])
