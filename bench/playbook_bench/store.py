@@ -309,14 +309,26 @@ def newest(
     Raises:
         StoreError: as `records`.
     """
-    found: dict[str, tuple[Path, Evidence]] = {}
+    return {claim: found[0] for claim, found in standing(folders, claims).items()}
+
+
+def standing(
+    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
+) -> dict[str, list[tuple[Path, Evidence]]]:
+    """For each claim the record that speaks for each machine, that of `newest` first; what counts is as there.
+
+    Raises:
+        StoreError: as `records`.
+    """
+    found: dict[str, dict[str, tuple[Path, Evidence]]] = {}
     for path, e, sealed in records_with_seal(folders):
         claim = e.measured.claim
         if not sealed or claim is None or (claims is not None and not _ours(claim, claims)):
             continue
-        if claim.id not in found or _rank(e) > _rank(found[claim.id][1]):
-            found[claim.id] = path, e
-    return found
+        own, machine = found.setdefault(claim.id, {}), e.measured.machine.name
+        if machine not in own or _rank(e) > _rank(own[machine][1]):
+            own[machine] = path, e
+    return {claim: sorted(own.values(), key=lambda f: _rank(f[1]), reverse=True) for claim, own in found.items()}
 
 
 def _ours(claim: ClaimRef, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
