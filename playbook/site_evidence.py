@@ -129,19 +129,26 @@ def _comparison(record: Record) -> str:
         "deviation": "Deviation of the paired differences",
         "floor": "Deviation of the stored A/A",
         "hodges_lehmann": "Hodges-Lehmann estimate",
-        "mde": "Least effect that so many pairs settle",
+        "mde": "Least distance from the margin that so many pairs settle",
         "sign_flip_p": "Sign-flip p",
         "pairs_needed": "Pairs needed",
     }
-    shares = {"deviation", "floor", "hodges_lehmann", "mde"} if found.get("scale") == "log_ratio" else set()
+    relative = found.get("scale") == "log_ratio"
     for key, label in labels.items():
         value = found.get(key)
         if isinstance(value, int | float):
             if key == "pairs_needed":
                 value = max(value, _first_look(record))
-            # Figures of log ratios are shown as the ratios that the effect is given in.
-            rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
+            rows.append([label, _on_logarithms(key, value) if relative and key in _ON_LOGARITHMS else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
+
+
+_ON_LOGARITHMS = ("deviation", "floor", "hodges_lehmann", "mde")
+
+
+def _on_logarithms(key: str, value: float) -> str:
+    """Effects as the ratio that the effect is given in; deviations as they are, as the condition below them names the A/A's."""
+    return percent(value if key in ("deviation", "floor") else math.expm1(value)).lstrip("+")
 
 
 def _itself(found: Mapping[str, Any]) -> list[list[str]]:

@@ -196,6 +196,16 @@ def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Pa
     assert "| Pairs needed | 4 |" in page(tree, f"evidence/{ID}.md")
 
 
+def test_noise_reads_as_under_the_conditions_and_what_pairs_settle_is_counted_from_the_margin(tree: Path) -> None:
+    """The condition A/A names the deviation of logarithms; 14 % there and 15 % above it would be two figures for one."""
+    reseal(record(tree), lambda d: d["derived"]["comparison"].update(floor=0.14, deviation=0.08, mde=0.2))
+    generate(tree)
+    shown = page(tree, f"evidence/{ID}.md")
+    assert "| Deviation of the stored A/A | 14.0 % |" in shown
+    assert "| Deviation of the paired differences | 8.0 % |" in shown
+    assert "| Least distance from the margin that so many pairs settle | 22.1 % |" in shown
+
+
 def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
     generate(tree)
     assert "the GPU computed" not in page(tree, f"evidence/{ID}.md"), "not known off the GPU"
