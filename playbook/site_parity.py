@@ -58,7 +58,20 @@ def parity_page(folder: Path) -> str:
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
     wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
     layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
-    wanted = ["model", "against", "ranks", "kernels", "device", "dtype", "logits", "loss", "gradients", "tolerance", "megatron_core", "torch"]
+    wanted = [
+        "model",
+        "against",
+        "ranks",
+        "kernels",
+        "device",
+        "dtype",
+        "logits",
+        "loss",
+        "gradients",
+        "tolerance",
+        "megatron_core",
+        "torch",
+    ]
     megatron = [row for name in MEGATRON for row in read_rows(folder / name, wanted)]
     found = curves.section(read_rows(folder / CURVES, curves.WANTED))
     return "\n".join([INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
