@@ -206,6 +206,19 @@ def test_noise_reads_as_under_the_conditions_and_what_pairs_settle_is_counted_fr
     assert "| Least distance from the margin that so many pairs settle | 22.1 % |" in shown
 
 
+def test_an_interval_between_looks_says_so_wherever_it_is_shown(tree: Path) -> None:
+    def stopped(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"].update(look=None, pairs=2)
+        data["derived"]["verdict"].update(status="inconclusive", reason="budget", sentence="+7.3 %; stopped after 2 pairs")
+
+    generate(tree)
+    pages = ("_generated/claims.md", "cards/fixture-card.md", "evidence/index.md", f"evidence/{ID}.md")
+    assert not any("between looks" in page(tree, name) for name in pages)
+    reseal(record(tree), stopped)
+    generate(tree)
+    assert all("&#93; between looks" in page(tree, name) for name in pages)
+
+
 def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:
     generate(tree)
     assert "the GPU computed" not in page(tree, f"evidence/{ID}.md"), "not known off the GPU"
