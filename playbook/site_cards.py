@@ -211,7 +211,7 @@ def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[st
         f"{word}<br>{sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
         link(shown, page) if shown else "",
         link(number(pairs), page) if pairs is not None else "",
-        link(day(record.created), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
+        link(day(record.measured), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
     ]
 
 

@@ -91,7 +91,7 @@ def _facts(record: Record) -> str:
             "Case and profile",
             f"{code(record.get('measured', 'case', 'id', default='none'))} {text(record.get('measured', 'profile', default=''))}",
         ],
-        ["Measured", text(record.created)],
+        *_dates(record),
         ["Valid until", text(record.get("expires", default=""))],
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
         [
@@ -102,6 +102,14 @@ def _facts(record: Record) -> str:
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]
     return table(["", ""], rows)
+
+
+def _dates(record: Record) -> list[list[str]]:
+    """When the runs were made; where mended rules judged them again, also when, and from which record they come."""
+    source = record.get("judged_from")
+    if source is None:
+        return [["Measured", text(record.created)]]
+    return [["Measured", text(record.measured)], ["Judged again", f"{text(record.created)}, the runs of {code(source)}"]]
 
 
 def _failed(record: Record) -> list[list[str]]:
