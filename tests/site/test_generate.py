@@ -118,6 +118,16 @@ def test_a_margin_that_is_a_ratio_is_marked_beside_the_effect(tree: Path) -> Non
     assert "at least −55.0 %</text>" in page(tree, "cards/fixture-card.md")
 
 
+def test_the_band_of_an_equality_is_drawn_where_the_verdict_has_it(tree: Path) -> None:
+    """On logarithms: an interval that ends at -9.7 % is not inside 10 %."""
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace('op: ">=", margin: {value: 3,', "op: within, margin: {value: 10,"))
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    assert ">claim&#58; +10.0 %</text>" in shown
+    assert ">claim&#58; −9.1 %</text>" in shown
+
+
 def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
     record(tree).unlink()
     generate(tree)
