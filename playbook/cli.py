@@ -17,7 +17,7 @@ import typer
 from playbook import __version__, cli_exit, cli_lint, cli_slurm
 from playbook.cli_bisect import bisect
 from playbook.cli_config import config_app
-from playbook.cli_evidence import as_shown, evidence_app, latest, status_of
+from playbook.cli_evidence import as_shown, evidence_app, standing, status_of
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -99,7 +99,7 @@ def cards_list(
     known = load_all()
     cards = known.values()
     if claims:
-        found = latest(known)
+        found = standing(known)
         rows = [row for card in cards for row in _claim_rows(card, found)]
         print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
@@ -108,7 +108,7 @@ def cards_list(
     print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
 
 
-def _claim_rows(card: Card, found: Mapping[str, tuple[Path, Evidence]]) -> Iterator[dict[str, Any]]:
+def _claim_rows(card: Card, found: Mapping[str, Sequence[tuple[Path, Evidence]]]) -> Iterator[dict[str, Any]]:
     """Each claim of a card with where it stands, followed by its mechanism check."""
     for claim in card.claims:
         shared = {"card": card.id, "kind": claim.kind}
@@ -133,12 +133,12 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
             else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
         )
     card = cards[card_id]
-    found = latest(cards)
+    found = standing(cards)
     status = {i.id: status_of(i, found) for c in card.claims for i in (c, c.mechanism_check) if i}
     if as_json:
         print_json({**card.model_dump(mode="json"), "status": status})
     else:
-        say("\n".join(card_lines(card, status)))
+        say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
 
 
 # --- confirm, bench ------------------------------------------------------------------------------------------------------------------

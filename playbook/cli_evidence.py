@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,27 +74,35 @@ def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="A
     say(str(store.accept(file)))
 
 
-def latest(cards: Mapping[str, Card]) -> dict[str, tuple[Path, Evidence]]:
-    """The newest record of each claim of these cards that has one."""
+def standing(cards: Mapping[str, Card]) -> dict[str, list[tuple[Path, Evidence]]]:
+    """The records that speak for each claim of these cards, one of each machine, the last measured first."""
     from playbook.cards import by_claim
     from playbook_bench import store
 
-    return store.newest(_folders(None), by_claim(cards))
+    return store.standing(_folders(None), by_claim(cards))
 
 
-def status_of(claim: Claim | MechanismCheck, found: Mapping[str, tuple[Path, Evidence]]) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence."""
-    if claim.id not in found:
-        return {"status": "untested", "sentence": None, "evidence": None, "stale": []}
-    row = _row(*found[claim.id], claim)
-    if row["stale"]:
-        row["sentence"] += f"; stale: {', '.join(row['stale'])}"
-    return {k: row[k] for k in ("status", "sentence", "evidence", "machine", "created", "path", "stale")}
+def status_of(claim: Claim | MechanismCheck, found: Mapping[str, Sequence[tuple[Path, Evidence]]]) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
+    keys = ("status", "sentence", "evidence", "machine", "created", "path", "stale")
+    rows = [{k: row[k] for k in keys} for row in (_row(path, e, claim) for path, e in found.get(claim.id, ()))]
+    for row in rows:
+        if row["stale"]:
+            row["sentence"] += f"; stale: {', '.join(row['stale'])}"
+    first = rows[0] if rows else {"status": "untested", "sentence": None, "evidence": None, "stale": []}
+    return {**first, "verdicts": rows}
 
 
 def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a table, whose status says when it no longer counts."""
-    return {**row, "status": f"{row['status']}, stale"} if row.get("stale") else dict(row)
+    """A row for a table, whose status says when it no longer counts, and names the machines where they disagree."""
+    each = [(_word(v), v["machine"]) for v in row.get("verdicts", ())]
+    if len({word for word, _ in each}) > 1:
+        return {**row, "status": "; ".join(f"{word} on {machine}" for word, machine in each)}
+    return {**row, "status": _word(row)}
+
+
+def _word(row: Mapping[str, Any]) -> str:
+    return f"{row['status']}, stale" if row.get("stale") else str(row["status"])
 
 
 def _claims() -> dict[tuple[str, str], Claim | MechanismCheck]:

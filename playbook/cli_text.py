@@ -91,8 +91,7 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[
 
 def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
-    if status[claim.id]["sentence"]:
-        yield f"  {status[claim.id]['sentence']}  [on {status[claim.id]['machine']}, {status[claim.id]['evidence']}]"
+    yield from _verdict_lines(status[claim.id])
     yield f"  why: {claim.mechanism}"
     yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
     for source in claim.sources:
@@ -100,3 +99,9 @@ def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Itera
     check = claim.mechanism_check
     if check:
         yield f"  {check.id}  {status[check.id]['status']}  {check.statement}"
+        yield from (f"  {line}" for line in _verdict_lines(status[check.id]))
+
+
+def _verdict_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    """What was found on each machine."""
+    return (f"  {v['sentence']}  [on {v['machine']}, {v['evidence']}]" for v in status["verdicts"])

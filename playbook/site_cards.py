@@ -66,9 +66,11 @@ def effect(record: Record) -> str:
         points = found.get("scale") == "difference"
         shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
         unit = NBSP + ("points" if points else "%")
-    return f"{shown[0]}{unit}" + (
-        f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") if len(shown) == 3 and not exact else ""
-    )
+    if len(shown) < 3 or exact:
+        return f"{shown[0]}{unit}"
+    # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.
+    between = " between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
 
 
 def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
@@ -209,7 +211,7 @@ def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[st
         f"{word}<br>{sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
         link(shown, page) if shown else "",
         link(number(pairs), page) if pairs is not None else "",
-        link(day(record.created), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
+        link(day(record.measured), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
     ]
 
 

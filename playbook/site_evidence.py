@@ -91,7 +91,7 @@ def _facts(record: Record) -> str:
             "Case and profile",
             f"{code(record.get('measured', 'case', 'id', default='none'))} {text(record.get('measured', 'profile', default=''))}",
         ],
-        ["Measured", text(record.created)],
+        *_dates(record),
         ["Valid until", text(record.get("expires", default=""))],
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
         [
@@ -102,6 +102,14 @@ def _facts(record: Record) -> str:
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]
     return table(["", ""], rows)
+
+
+def _dates(record: Record) -> list[list[str]]:
+    """When the runs were made; where mended rules judged them again, also when, and from which record they come."""
+    source = record.get("judged_from")
+    if source is None:
+        return [["Measured", text(record.created)]]
+    return [["Measured", text(record.measured)], ["Judged again", f"{text(record.created)}, the runs of {code(source)}"]]
 
 
 def _failed(record: Record) -> list[list[str]]:
@@ -129,19 +137,26 @@ def _comparison(record: Record) -> str:
         "deviation": "Deviation of the paired differences",
         "floor": "Deviation of the stored A/A",
         "hodges_lehmann": "Hodges-Lehmann estimate",
-        "mde": "Least effect that so many pairs settle",
+        "mde": "Least distance from the margin that so many pairs settle",
         "sign_flip_p": "Sign-flip p",
         "pairs_needed": "Pairs needed",
     }
-    shares = {"deviation", "floor", "hodges_lehmann", "mde"} if found.get("scale") == "log_ratio" else set()
+    relative = found.get("scale") == "log_ratio"
     for key, label in labels.items():
         value = found.get(key)
         if isinstance(value, int | float):
             if key == "pairs_needed":
                 value = max(value, _first_look(record))
-            # Figures of log ratios are shown as the ratios that the effect is given in.
-            rows.append([label, percent(math.expm1(value)).lstrip("+") if key in shares else number(value)])
+            rows.append([label, _on_logarithms(key, value) if relative and key in _ON_LOGARITHMS else number(value)])
     return "## Comparison\n\n" + table(["", ""], rows)
+
+
+_ON_LOGARITHMS = ("deviation", "floor", "hodges_lehmann", "mde")
+
+
+def _on_logarithms(key: str, value: float) -> str:
+    """Effects as the ratio that the effect is given in; deviations as they are, as the condition below them names the A/A's."""
+    return percent(value if key in ("deviation", "floor") else math.expm1(value)).lstrip("+")
 
 
 def _itself(found: Mapping[str, Any]) -> list[list[str]]:

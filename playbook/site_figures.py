@@ -15,7 +15,10 @@ _LABEL = {"burn_in": "burn-in", "aa": "A/A", "measure": ""}
 
 def effect_axis(effect: float, low: float, high: float, margin: float | None, op: str) -> str:
     """The effect with its interval against the claimed margin: shares of the baseline, positive where the candidate is better."""
-    edges = [0.0, low, high, *([margin] if margin is not None else []), *([-margin] if margin is not None and op == "within" else [])]
+    claimed = [] if margin is None else [margin]
+    if op == "within" and margin is not None:
+        claimed.append(1 / (1 + margin) - 1)  # the band is one of logarithms: as much slower as it is faster above
+    edges = [0.0, low, high, *claimed]
     if not all(math.isfinite(e) for e in [effect, *edges]):
         return ""
     span = max(edges) - min(edges) or 0.01
@@ -28,10 +31,7 @@ def effect_axis(effect: float, low: float, high: float, margin: float | None, op
     out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 64" role="img" aria-label="{attribute(words)}">']
     out.append(f'<line class="pb-rule" x1="40" y1="34" x2="{_WIDTH - 40}" y2="34"/>')
     out.append(_mark(x(0.0), "pb-zero", "no difference", 60))
-    if margin is not None:
-        for value in [margin, -margin] if op == "within" else [margin]:
-            if value:
-                out.append(_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 12))
+    out += [_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 12) for value in claimed if value]
     out.append(f'<line class="pb-interval" x1="{x(low)}" y1="34" x2="{x(high)}" y2="34"/>')
     out.append(f'<circle class="pb-effect" cx="{x(effect)}" cy="34" r="5"/>')
     return "".join([*out, "</svg>"])

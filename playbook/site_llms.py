@@ -105,7 +105,7 @@ def _verdicts(shelf: Shelf, claim: Claim | MechanismCheck) -> list[str]:
         old = r.stale(shelf.today, claim)
         shown = html.unescape(effect(r)).replace(NBSP, " ")
         word = r.status.replace("_", " ") + (f", stale ({old})" if old else "")
-        out.append(f"On {r.machine}, {r.created[:10]}: {word}{', ' + shown if shown else ''} (evidence {r.id})")
+        out.append(f"On {r.machine}, {r.measured[:10]}: {word}{', ' + shown if shown else ''} (evidence {r.id})")
     return out or ["No verdict on record: untested"]
 
 

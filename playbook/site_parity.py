@@ -24,8 +24,8 @@ MEGATRON = ("megatron.jsonl", "megatron-gpu.jsonl")
 
 INTRO = """# Parity
 
-Correct first, then fast. Three comparisons stand behind every figure on this site; all are tests, and the tables below are what they found
-when they last wrote them down (`make parity`).
+Correct first, then fast. What stands behind the trainer's figures are comparisons; all are tests, and the tables below are what they found
+when they last wrote them down (`make parity`, and on GPUs).
 """
 
 
@@ -58,7 +58,23 @@ def parity_page(folder: Path) -> str:
     models = read_rows(folder / MODELS, ["model", "batch", "logits", "loss", "gradients", "worst", "torch", "transformers"])
     wanted = ["layout", "ranks", "steps", "loss", "grad_norm", "torch", "backend"]
     layouts = [row for name in LAYOUTS for row in read_rows(folder / name, wanted)]
-    return "\n".join([INTRO, *_models(models), *_layouts(layouts), *curves.section(read_rows(folder / CURVES, curves.WANTED))])
+    wanted = [
+        "model",
+        "against",
+        "ranks",
+        "kernels",
+        "device",
+        "dtype",
+        "logits",
+        "loss",
+        "gradients",
+        "tolerance",
+        "megatron_core",
+        "torch",
+    ]
+    megatron = [row for name in MEGATRON for row in read_rows(folder / name, wanted)]
+    found = curves.section(read_rows(folder / CURVES, curves.WANTED))
+    return "\n".join([INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -260,7 +260,7 @@ class Comparison(Strict):
     hodges_lehmann: float | None = None
     sign_flip_p: float | None = None
     mde: float | None = None
-    """Least effect that this many pairs would settle four times out of five."""
+    """Least distance from the margin that this many pairs would settle four times out of five, on `scale`."""
     pairs_needed: int | None = None
 
 

@@ -309,14 +309,26 @@ def newest(
     Raises:
         StoreError: as `records`.
     """
-    found: dict[str, tuple[Path, Evidence]] = {}
+    return {claim: found[0] for claim, found in standing(folders, claims).items()}
+
+
+def standing(
+    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
+) -> dict[str, list[tuple[Path, Evidence]]]:
+    """For each claim the record that speaks for each machine, that of `newest` first; what counts is as there.
+
+    Raises:
+        StoreError: as `records`.
+    """
+    found: dict[str, dict[str, tuple[Path, Evidence]]] = {}
     for path, e, sealed in records_with_seal(folders):
         claim = e.measured.claim
         if not sealed or claim is None or (claims is not None and not _ours(claim, claims)):
             continue
-        if claim.id not in found or _rank(e) > _rank(found[claim.id][1]):
-            found[claim.id] = path, e
-    return found
+        own, machine = found.setdefault(claim.id, {}), e.measured.machine.name
+        if machine not in own or _rank(e) > _rank(own[machine][1]):
+            own[machine] = path, e
+    return {claim: sorted(own.values(), key=lambda f: _rank(f[1]), reverse=True) for claim, own in found.items()}
 
 
 def _ours(claim: ClaimRef, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
@@ -358,12 +370,14 @@ def staleness(
     reasons = []
     if (today or datetime.now(UTC).strftime("%Y-%m-%d")) > evidence.expires:
         reasons.append(f"expired on {evidence.expires}")
+    # Of all runs, as the site asks: one of an older revision is enough.
+    then_revisions = {r.performance_revision for r in evidence.measured.runs if r.performance_revision is not None}
+    if revision is not None and then_revisions - {revision}:
+        reasons.append(f"performance revision {', '.join(map(str, sorted(then_revisions)))} -> {revision}")
     run = next((r for r in evidence.measured.runs if r.strict_sha in evidence.measured.strict), None)
     if run is None:
         return reasons
     strict = evidence.measured.strict[run.strict_sha]
-    if revision is not None and run.performance_revision not in (None, revision):
-        reasons.append(f"performance revision {run.performance_revision} -> {revision}")
     for name, now in (packages or {}).items():
         then = _part(strict, "packages").get(name)
         if then is not None and _minor(str(then)) != _minor(now):

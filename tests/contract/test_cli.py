@@ -318,3 +318,27 @@ def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypa
     assert "installed copy" in err
     assert "--out" in err
     assert [p.name for p in packages.iterdir()] == ["playbook"]
+
+
+def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsys, elsewhere, monkeypatch):
+    """As on the site and over MCP: a claim that is refuted on a GPU does not read as confirmed because a CPU ran it too."""
+    from playbook_bench import preflight, store
+
+    _, known = store.latest([data_root("results")], "T7.m")
+    there = known.measured.model_copy(update={"machine": known.measured.machine.model_copy(update={"name": "h200x8"})})
+    refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
+    store.write(store.evidence_of(there, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
+    monkeypatch.setattr(preflight, "performance_revision", lambda: 99)
+    _, out, _ = run(capsys, "cards", "show", "vlm-real-data", "--json")
+    found = {v["machine"]: v for v in json.loads(out)["status"]["T7.m"]["verdicts"]}
+    assert found["h200x8"]["status"] == "refuted"
+    assert found[known.measured.machine.name]["status"] == "confirmed"
+    assert all(v["stale"] for v in found.values())
+    both = ("refuted, stale on h200x8", f"confirmed, stale on {known.measured.machine.name}")
+    _, text, _ = run(capsys, "cards", "list", "--claims")
+    (row,) = (line for line in text.splitlines() if line.startswith("T7.m "))
+    assert all(words in row for words in both)
+    _, text, _ = run(capsys, "cards", "show", "vlm-real-data")
+    (row,) = (line for line in text.splitlines() if line.startswith("  T7.m "))
+    assert all(words in row for words in both)
+    assert all(f"[on {machine}, {v['evidence']}]" in text for machine, v in found.items())

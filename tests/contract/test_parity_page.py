@@ -45,6 +45,14 @@ def test_the_page_holds_every_row(tmp_path):
     assert "megatron-core" not in page
 
 
+def test_the_page_shows_what_is_committed_of_megatron_core():
+    """The guide sends its readers there for what both backends compute."""
+    page = parity_page(FOLDER)
+    rows = [row for name in MEGATRON for row in read_rows(FOLDER / name, [])]
+    assert "## Models on megatron-core" in page
+    assert all(f"| {row['model']} | {row['against']} | {row['ranks']} | {row['kernels']} |" in page for row in rows)
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"model": "m"}'])
 def test_a_row_of_another_shape_is_refused_at_its_line(tmp_path, line):
     (tmp_path / "models.jsonl").write_text(line + "\n")

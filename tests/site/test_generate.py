@@ -118,6 +118,16 @@ def test_a_margin_that_is_a_ratio_is_marked_beside_the_effect(tree: Path) -> Non
     assert "at least −55.0 %</text>" in page(tree, "cards/fixture-card.md")
 
 
+def test_the_band_of_an_equality_is_drawn_where_the_verdict_has_it(tree: Path) -> None:
+    """On logarithms: an interval that ends at -9.7 % is not inside 10 %."""
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace('op: ">=", margin: {value: 3,', "op: within, margin: {value: 10,"))
+    generate(tree)
+    shown = page(tree, "cards/fixture-card.md")
+    assert ">claim&#58; +10.0 %</text>" in shown
+    assert ">claim&#58; −9.1 %</text>" in shown
+
+
 def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -> None:
     record(tree).unlink()
     generate(tree)
@@ -194,6 +204,44 @@ def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Pa
     reseal(record(tree), few)
     generate(tree)
     assert "| Pairs needed | 4 |" in page(tree, f"evidence/{ID}.md")
+
+
+def test_noise_reads_as_under_the_conditions_and_what_pairs_settle_is_counted_from_the_margin(tree: Path) -> None:
+    """The condition A/A names the deviation of logarithms; 14 % there and 15 % above it would be two figures for one."""
+    reseal(record(tree), lambda d: d["derived"]["comparison"].update(floor=0.14, deviation=0.08, mde=0.2))
+    generate(tree)
+    shown = page(tree, f"evidence/{ID}.md")
+    assert "| Deviation of the stored A/A | 14.0 % |" in shown
+    assert "| Deviation of the paired differences | 8.0 % |" in shown
+    assert "| Least distance from the margin that so many pairs settle | 22.1 % |" in shown
+
+
+def test_runs_that_were_judged_again_are_no_younger_for_it(tree: Path) -> None:
+    def again(data: dict[str, Any]) -> None:
+        data.update(judged_from="01JD0000000000000000000009", created="2026-12-24T10:00:00Z")
+        for run in data["measured"]["runs"]:
+            run["started"] = "2026-11-20T09:00:00Z"
+
+    reseal(record(tree), again)
+    generate(tree)
+    shown = page(tree, f"evidence/{ID}.md")
+    assert "| Measured | 2026-11-20T09&#58;00&#58;00Z |" in shown
+    assert "| Judged again | 2026-12-24T10&#58;00&#58;00Z, the runs of <code>01JD0000000000000000000009</code> |" in shown
+    assert "2026-11-20" in page(tree, "cards/fixture-card.md")
+    assert "2026-12-24" not in page(tree, "cards/fixture-card.md") + page(tree, "llms-full.txt")
+
+
+def test_an_interval_between_looks_says_so_wherever_it_is_shown(tree: Path) -> None:
+    def stopped(data: dict[str, Any]) -> None:
+        data["derived"]["comparison"].update(look=None, pairs=2)
+        data["derived"]["verdict"].update(status="inconclusive", reason="budget", sentence="+7.3 %; stopped after 2 pairs")
+
+    generate(tree)
+    pages = ("_generated/claims.md", "cards/fixture-card.md", "evidence/index.md", f"evidence/{ID}.md")
+    assert not any("between looks" in page(tree, name) for name in pages)
+    reseal(record(tree), stopped)
+    generate(tree)
+    assert all("&#93; between looks" in page(tree, name) for name in pages)
 
 
 def test_the_evidence_page_says_how_much_of_a_step_the_gpu_computes(tree: Path) -> None:

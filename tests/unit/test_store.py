@@ -194,6 +194,14 @@ def test_what_makes_a_verdict_stale():
     assert store.staleness(evidence, today="2026-06-02") == ["expired on 2026-06-01"]
 
 
+def test_one_run_of_an_older_revision_makes_a_verdict_stale_as_on_the_site():
+    runs = [long_run(), long_run().model_copy(update={"run_id": "later", "performance_revision": 2})]
+    evidence = record(runs=runs)
+    assert store.staleness(evidence, revision=1, today="2026-02-01") == ["performance revision 1, 2 -> 1"]
+    bare = evidence.model_copy(update={"measured": evidence.measured.model_copy(update={"strict": {}})})
+    assert store.staleness(bare, revision=3, today="2026-02-01") == ["performance revision 1, 2 -> 3"]
+
+
 def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
     good = record("not_applicable")
