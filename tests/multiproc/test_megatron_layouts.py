@@ -117,6 +117,8 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         f"checkpoint.dir={tmp_path / 'saved' / 'ep 2'}",
     )
     jobs += [Job("more ranks", 4, (*ep, "parallel.ep=2")), Job("other layout", 4, (*ep, "parallel.ep=4"))]
+    ep = (*ep, "parallel.ep=2")
+    jobs += [Job("other rate", 2, (*ep, "optimizer.lr=1e-5")), Job("other betas", 2, (*ep, "optimizer.betas=[0.1,0.2]"))]
     errors = train_all(jobs, tmp_path, timeout=380, script=ROOT / "tests/multiproc/megatron_many.py")
     assert "was saved with ep 2 where this run has 4" in str(errors.pop("other layout"))
     assert {name: error for name, error in errors.items() if error} == {}
@@ -125,7 +127,12 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         assert [r["loss"] for r in first + rest] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
         assert [r["grad_norm"] for r in first + rest] == pytest.approx([r["grad_norm"] for r in whole], rel=1e-5)
         assert [p.name for p in (tmp_path / "saved" / name).iterdir()] == ["step_00000004"]
-    assert [r["step"] for r in steps(tmp_path / "more ranks")] == [5, 6]
+    same, rate, betas = (steps(tmp_path / name) for name in ("more ranks", "other rate", "other betas"))
+    assert [r["step"] for r in same] == [5, 6]
+    # The first loss is of the weights that were saved, the second of an update by this run's own settings.
+    for other in (rate, betas):
+        assert other[0]["loss"] == pytest.approx(same[0]["loss"], rel=1e-6)
+        assert other[1]["loss"] != pytest.approx(same[1]["loss"], rel=1e-4)
 
 
 FSDP = ("megatron.data_parallel=megatron_fsdp",)

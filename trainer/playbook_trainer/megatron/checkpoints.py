@@ -172,6 +172,7 @@ class MegatronSaver:
                 install(chunk, own)
             else:
                 unwrapped(chunk).load_state_dict(own)
+        wrap.own_settings(state["optimizer"], self._optim)
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -129,6 +130,25 @@ def make_state(optim: Any) -> None:
             and hasattr(part, "_init_optimizer_states_with_dummy_values")
         ):
             part._init_optimizer_states_with_dummy_values()
+
+
+def own_settings(saved: Any, optim: Any) -> None:
+    """Give the groups of a loaded state this run's settings of Adam, as a run on the torch backend has its own after a resumption.
+
+    From 0.19 on, megatron-core finds a group again by its rates, and would not find those of a run with another learning rate.
+    """
+    told = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
+    for group in _groups(saved):
+        group.update(told)
+
+
+def _groups(state: Any) -> Iterator[dict[str, Any]]:
+    """The groups of parameters anywhere in a state, which each optimizer lays out in its own way."""
+    if isinstance(state, dict) and "wd_mult" in state:
+        yield state
+    elif isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _groups(value)
 
 
 def own_steps(optim: Any) -> None:
