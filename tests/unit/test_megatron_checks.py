@@ -124,6 +124,30 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(precision={"fp8": "tensorwise"}), 1, "set train.dtype: bf16"),
         (config(train=BF16, precision={"fp8": "delayed"}, megatron={"first_last_layers_bf16": True}), 1, "excludes delayed scaling"),
         (config(optimizer={"moments_dtype": "bf16"}), 1, "set megatron.precision_aware_optimizer: true"),
+        (
+            config(
+                train=BF16,
+                optimizer={"moments_dtype": "bf16"},
+                offload={"optimizer": True},
+                megatron={"precision_aware_optimizer": True},
+            ),
+            1,
+            "float32 moments in an optimizer on the host",
+        ),
+        (
+            config(train=BF16, precision={"fp8": "blockwise"}, megatron={"fp8_param": True, "data_parallel": "ddp"}),
+            1,
+            "needs sharded optimizers, found ddp",
+        ),
+        (
+            config(
+                train=BF16,
+                precision={"fp8": "blockwise"},
+                megatron={"fp8_param": True, "precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
+            ),
+            1,
+            "excludes a precision-aware optimizer on the host",
+        ),
         (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
         (config(train=BF16, parallel={"pp": 2}, megatron={"data_parallel": "megatron_fsdp"}), 2, "has no stages in it"),
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),

@@ -161,6 +161,14 @@ def test_optimizer_and_data_parallel_fields() -> None:
     assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
 
 
+def test_a_precision_aware_optimizer_knows_of_8_bit_weights() -> None:
+    """megatron-core would give it None for each of them if it did not know the recipe, and remainders are of 16-bit weights."""
+    words = {"precision__fp8": "blockwise", "megatron__precision_aware_optimizer": True, **BF16}
+    narrow = mapping.optimizer(config(megatron__fp8_param=True, **words), OptimizerConfig)
+    assert (narrow["fp8_recipe"], narrow["store_param_remainders"]) == ("blockwise", False)
+    assert "fp8_recipe" not in mapping.optimizer(config(**words), OptimizerConfig), "16-bit weights keep their remainders"
+
+
 def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:
     old, layers = without(TransformerConfig, "cuda_graph_modules"), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
     with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel\.etp out"):

@@ -173,7 +173,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
     if config.checkpoint.dir and mg.data_parallel == "fsdp2":
         problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
-    if config.checkpoint.dir and (config.offload.optimizer or mg.optimizer_offload_fraction > 0):
+    if config.checkpoint.dir and _offloads(config):
         problems.append(
             "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
             "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
@@ -276,6 +276,7 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:
+    """Source of what 8-bit weights ask of the optimizer: Megatron-LM, `megatron/training/arguments.py`."""
     fp8, mg, problems = config.precision.fp8, config.megatron, []
     if fp8 == "rowwise":
         problems.append(
@@ -293,6 +294,10 @@ def _precision_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron.first_last_layers_bf16 excludes delayed scaling: set precision.fp8: tensorwise or blockwise")
     if fp8 == "nvfp4" and mg.fp8_param:
         problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
+    if mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2"):
+        problems.append(f"megatron.fp8_param needs sharded optimizers, found {mg.data_parallel}: set distributed_optimizer, or it to false")
+    if mg.fp8_param and mg.precision_aware_optimizer and fp8 != "delayed" and _offloads(config):
+        problems.append("megatron.fp8_param excludes a precision-aware optimizer on the host: set precision_aware_optimizer: false")
     if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
         problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     return problems + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
@@ -330,8 +335,9 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
     if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
         problems.append("megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16")
-    offloads = config.offload.optimizer or mg.optimizer_offload_fraction > 0
-    if offloads and mg.data_parallel != "distributed_optimizer":
+    if _offloads(config) and opt.moments_dtype == "bf16":
+        problems.append("optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32")
+    if _offloads(config) and mg.data_parallel != "distributed_optimizer":
         problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
     if mg.fsdp_double_buffer and mg.data_parallel != "megatron_fsdp":
         problems.append(
@@ -343,6 +349,11 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
     if mg.data_parallel == "megatron_fsdp" and config.train.dtype != "bf16":
         problems.append("Megatron-FSDP trains 16-bit weights: set train.dtype: bf16")
     return problems
+
+
+def _offloads(config: TrainerConfig) -> bool:
+    """Whether some of the optimizer is on the host."""
+    return config.offload.optimizer or config.megatron.optimizer_offload_fraction > 0
 
 
 def _memory_problems(config: TrainerConfig) -> list[str]:

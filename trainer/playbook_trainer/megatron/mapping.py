@@ -385,6 +385,10 @@ def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
             "exp_avg_dtype": (moments, key),
             "exp_avg_sq_dtype": (moments, key),
         }
+    if mg.precision_aware_optimizer and mg.fp8_param:
+        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and asks
+        # for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
+        asked |= {"fp8_recipe": (config.precision.fp8, "megatron.fp8_param"), "store_param_remainders": (False, "megatron.fp8_param")}
     if config.offload.optimizer or mg.optimizer_offload_fraction:
         asked |= {
             "optimizer_cpu_offload": (True, "offload.optimizer"),
