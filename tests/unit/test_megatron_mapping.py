@@ -161,6 +161,18 @@ def test_optimizer_and_data_parallel_fields() -> None:
     assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
 
 
+@pytest.mark.parametrize(("dtype", "found"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_megatron_fsdp_takes_gradients_as_asked_and_leaves_them_where_the_optimizer_looks(dtype: str, found: torch.dtype) -> None:
+    """megatron-core 0.19 reads neither from `grad_reduce_in_fp32` nor from the optimizer's configuration."""
+    names = ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_use_decoupled_grad")
+    fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(DistributedDataParallelConfig, *names))]
+    later = dataclasses.make_dataclass("Later", [*fields, *((name, Any, dataclasses.field(default=None)) for name in names)])
+    words = {"megatron__data_parallel": "megatron_fsdp", "megatron__grad_reduce_dtype": dtype, **BF16}
+    assert [mapping.data_parallel(config(**words), later)[name] for name in names] == [found, False]
+    assert mapping.data_parallel(config(megatron__precision_aware_optimizer=True, **words), later)[names[1]]
+    assert not set(names) & set(mapping.data_parallel(config(**BF16), later))
+
+
 def test_a_precision_aware_optimizer_knows_of_8_bit_weights() -> None:
     """megatron-core would give it None for each of them if it did not know the recipe, and remainders are of 16-bit weights."""
     words = {"precision__fp8": "blockwise", "megatron__precision_aware_optimizer": True, **BF16}

@@ -335,7 +335,7 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
     """For DistributedDataParallelConfig."""
     mg = config.megatron
     sharded = mg.data_parallel in ("distributed_optimizer", "megatron_fsdp")
-    plain = {
+    plain: dict[str, Any] = {
         "use_distributed_optimizer": sharded,
         "grad_reduce_in_fp32": mg.grad_reduce_dtype == "fp32",
         "overlap_grad_reduce": mg.overlap_grad_reduce,
@@ -350,6 +350,11 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
     if mg.delay_wgrad:
         asked["delay_wgrad_compute"] = (True, "megatron.delay_wgrad")
     if mg.data_parallel == "megatron_fsdp":
+        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads; and gradients lie where the optimizer looks for them by the second.
+        plain |= {
+            "megatron_fsdp_main_grads_dtype": DTYPES[mg.grad_reduce_dtype],
+            "megatron_fsdp_use_decoupled_grad": mg.precision_aware_optimizer,
+        }
         asked["use_megatron_fsdp"] = (True, "megatron.data_parallel")
         asked["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
         if mg.fsdp_double_buffer:
