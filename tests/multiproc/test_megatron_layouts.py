@@ -214,3 +214,16 @@ def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: 
     print(name, far)
     assert far["loss"] < 5e-5, far
     assert far["grad_norm"] < 5e-4, far
+
+
+@pytest.mark.timeout(200)
+def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(tmp_path: Path) -> None:
+    """Bytes per parameter over two ranks: 16-bit weights, float32 gradients, and float32 master weights and moments."""
+    words = (MOE, *COMMON[:-1], "train.global_batch_size=4", "train.dtype=bf16", "backend=megatron", *FSDP)
+    expected = {"optim_grads": (2, 4 / 2, 12 / 2), "optim_grads_params": (2 / 2, 4 / 2, 12 / 2)}
+    jobs = [Job(name, 2, (*words, f"megatron.sharding_strategy={name}")) for name in expected]
+    assert train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/multiproc/megatron_many.py") == dict.fromkeys(expected)
+    for name, sizes in expected.items():
+        found = summary(tmp_path / name)
+        held = [found["metrics"][f"{what}_bytes_per_rank"] / found["num_parameters"] for what in ("param", "grad", "optimizer")]
+        assert held == pytest.approx(sizes, rel=0.02), name
