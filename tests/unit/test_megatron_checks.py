@@ -149,6 +149,26 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
             "excludes a precision-aware optimizer on the host",
         ),
         (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
+        (config(megatron={"fsdp_double_buffer": True}), 1, "belongs to megatron_fsdp"),
+        (
+            config(
+                train=BF16,
+                parallel={"ep": 2},
+                megatron={"data_parallel": "megatron_fsdp", "fsdp_double_buffer": True, "overlap_expert_parallel": True},
+            ),
+            2,
+            "excludes megatron.fsdp_double_buffer",
+        ),
+        (
+            config(
+                train={**BF16, "cuda_graphs": ["attn"], "warmup_steps": 4},
+                data={"pack": False},
+                parallel={"ep": 2},
+                megatron={"overlap_expert_parallel": True, "delay_wgrad": True},
+            ),
+            2,
+            "megatron.delay_wgrad adds weight gradients",
+        ),
         (config(train=BF16, parallel={"pp": 2}, megatron={"data_parallel": "megatron_fsdp"}), 2, "has no stages in it"),
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
         (config(checkpoint={"dir": "saved"}, megatron={"optimizer_offload_fraction": 0.5}), 1, "does not restore the copies"),

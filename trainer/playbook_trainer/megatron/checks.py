@@ -208,9 +208,9 @@ def row_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
         )
-    if mg.tp_comm_overlap and par.cp > 1 and data.pack:
+    if mg.tp_comm_overlap and par.cp > 1 and (data.pack or config.model.vision is not None):
         problems.append(
-            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents up to others: set data.pack: false"
+            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false"
         )
     if variable_lengths(config) and config.model.num_experts and config.moe.dispatcher == "allgather":
         problems.append(
@@ -340,9 +340,9 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
     if _offloads(config) and mg.data_parallel != "distributed_optimizer":
         problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
     if mg.fsdp_double_buffer and mg.data_parallel != "megatron_fsdp":
-        problems.append(
-            "megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel: megatron_fsdp, or leave it false"
-        )
+        problems.append("megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel to it, or leave it false")
+    if mg.fsdp_double_buffer and mg.overlap_expert_parallel:
+        problems.append("megatron.overlap_expert_parallel under Megatron-FSDP excludes megatron.fsdp_double_buffer: set it to false")
     default = MegatronConfig.model_fields["sharding_strategy"].default
     if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
         problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")
@@ -398,6 +398,10 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
             "it: set it to transformer_engine"
+        )
+    if mg.delay_wgrad and ("attn" in names or ("moe_router" in names and config.model.shared_expert_ffn_size)):
+        problems.append(
+            "megatron.delay_wgrad adds weight gradients where no graph finds them again: leave it or those train.cuda_graphs out"
         )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
