@@ -40,6 +40,7 @@ LEGAL = [
     (2, config(parallel={"cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True})),
     (1, config(checkpoint={"dir": "saved"})),
     (1, config(megatron={"optimizer_offload_fraction": 0.5})),
+    (4, config(parallel={"cp": 2, "ep": 2}, moe={"dispatcher": "allgather"})),  # ranks of one exchange read the same rows
     (1, config(train=BF16, precision={"fp8": "blockwise"})),
     (1, config(train=BF16, precision={"fp8": "nvfp4"})),
     (1, config(train=BF16, megatron={"precision_aware_optimizer": True}, optimizer={"moments_dtype": "bf16"})),
@@ -66,6 +67,12 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
         (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
         (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
+        (config(parallel={"cp": 2, "ep": 4}, moe={"dispatcher": "allgather"}), 4, "as many tokens on every rank"),
+        (
+            config(parallel={"ep": 2}, moe={"dispatcher": "allgather"}, data={"pad": False, "pack": False}),
+            2,
+            "set moe.dispatcher: alltoall",
+        ),
         (config(DENSE, train={**BF16, "cuda_graphs": ["moe_router"]}), 1, "graphs moe_router on a model without experts"),
         (
             config(train={**BF16, "cuda_graphs": ["moe_router", "moe_preprocess"]}, moe={"capacity_factor": 2.0}),

@@ -43,6 +43,22 @@ def test_megatron_core_takes_packed_rows_that_both_pipeline_and_context_ranks_sh
     assert TransformerConfig(**fields).variable_seq_lengths
 
 
+def test_hybridep_is_told_where_ranks_hold_unlike_numbers_of_tokens() -> None:
+    """It takes as many from each, and would not fill them up unasked."""
+    name = "moe_hybridep_pad_uneven_dispatch_inputs"
+    words = {"moe__dispatcher": "hybridep", "parallel__ep": 4}
+    extra = [(each, Any, dataclasses.field(default=None)) for each in (name, "moe_flex_dispatcher_backend")]
+    fields = [
+        (f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(TransformerConfig, *(e[0] for e in extra)))
+    ]
+    later = dataclasses.make_dataclass("TransformerConfig", [*fields, *extra])
+    assert made(config(parallel__cp=2, **words), later)[name]
+    assert made(config(data__pad=False, data__pack=False, **words), later)[name]
+    assert name not in made(config(**words), later)
+    with pytest.raises(ConfigError, match=f"moe.dispatcher hybridep needs TransformerConfig.{name}"):
+        made(config(parallel__cp=2, **words), without(later, name))
+
+
 def test_fusions_come_with_transformer_engine_and_go_with_the_switch() -> None:
     on = made(config(megatron__kernels="transformer_engine", **BF16))
     off = made(config(megatron__kernels="transformer_engine", megatron__fused=False, **BF16))

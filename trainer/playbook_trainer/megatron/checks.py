@@ -11,6 +11,7 @@ from playbook import layout
 from playbook.layout_rules import Options
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
 from playbook_trainer.shape import shape_of
 
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
@@ -98,12 +99,6 @@ def pads_experts(config: TrainerConfig) -> bool:
     """Whether experts get a fixed number of rows, padded where fewer come: graphs that hold them need fixed shapes."""
     whole = config.megatron.cuda_graph_impl == "full_iteration" or "moe" in config.train.cuda_graphs
     return config.moe.capacity_factor is not None and whole
-
-
-def variable_lengths(config: TrainerConfig) -> bool:
-    """Whether pipeline stages send each other streams of other lengths: filling documents up to what context ranks can share makes them."""
-    par = config.parallel
-    return par.pp > 1 and par.cp > 1 and (config.data.pack or config.model.vision is not None)
 
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
@@ -212,10 +207,11 @@ def row_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false"
         )
-    if variable_lengths(config) and config.model.num_experts and config.moe.dispatcher == "allgather":
+    unlike = variable_lengths(config) or unlike_lengths(config)
+    if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
         problems.append(
-            "moe.dispatcher allgather wants rows of one length, and cp fills packed documents and images up to others before pp sends them: "
-            "set moe.dispatcher: alltoall"
+            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and images "
+            "that cp fills up: set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")

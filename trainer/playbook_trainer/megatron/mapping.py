@@ -18,8 +18,9 @@ import torch
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts, variable_lengths
+from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts
 from playbook_trainer.megatron.recompute import recompute_layers
+from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -194,6 +195,8 @@ def _experts(config: TrainerConfig, engine: bool) -> Asked:
     }
     if flex:
         out["moe_flex_dispatcher_backend"] = (moe.dispatcher, f"moe.dispatcher {moe.dispatcher}")
+    if moe.dispatcher == "hybridep" and unlike_lengths(config):
+        out["moe_hybridep_pad_uneven_dispatch_inputs"] = (True, "moe.dispatcher hybridep")
     if moe.capacity_factor is not None:
         out["moe_expert_capacity_factor"] = (moe.capacity_factor, "moe.capacity_factor")
         out["moe_pad_expert_input_to_capacity"] = (pads_experts(config), "moe.capacity_factor")
