@@ -5,14 +5,20 @@ A shim stands in for CUDA (`megatron_shim.py`), so nothing here speaks of speed,
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from layout_runs import Job, difference, train_all
 from ranks import ROOT, steps, summary
 
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+from parity import random_state
+
 from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.models import hf
 
 MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
 MCORE = tuple(int(n) for n in version("megatron-core").split(".")[:2])
@@ -117,6 +123,8 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         f"checkpoint.dir={tmp_path / 'saved' / 'ep 2'}",
     )
     jobs += [Job("more ranks", 4, (*ep, "parallel.ep=2")), Job("other layout", 4, (*ep, "parallel.ep=4"))]
+    ep = (*ep, "parallel.ep=2")
+    jobs += [Job("other rate", 2, (*ep, "optimizer.lr=1e-5")), Job("other betas", 2, (*ep, "optimizer.betas=[0.1,0.2]"))]
     errors = train_all(jobs, tmp_path, timeout=380, script=ROOT / "tests/multiproc/megatron_many.py")
     assert "was saved with ep 2 where this run has 4" in str(errors.pop("other layout"))
     assert {name: error for name, error in errors.items() if error} == {}
@@ -125,7 +133,28 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
         assert [r["loss"] for r in first + rest] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
         assert [r["grad_norm"] for r in first + rest] == pytest.approx([r["grad_norm"] for r in whole], rel=1e-5)
         assert [p.name for p in (tmp_path / "saved" / name).iterdir()] == ["step_00000004"]
-    assert [r["step"] for r in steps(tmp_path / "more ranks")] == [5, 6]
+    same, rate, betas = (steps(tmp_path / name) for name in ("more ranks", "other rate", "other betas"))
+    assert [r["step"] for r in same] == [5, 6]
+    # The first loss is of the weights that were saved, the second of an update by this run's own settings.
+    for other in (rate, betas):
+        assert other[0]["loss"] == pytest.approx(same[0]["loss"], rel=1e-6)
+        assert other[1]["loss"] != pytest.approx(same[1]["loss"], rel=1e-4)
+
+
+@pytest.mark.timeout(200)
+def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
+    """Each of two steps moves them by a thousandth; in BF16 they would be 0.03 off from the first one on."""
+    given, left = tmp_path / "given", tmp_path / "left"
+    words = ("model=deepseek_v3_tiny", *COMMON[1:], "model.num_layers=2", "backend=megatron", "train.dtype=bf16", "train.steps=2")
+    config = load(ROOT / MOE, parse_overrides(list(words)))
+    biases = 8 + torch.arange(config.model.num_experts) / 100
+    state = random_state(config.model)
+    hf.save_safetensors(config.model, {k: biases if k.endswith("router.bias") else v for k, v in state.items()}, given)
+    job = Job("read", 1, (MOE, *words, f"init.weights={given}", f"checkpoint.export={left}"))
+    assert train_all([job], tmp_path, timeout=180, script=ROOT / "tests/multiproc/megatron_many.py") == {"read": None}
+    found = [v for k, v in hf.load_safetensors(config.model, left).items() if k.endswith("router.bias")]
+    assert len(found) == 2
+    assert all((bias - biases).abs().max() < 2.1e-3 for bias in found)
 
 
 FSDP = ("megatron.data_parallel=megatron_fsdp",)
@@ -195,3 +224,16 @@ def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: 
     print(name, far)
     assert far["loss"] < 5e-5, far
     assert far["grad_norm"] < 5e-4, far
+
+
+@pytest.mark.timeout(200)
+def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(tmp_path: Path) -> None:
+    """Bytes per parameter over two ranks: 16-bit weights, float32 gradients, and float32 master weights and moments."""
+    words = (MOE, *COMMON[:-1], "train.global_batch_size=4", "train.dtype=bf16", "backend=megatron", *FSDP)
+    expected = {"optim_grads": (2, 4 / 2, 12 / 2), "optim_grads_params": (2 / 2, 4 / 2, 12 / 2)}
+    jobs = [Job(name, 2, (*words, f"megatron.sharding_strategy={name}")) for name in expected]
+    assert train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/multiproc/megatron_many.py") == dict.fromkeys(expected)
+    for name, sizes in expected.items():
+        found = summary(tmp_path / name)
+        held = [found["metrics"][f"{what}_bytes_per_rank"] / found["num_parameters"] for what in ("param", "grad", "optimizer")]
+        assert held == pytest.approx(sizes, rel=0.02), name

@@ -44,6 +44,15 @@ def test_an_offloaded_optimizer_is_the_precision_aware_one(target, grads):
     assert target != "megatron-lm" or {"--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--exp-avg-dtype fp32"} <= lines
 
 
+@pytest.mark.parametrize("grads", ["fp32", "bf16"])
+def test_megatron_fsdp_is_told_the_precision_of_gradients_by_its_own_field(grads):
+    words = {"megatron.data_parallel": "megatron_fsdp", "megatron.grad_reduce_dtype": grads, "parallel.pp": 1, "parallel.vpp": 1}
+    _, lines, _ = settings(LARGE, words)
+    assert f"--megatron-fsdp-main-grads-dtype {grads}" in lines
+    fields, _, _ = settings(LARGE, {**words, "megatron.data_parallel": "distributed_optimizer"})
+    assert "megatron_fsdp_main_grads_dtype" not in fields
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

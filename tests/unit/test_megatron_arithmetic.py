@@ -103,8 +103,17 @@ def test_offload_moves_bytes_to_the_host():
     assert layer == pytest.approx(4 * 4096 * 8 * (2048 + 2 * 768) * 2)
     half = report(**{"megatron.optimizer_offload_fraction": 0.5}).stages[0]
     states = 12 * (plain.parameters - 24 * 32 * 3 * 2048 * 768) / 4 + 12 * 24 * 32 * 3 * 2048 * 768
-    assert plain.state_bytes - half.state_bytes == pytest.approx(states / 2)
+    # The host updates float32 copies that stay on the GPU, or with the precision-aware optimizer the weights; what stays there is in float32.
+    assert plain.state_bytes - half.state_bytes == pytest.approx(states / 2 * 8 / 12)
     assert half.host_bytes == pytest.approx(states / 12 * 16 / 2)
+    lean = report(**{"megatron.optimizer_offload_fraction": 0.5, "megatron.precision_aware_optimizer": True}).stages[0]
+    assert plain.state_bytes - lean.state_bytes == pytest.approx(states / 2)
+
+
+def test_8_bit_weights_have_whole_master_weights():
+    narrow = {"precision.fp8": "blockwise", "megatron.fp8_param": True}
+    plain, lean = report(**narrow).stages[0], report(**narrow, **{"megatron.precision_aware_optimizer": True}).stages[0]
+    assert lean.state_bytes == plain.state_bytes
 
 
 def test_images_are_bounded_by_rows_that_hold_nothing_else():

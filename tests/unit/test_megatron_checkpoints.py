@@ -21,7 +21,7 @@ from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
-from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference
+from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference, reading
 
 FORM = "torch_dist"
 
@@ -145,3 +145,18 @@ def test_a_checkpoint_that_cannot_be_written_is_said_wherever_it_stops(saver: Sa
         saver(tmp_path).save(2, {"row": 0})
     with pytest.raises(RuntimeError, match="a fault of another kind"):
         saver(tmp_path, RuntimeError("a fault of another kind")).save(4, {"row": 0})
+
+
+@pytest.mark.parametrize(("recipe", "streams"), [("tensorwise", False), ("blockwise", None)])
+def test_8_bit_weights_with_one_scale_are_not_read_in_pieces(recipe: str, streams: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.19 does, unless it is told: each piece would set the scale of all."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    class Reader:
+        def __init__(self, cache_metadata: bool = False, stream_ckpt_dequant: bool = True) -> None:
+            self.streams = stream_ckpt_dequant
+
+    keys = {"backend": "megatron", "train.dtype": "bf16", "precision.fp8": recipe, "megatron.fp8_param": True}
+    config = load(data_root("configs") / "qwen3_moe_tiny.yaml", keys)
+    monkeypatch.setattr(strategies, "TorchDistLoadShardedStrategy", Reader)
+    assert getattr(reading(config).get("sharded_strategy"), "streams", None) is streams

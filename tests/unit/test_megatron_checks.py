@@ -40,6 +40,7 @@ LEGAL = [
     (2, config(parallel={"cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True})),
     (1, config(checkpoint={"dir": "saved"})),
     (1, config(megatron={"optimizer_offload_fraction": 0.5})),
+    (4, config(parallel={"cp": 2, "ep": 2}, moe={"dispatcher": "allgather"})),  # ranks of one exchange read the same rows
     (1, config(train=BF16, precision={"fp8": "blockwise"})),
     (1, config(train=BF16, precision={"fp8": "nvfp4"})),
     (1, config(train=BF16, megatron={"precision_aware_optimizer": True}, optimizer={"moments_dtype": "bf16"})),
@@ -66,6 +67,12 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(DENSE, parallel={"tp": 2}, model={"vocab_size": 323}), 2, "a vocabulary of 323 does not divide over tp 2; pad model.voc"),
         (config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True}), 4, "set moe.dispatcher: alltoall"),
         (config("qwen3_vl_moe_tiny", parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}), 4, "set moe.dispatcher: alltoall"),
+        (config(parallel={"cp": 2, "ep": 4}, moe={"dispatcher": "allgather"}), 4, "as many tokens on every rank"),
+        (
+            config(parallel={"ep": 2}, moe={"dispatcher": "allgather"}, data={"pad": False, "pack": False}),
+            2,
+            "set moe.dispatcher: alltoall",
+        ),
         (config(DENSE, train={**BF16, "cuda_graphs": ["moe_router"]}), 1, "graphs moe_router on a model without experts"),
         (
             config(train={**BF16, "cuda_graphs": ["moe_router", "moe_preprocess"]}, moe={"capacity_factor": 2.0}),
@@ -124,7 +131,51 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(precision={"fp8": "tensorwise"}), 1, "set train.dtype: bf16"),
         (config(train=BF16, precision={"fp8": "delayed"}, megatron={"first_last_layers_bf16": True}), 1, "excludes delayed scaling"),
         (config(optimizer={"moments_dtype": "bf16"}), 1, "set megatron.precision_aware_optimizer: true"),
+        (
+            config(
+                train=BF16,
+                optimizer={"moments_dtype": "bf16"},
+                offload={"optimizer": True},
+                megatron={"precision_aware_optimizer": True},
+            ),
+            1,
+            "float32 moments in an optimizer on the host",
+        ),
+        (
+            config(train=BF16, precision={"fp8": "blockwise"}, megatron={"fp8_param": True, "data_parallel": "ddp"}),
+            1,
+            "needs sharded optimizers, found ddp",
+        ),
+        (
+            config(
+                train=BF16,
+                precision={"fp8": "blockwise"},
+                megatron={"fp8_param": True, "precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
+            ),
+            1,
+            "excludes a precision-aware optimizer on the host",
+        ),
         (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
+        (config(megatron={"fsdp_double_buffer": True}), 1, "belongs to megatron_fsdp"),
+        (
+            config(
+                train=BF16,
+                parallel={"ep": 2},
+                megatron={"data_parallel": "megatron_fsdp", "fsdp_double_buffer": True, "overlap_expert_parallel": True},
+            ),
+            2,
+            "excludes megatron.fsdp_double_buffer",
+        ),
+        (
+            config(
+                train={**BF16, "cuda_graphs": ["attn"], "warmup_steps": 4},
+                data={"pack": False},
+                parallel={"ep": 2},
+                megatron={"overlap_expert_parallel": True, "delay_wgrad": True},
+            ),
+            2,
+            "megatron.delay_wgrad adds weight gradients",
+        ),
         (config(train=BF16, parallel={"pp": 2}, megatron={"data_parallel": "megatron_fsdp"}), 2, "has no stages in it"),
         (config(megatron={"offload_modules": ["attn_proj"]}), 1, "needs core_attn beside it"),
         (config(checkpoint={"dir": "saved"}, megatron={"optimizer_offload_fraction": 0.5}), 1, "does not restore the copies"),

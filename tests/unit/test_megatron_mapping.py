@@ -43,6 +43,22 @@ def test_megatron_core_takes_packed_rows_that_both_pipeline_and_context_ranks_sh
     assert TransformerConfig(**fields).variable_seq_lengths
 
 
+def test_hybridep_is_told_where_ranks_hold_unlike_numbers_of_tokens() -> None:
+    """It takes as many from each, and would not fill them up unasked."""
+    name = "moe_hybridep_pad_uneven_dispatch_inputs"
+    words = {"moe__dispatcher": "hybridep", "parallel__ep": 4}
+    extra = [(each, Any, dataclasses.field(default=None)) for each in (name, "moe_flex_dispatcher_backend")]
+    fields = [
+        (f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(TransformerConfig, *(e[0] for e in extra)))
+    ]
+    later = dataclasses.make_dataclass("TransformerConfig", [*fields, *extra])
+    assert made(config(parallel__cp=2, **words), later)[name]
+    assert made(config(data__pad=False, data__pack=False, **words), later)[name]
+    assert name not in made(config(**words), later)
+    with pytest.raises(ConfigError, match=f"moe.dispatcher hybridep needs TransformerConfig.{name}"):
+        made(config(parallel__cp=2, **words), without(later, name))
+
+
 def test_fusions_come_with_transformer_engine_and_go_with_the_switch() -> None:
     on = made(config(megatron__kernels="transformer_engine", **BF16))
     off = made(config(megatron__kernels="transformer_engine", megatron__fused=False, **BF16))
@@ -159,6 +175,26 @@ def test_optimizer_and_data_parallel_fields() -> None:
     )
     assert (sharded["use_megatron_fsdp"], sharded["data_parallel_sharding_strategy"]) == (True, "optim")
     assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_megatron_fsdp_takes_gradients_as_asked_and_leaves_them_where_the_optimizer_looks(dtype: str, found: torch.dtype) -> None:
+    """megatron-core 0.19 reads neither from `grad_reduce_in_fp32` nor from the optimizer's configuration."""
+    names = ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_use_decoupled_grad")
+    fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(DistributedDataParallelConfig, *names))]
+    later = dataclasses.make_dataclass("Later", [*fields, *((name, Any, dataclasses.field(default=None)) for name in names)])
+    words = {"megatron__data_parallel": "megatron_fsdp", "megatron__grad_reduce_dtype": dtype, **BF16}
+    assert [mapping.data_parallel(config(**words), later)[name] for name in names] == [found, False]
+    assert mapping.data_parallel(config(megatron__precision_aware_optimizer=True, **words), later)[names[1]]
+    assert not set(names) & set(mapping.data_parallel(config(**BF16), later))
+
+
+def test_a_precision_aware_optimizer_knows_of_8_bit_weights() -> None:
+    """megatron-core would give it None for each of them if it did not know the recipe, and remainders are of 16-bit weights."""
+    words = {"precision__fp8": "blockwise", "megatron__precision_aware_optimizer": True, **BF16}
+    narrow = mapping.optimizer(config(megatron__fp8_param=True, **words), OptimizerConfig)
+    assert (narrow["fp8_recipe"], narrow["store_param_remainders"]) == ("blockwise", False)
+    assert "fp8_recipe" not in mapping.optimizer(config(**words), OptimizerConfig), "16-bit weights keep their remainders"
 
 
 def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:

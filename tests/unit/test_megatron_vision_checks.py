@@ -33,6 +33,14 @@ def test_what_can_run_is_not_refused(sections: dict[str, Any]) -> None:
         ({"megatron": {"cuda_graph_impl": "full_iteration"}}, "set train.cuda_graphs: []"),
         ({"megatron": {"overlap_expert_parallel": True}}, "DeepStack's features enter whole ones"),
         ({"model": {"mtp_layers": 1}}, "set it to 0"),
+        (
+            {
+                "parallel": {"tp": 2, "cp": 2, "sequence_parallel": True},
+                "data": {"pack": False},
+                "megatron": {"tp_comm_overlap": True},
+            },
+            "buffers of one size",
+        ),
     ],
 )
 def test_what_deepstack_excludes_is_refused_with_a_way_out(sections: dict[str, Any], expected: str) -> None:

@@ -306,6 +306,8 @@ def _data_parallel(sheet: Sheet) -> None:
     sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if sharded else 1)
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
+    if whole:  # Megatron-FSDP has a field of its own for that, and does not read the other
+        sheet.put(name, "ddp", "megatron_fsdp_main_grads_dtype", DTYPES[dtype] if sheet.target == "megatron-bridge" else dtype)
     sheet.put("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce", mg.overlap_grad_reduce)
     gather = sharded and mg.overlap_param_gather
     sheet.put("megatron.overlap_param_gather", "ddp", "overlap_param_gather", gather and mg.overlap_grad_reduce)

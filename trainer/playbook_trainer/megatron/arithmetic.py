@@ -30,6 +30,9 @@ OFFLOADED = {
 RESIDENT_LAYERS = 3
 """Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way."""
 
+MASTER_BYTES, MOMENT_BYTES = 4, 8
+"""Per parameter in float32: the master weight, and both moments."""
+
 HOST_BYTES = 16
 """Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
 
@@ -49,7 +52,7 @@ def widths(config: TrainerConfig) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients, and optimizer state (master copy and two moments).
 
     A precision-aware optimizer keeps moments in `moments_dtype`, and of a float32 master weight only what its bfloat16 weight lacks;
-    Megatron-FSDP keeps it whole.
+    Megatron-FSDP keeps it whole, and so do 8-bit weights.
     Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` and `docs/source/api-guide/dist_optimizer.md`.
     """
     own = config.megatron
@@ -58,7 +61,7 @@ def widths(config: TrainerConfig) -> tuple[float, float, float]:
     gradient = {"fp32": 4, "bf16": 2}[own.grad_reduce_dtype]
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype] if own.precision_aware_optimizer else 4
     weight = 0 if own.fp8_param and config.precision.fp8 != "none" else memory.PARAM_BYTES
-    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp"
+    remainder = own.precision_aware_optimizer and own.data_parallel != "megatron_fsdp" and weight
     return weight, gradient, (2 if remainder else 4) + 2 * moments
 
 
@@ -70,9 +73,20 @@ def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> tuple[flo
         gradients = optimizer
     fraction = offloaded_fraction(config)
     per_weight, per_gradient, per_state = widths(config)
+    if fraction and config.train.dtype == "bf16":
+        per_state = MASTER_BYTES + MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
     copies = memory.fp8_copies(plan.options.fp8) * held.linear * weights / (held.dense + held.experts)
-    on_gpu = per_weight * weights + per_gradient * gradients + per_state * optimizer * (1 - fraction) + copies
+    stays = MASTER_BYTES * fraction if fraction and not _updates_weights(config) else 0.0
+    on_gpu = per_weight * weights + per_gradient * gradients + (per_state * (1 - fraction) + stays) * optimizer + copies
     return on_gpu, HOST_BYTES * optimizer * fraction
+
+
+def _updates_weights(config: TrainerConfig) -> bool:
+    """Whether an optimizer on the host writes the weights themselves, and not float32 copies of them that stay on the GPU.
+
+    Source: Megatron-LM, `megatron/core/optimizer/distrib_optimizer.py` (_build_model_and_main_param_groups).
+    """
+    return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
 
 
 def offloaded_fraction(config: TrainerConfig) -> float:

@@ -11,6 +11,7 @@ files, so a folder from someone else is as good as a program from them.
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import shutil
@@ -158,7 +159,7 @@ class MegatronSaver:
         if self._format == "torch_dist":
             from megatron.core import dist_checkpointing
 
-            state = dist_checkpointing.load(state, str(folder))
+            state = dist_checkpointing.load(state, str(folder), **reading(self._config))
         else:
             # Read into the memory of these tensors, under the names that they have on disk.
             dcp.load(
@@ -172,6 +173,7 @@ class MegatronSaver:
                 install(chunk, own)
             else:
                 unwrapped(chunk).load_state_dict(own)
+        wrap.own_settings(state["optimizer"], self._optim)
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)
 
@@ -230,6 +232,21 @@ def gather_parameters(config: TrainerConfig, chunks: list[Any]) -> None:
     if config.megatron.data_parallel == "distributed_optimizer" and config.megatron.overlap_param_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
+
+
+def reading(config: TrainerConfig) -> dict[str, Any]:
+    """How megatron-core is told to read: 8-bit weights with one scale each by way of whole 16-bit ones.
+
+    From 0.19 on it would fill them piece by piece, gate and up halves apart, and each piece would set the scale of all.
+    Source: Megatron-LM, `megatron/training/arguments.py` (stream_ckpt_dequant).
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    reader = strategies.TorchDistLoadShardedStrategy
+    one_scale = config.megatron.fp8_param and config.precision.fp8 == "tensorwise"
+    if not one_scale or "stream_ckpt_dequant" not in inspect.signature(reader).parameters:
+        return {}
+    return {"sharded_strategy": reader(stream_ckpt_dequant=False)}
 
 
 def end_helper() -> None:

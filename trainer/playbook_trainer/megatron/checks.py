@@ -11,6 +11,7 @@ from playbook import layout
 from playbook.layout_rules import Options
 from playbook_trainer.config import TrainerConfig
 from playbook_trainer.config_megatron import MegatronConfig
+from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
 from playbook_trainer.shape import shape_of
 
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
@@ -100,12 +101,6 @@ def pads_experts(config: TrainerConfig) -> bool:
     return config.moe.capacity_factor is not None and whole
 
 
-def variable_lengths(config: TrainerConfig) -> bool:
-    """Whether pipeline stages send each other streams of other lengths: filling documents up to what context ranks can share makes them."""
-    par = config.parallel
-    return par.pp > 1 and par.cp > 1 and (config.data.pack or config.model.vision is not None)
-
-
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     """Broken rules of layout arithmetic and of the features chosen, in the configuration's own words."""
     model, par, train = config.model, config.parallel, config.train
@@ -173,7 +168,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
         problems.append(f"parallel.dp_replicate {par.dp_replicate} needs something that is sharded, found {mg.data_parallel}; set it to 1")
     if config.checkpoint.dir and mg.data_parallel == "fsdp2":
         problems.append("checkpoint.dir is not served with megatron.data_parallel fsdp2: set megatron_fsdp or distributed_optimizer")
-    if config.checkpoint.dir and (config.offload.optimizer or mg.optimizer_offload_fraction > 0):
+    if config.checkpoint.dir and _offloads(config):
         problems.append(
             "checkpoint.dir is not served with an optimizer on the host: megatron-core writes its state, but does not restore the copies "
             "that it updates there; leave checkpoint.dir out, or set offload.optimizer: false and megatron.optimizer_offload_fraction: 0"
@@ -208,14 +203,15 @@ def row_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "megatron.tp_comm_overlap cuts up what sequence parallelism sends: set parallel.tp above 1 and sequence_parallel: true"
         )
-    if mg.tp_comm_overlap and par.cp > 1 and data.pack:
+    if mg.tp_comm_overlap and par.cp > 1 and (data.pack or config.model.vision is not None):
         problems.append(
-            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents up to others: set data.pack: false"
+            "megatron.tp_comm_overlap has buffers of one size, and cp fills packed documents and images up to others: set it to false"
         )
-    if variable_lengths(config) and config.model.num_experts and config.moe.dispatcher == "allgather":
+    unlike = variable_lengths(config) or unlike_lengths(config)
+    if unlike and config.model.num_experts and config.moe.dispatcher == "allgather":
         problems.append(
-            "moe.dispatcher allgather wants rows of one length, and cp fills packed documents and images up to others before pp sends them: "
-            "set moe.dispatcher: alltoall"
+            "moe.dispatcher allgather wants as many tokens on every rank, and rows that are not padded differ, as do packed documents and images "
+            "that cp fills up: set moe.dispatcher: alltoall"
         )
     if config.moe.experts == "grouped" and mg.kernels == "local":
         problems.append("moe.experts 'grouped' needs the kernels of Transformer Engine: set megatron.kernels: auto")
@@ -276,6 +272,7 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:
+    """Source of what 8-bit weights ask of the optimizer: Megatron-LM, `megatron/training/arguments.py`."""
     fp8, mg, problems = config.precision.fp8, config.megatron, []
     if fp8 == "rowwise":
         problems.append(
@@ -293,6 +290,10 @@ def _precision_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron.first_last_layers_bf16 excludes delayed scaling: set precision.fp8: tensorwise or blockwise")
     if fp8 == "nvfp4" and mg.fp8_param:
         problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
+    if mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2"):
+        problems.append(f"megatron.fp8_param needs sharded optimizers, found {mg.data_parallel}: set distributed_optimizer, or it to false")
+    if mg.fp8_param and mg.precision_aware_optimizer and fp8 != "delayed" and _offloads(config):
+        problems.append("megatron.fp8_param excludes a precision-aware optimizer on the host: set precision_aware_optimizer: false")
     if config.train.attention in ("flash", "cudnn") and config.train.dtype == "fp32":
         problems.append(f"train.attention '{config.train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     return problems + (_cutlass_problems(config) if mg.grouped_gemm == "cutlass" else [])
@@ -330,19 +331,25 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
         problems.append("megatron.precision_aware_optimizer keeps what 16-bit weights lack: set train.dtype: bf16")
     if mg.grad_reduce_dtype == "bf16" and config.train.dtype != "bf16":
         problems.append("megatron.grad_reduce_dtype bf16 needs 16-bit weights: set train.dtype: bf16")
-    offloads = config.offload.optimizer or mg.optimizer_offload_fraction > 0
-    if offloads and mg.data_parallel != "distributed_optimizer":
+    if _offloads(config) and opt.moments_dtype == "bf16":
+        problems.append("optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32")
+    if _offloads(config) and mg.data_parallel != "distributed_optimizer":
         problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
     if mg.fsdp_double_buffer and mg.data_parallel != "megatron_fsdp":
-        problems.append(
-            "megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel: megatron_fsdp, or leave it false"
-        )
+        problems.append("megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel to it, or leave it false")
+    if mg.fsdp_double_buffer and mg.overlap_expert_parallel:
+        problems.append("megatron.overlap_expert_parallel under Megatron-FSDP excludes megatron.fsdp_double_buffer: set it to false")
     default = MegatronConfig.model_fields["sharding_strategy"].default
     if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
         problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")
     if mg.data_parallel == "megatron_fsdp" and config.train.dtype != "bf16":
         problems.append("Megatron-FSDP trains 16-bit weights: set train.dtype: bf16")
     return problems
+
+
+def _offloads(config: TrainerConfig) -> bool:
+    """Whether some of the optimizer is on the host."""
+    return config.offload.optimizer or config.megatron.optimizer_offload_fraction > 0
 
 
 def _memory_problems(config: TrainerConfig) -> list[str]:
@@ -387,6 +394,10 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
             "it: set it to transformer_engine"
+        )
+    if mg.delay_wgrad and ("attn" in names or ("moe_router" in names and config.model.shared_expert_ffn_size)):
+        problems.append(
+            "megatron.delay_wgrad adds weight gradients where no graph finds them again: leave it or those train.cuda_graphs out"
         )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":

@@ -295,10 +295,22 @@ def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) 
     chunks = [_chunk(config, transformer, stage if count > 1 else None) for stage in range(count)]
     dtype = mapping.DTYPES[config.train.dtype]
     chunks = [chunk.to(dtype=dtype, device=device) for chunk in chunks]
+    _widen_routers(chunks)
     weights.initialise(chunks, config)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # whole tensors were drawn for the sake of their parts
     return chunks
+
+
+def _widen_routers(chunks: list[nn.Module]) -> None:
+    """Routers' biases and counts of tokens in float32: in 16 bits, biases would be rounded as they are read, and counts stand still beyond some size.
+
+    megatron-core widens the biases itself, but with the first pass, when their values have been read.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            if isinstance(held := getattr(module, name, None), Tensor):
+                setattr(module, name, held.float())
 
 
 def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Module:

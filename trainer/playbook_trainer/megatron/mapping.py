@@ -18,8 +18,9 @@ import torch
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import TrainerConfig
-from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts, variable_lengths
+from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts
 from playbook_trainer.megatron.recompute import recompute_layers
+from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -194,6 +195,8 @@ def _experts(config: TrainerConfig, engine: bool) -> Asked:
     }
     if flex:
         out["moe_flex_dispatcher_backend"] = (moe.dispatcher, f"moe.dispatcher {moe.dispatcher}")
+    if moe.dispatcher == "hybridep" and unlike_lengths(config):
+        out["moe_hybridep_pad_uneven_dispatch_inputs"] = (True, "moe.dispatcher hybridep")
     if moe.capacity_factor is not None:
         out["moe_expert_capacity_factor"] = (moe.capacity_factor, "moe.capacity_factor")
         out["moe_pad_expert_input_to_capacity"] = (pads_experts(config), "moe.capacity_factor")
@@ -335,7 +338,7 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
     """For DistributedDataParallelConfig."""
     mg = config.megatron
     sharded = mg.data_parallel in ("distributed_optimizer", "megatron_fsdp")
-    plain = {
+    plain: dict[str, Any] = {
         "use_distributed_optimizer": sharded,
         "grad_reduce_in_fp32": mg.grad_reduce_dtype == "fp32",
         "overlap_grad_reduce": mg.overlap_grad_reduce,
@@ -350,6 +353,11 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
     if mg.delay_wgrad:
         asked["delay_wgrad_compute"] = (True, "megatron.delay_wgrad")
     if mg.data_parallel == "megatron_fsdp":
+        # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads; and gradients lie where the optimizer looks for them by the second.
+        plain |= {
+            "megatron_fsdp_main_grads_dtype": DTYPES[mg.grad_reduce_dtype],
+            "megatron_fsdp_use_decoupled_grad": mg.precision_aware_optimizer,
+        }
         asked["use_megatron_fsdp"] = (True, "megatron.data_parallel")
         asked["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
         if mg.fsdp_double_buffer:
@@ -385,6 +393,10 @@ def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
             "exp_avg_dtype": (moments, key),
             "exp_avg_sq_dtype": (moments, key),
         }
+    if mg.precision_aware_optimizer and mg.fp8_param:
+        # 8-bit weights lack more than 16 bits of a master weight, which is whole then; megatron-core keeps it but for delayed scaling, and asks
+        # for the recipe to know. Without it, the optimizer would get None in the place of each 8-bit weight.
+        asked |= {"fp8_recipe": (config.precision.fp8, "megatron.fp8_param"), "store_param_remainders": (False, "megatron.fp8_param")}
     if config.offload.optimizer or mg.optimizer_offload_fraction:
         asked |= {
             "optimizer_cpu_offload": (True, "offload.optimizer"),

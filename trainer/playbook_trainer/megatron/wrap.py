@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -140,6 +141,25 @@ def make_state(optim: Any) -> None:
             part._init_optimizer_states_with_dummy_values()
 
 
+def own_settings(saved: Any, optim: Any) -> None:
+    """Give the groups of a loaded state this run's settings of Adam, as a run on the torch backend has its own after a resumption.
+
+    From 0.19 on, megatron-core finds a group again by its rates, and would not find those of a run with another learning rate.
+    """
+    told = {key: group[key] for group in optim.param_groups for key in ("max_lr", "min_lr", "betas", "eps") if key in group}
+    for group in _groups(saved):
+        group.update(told)
+
+
+def _groups(state: Any) -> Iterator[dict[str, Any]]:
+    """The groups of parameters anywhere in a state, which each optimizer lays out in its own way."""
+    if isinstance(state, dict) and "wd_mult" in state:
+        yield state
+    elif isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _groups(value)
+
+
 def own_steps(optim: Any) -> None:
     """Give each parameter of torch's own optimizer its count of steps, which megatron-core loads into the groups, or into one tensor for all."""
     for part in parts(optim):
@@ -153,11 +173,14 @@ def own_steps(optim: Any) -> None:
 
 def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank."""
-    params = [p for chunk in chunks for p in chunk.parameters()]
+    sharded = [g for chunk in chunks for g in getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", ())]
+    # A chunk under Megatron-FSDP names the optimizer's shards as its parameters, beside the weights that it computes with.
+    params = [t for group in sharded for t in _weights(group)] or [p for chunk in chunks for p in chunk.parameters()]
     held = {_memory(p) for p in params}
     buffers = [b for chunk in chunks for name in ("buffers", "expert_parallel_buffers") for b in _list(getattr(chunk, name, None))]
-    grads = sum(_size(b.grad_data) for b in buffers if getattr(b, "grad_data", None) is not None)
-    if not buffers:
+    buffered = [b.grad_data for b in buffers] + [group.main_grad_buffer.data for group in sharded if group.main_grad_buffer is not None]
+    grads = sum(_size(data) for data in buffered if data is not None)
+    if not buffered:
         grads = sum(_size(p.grad) for p in params if p.grad is not None)
     own = [p for part in parts(optim) for group in part.optimizer.param_groups for p in group["params"] if _memory(p) not in held]
     states = [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
@@ -167,6 +190,12 @@ def state_bytes(chunks: list[Any], optim: Any) -> dict[str, int]:
         "optimizer_bytes_per_rank": sum(_size(t) for t in _distinct([*own, *(t for t in states if t.numel() > 1)])),
     }
     return {**sizes, "state_bytes_per_rank": sum(sizes.values())}
+
+
+def _weights(group: Any) -> list[Any]:
+    """The weights of a group of Megatron-FSDP's, as they are kept: in buffers, or as they were."""
+    kept = [getattr(group, name, None) for name in ("model_weight_buffer", "transpose_weight_buffer")]
+    return [buffer.data for buffer in kept if buffer is not None and buffer.data is not None] or list(group.params)
 
 
 def _list(value: Any) -> list[Any]:
