@@ -101,7 +101,17 @@ ONE_GPU: dict[str, tuple[str, tuple[str, ...], float]] = {
     "fp8 blockwise": ("one", (BF16, "precision.fp8=blockwise"), 0.03),
     "fp8 blockwise weights": ("one", (BF16, "precision.fp8=blockwise", "megatron.fp8_param=true"), 0.03),
     "fp8 with wide ends": ("one", (BF16, "precision.fp8=tensorwise", "megatron.first_last_layers_bf16=true"), 0.03),
+    "fp8 blockwise weights, precision-aware": (
+        "one",
+        (BF16, "precision.fp8=blockwise", "megatron.fp8_param=true", "megatron.precision_aware_optimizer=true"),
+        0.03,
+    ),
     "megatron fsdp": ("one", (BF16, "megatron.data_parallel=megatron_fsdp"), 0.01),
+    "megatron fsdp, precision-aware": (
+        "one",
+        (BF16, "megatron.data_parallel=megatron_fsdp", "megatron.precision_aware_optimizer=true"),
+        0.01,
+    ),
     "fsdp2": ("one", (BF16, "megatron.data_parallel=fsdp2"), 0.01),
 }
 """Name to its reference, what it sets, and how far the loss may be off."""
@@ -149,6 +159,12 @@ SEVERAL_GPUS: dict[str, tuple[str, tuple[str, ...], float]] = {
         for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
     },
     "megatron fsdp, ep 2": ("one", (BF16, "megatron.data_parallel=megatron_fsdp", "parallel.ep=2"), SAME),
+    "megatron fsdp, precision-aware": (
+        "one",
+        (BF16, "megatron.data_parallel=megatron_fsdp", "megatron.precision_aware_optimizer=true"),
+        SAME,
+    ),
+    "megatron fsdp, tp 2": ("one rows", (BF16, ROWS, "megatron.data_parallel=megatron_fsdp", *SP), SAME),
     "megatron fsdp, two buffers": ("one", (BF16, "megatron.data_parallel=megatron_fsdp", "megatron.fsdp_double_buffer=true"), SAME),
     "recompute and ep": ("one", (BF16, "parallel.ep={n}", SELECTIVE, "train.recompute_modules=[layernorm,moe_act]"), SAME),
     "fp8 blockwise, ep": ("one", (BF16, "parallel.ep={n}", "precision.fp8=blockwise"), 0.03),
@@ -171,6 +187,8 @@ RESUMED_ON_ONE: dict[str, tuple[str, ...]] = {
     "bf16 moments": ("megatron.precision_aware_optimizer=true", "megatron.grad_reduce_dtype=bf16", "optimizer.moments_dtype=bf16"),
     "copies": ("megatron.data_parallel=ddp",),
     "megatron fsdp": ("megatron.data_parallel=megatron_fsdp",),
+    "8-bit weights of one scale": ("precision.fp8=tensorwise", "megatron.fp8_param=true"),
+    "8-bit weights in blocks": ("precision.fp8=blockwise", "megatron.fp8_param=true"),
 }
 RESUMED_ON_SEVERAL: dict[str, tuple[str, ...]] = {
     "ep": ("parallel.ep={n}",),
