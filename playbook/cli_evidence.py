@@ -13,6 +13,7 @@ from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
     from playbook.cards import Card, Claim, MechanismCheck
+    from playbook.moved import Here
     from playbook_bench.records import Evidence
 
 ALTERED = "altered"
@@ -32,8 +33,8 @@ def evidence_list(
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     found = store.records_with_seal(_folders(results))
-    claims = _claims()
-    rows = [_row(path, e, claims.get(_key(e))) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
+    claims, mine = _claims(), here()
+    rows = [_row(path, e, claims.get(_key(e)), mine) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -61,7 +62,7 @@ def evidence_show(
     report.print_outcome(Outcome(evidence, file), out)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := _stale(evidence, _claims().get(_key(evidence))):
+    if stale := _stale(evidence, _claims().get(_key(evidence)), here()):
         say(f"stale    {', '.join(stale)}")
     say(f"repeat   {evidence.command}")
 
@@ -82,10 +83,17 @@ def standing(cards: Mapping[str, Card]) -> dict[str, list[tuple[Path, Evidence]]
     return store.standing(_folders(None), by_claim(cards))
 
 
-def status_of(claim: Claim | MechanismCheck, found: Mapping[str, Sequence[tuple[Path, Evidence]]]) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
+def here() -> Here:
+    """This machine, with which verdicts from one like it are compared."""
+    from playbook_bench import preflight
+
+    return preflight.here()
+
+
+def status_of(claim: Claim | MechanismCheck, found: Mapping[str, Sequence[tuple[Path, Evidence]]], mine: Here) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`), for a reader on a machine like `mine`."""
     keys = ("status", "sentence", "evidence", "machine", "created", "path", "stale")
-    rows = [{k: row[k] for k in keys} for row in (_row(path, e, claim) for path, e in found.get(claim.id, ()))]
+    rows = [{k: row[k] for k in keys} for row in (_row(path, e, claim, mine) for path, e in found.get(claim.id, ()))]
     for row in rows:
         if row["stale"]:
             row["sentence"] += f"; stale: {', '.join(row['stale'])}"
@@ -119,17 +127,17 @@ def _key(evidence: Evidence) -> tuple[str, str]:
     return (claim.card, claim.id) if claim else ("", "")
 
 
-def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None) -> list[str]:
+def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here) -> list[str]:
     """Why a verdict no longer speaks for the present; `claim` is the one that it settled, as it stands today."""
     from playbook.cards import reworded
     from playbook_bench import preflight, store
 
     then = evidence.measured.claim
     changed = claim is not None and then is not None and reworded(then.model_dump(mode="json"), claim)
-    return [*(["the claim has changed since"] if changed else []), *store.staleness(evidence, preflight.performance_revision())]
+    return [*(["the claim has changed since"] if changed else []), *store.staleness(evidence, preflight.performance_revision(), mine)]
 
 
-def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
+def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here) -> dict[str, Any]:
     measured, verdict = evidence.measured, evidence.derived.verdict
     return {
         "evidence": evidence.evidence_id,
@@ -137,7 +145,7 @@ def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None) -
         "card": measured.claim.card if measured.claim else None,
         "case": measured.case.id if measured.case else None,
         "status": verdict.status,
-        "stale": _stale(evidence, claim),
+        "stale": _stale(evidence, claim, mine),
         "sentence": verdict.sentence,
         "machine": measured.machine.name,
         "created": evidence.created,

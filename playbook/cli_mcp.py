@@ -42,14 +42,14 @@ def library_here() -> Library:
     from playbook.site_records import read
     from playbook.skills import load_skills
     from playbook.validate import load_all
-    from playbook_bench.preflight import performance_revision
+    from playbook_bench.preflight import here, performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
-    cards = load_all()
+    cards, mine = load_all(), here()
     return Library(
         cards=cards,
         skills=load_skills(data_root("skills")),
-        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards),
+        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, mine),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,

@@ -16,6 +16,7 @@ from typing import Any
 from playbook.cards import Card, Claim, MechanismCheck, by_claim, reworded, speaks_for
 from playbook.document import did_you_mean, read_bytes
 from playbook.errors import FileError, Finding, PlaybookError
+from playbook.moved import Here, moved
 
 EVIDENCE, TRACE = "evidence/1", "trace/1"
 KNOWN = (EVIDENCE, TRACE, "baseline/1")
@@ -23,10 +24,11 @@ MAX_BYTES = 64_000_000
 UNTESTED = "untested"
 STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
 _DECIDED = ("confirmed", "refuted")
-_TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]]] = {
+_TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]] | type[dict[str, Any]]] = {
     ("measured", "case", "id"): str,
     ("measured", "machine", "gpus"): int,
     ("measured", "runs"): list,
+    ("measured", "strict"): dict,
 }
 
 
@@ -40,6 +42,8 @@ class Record:
     """The hash of its content, as computed here."""
     revision: int | None = None
     """The trainer's performance revision of today, where it is known."""
+    here: Here | None = None
+    """The reader's machine, where there is one: a page of the site is for every reader."""
     foreign: bool = False
     """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
 
@@ -120,13 +124,17 @@ class Record:
         then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
         if self.revision is not None and then and then != {self.revision}:
             return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then)))}"
-        return None
+        known = self.get("measured", "strict", default={})
+        strict = next((found for r in runs if isinstance(found := known.get(str(r.get("strict_sha"))), Mapping)), {})
+        return (", ".join(moved(strict, self.here)) or None) if self.here else None
 
 
-def read(folders: Sequence[Path], revision: int | None = None, cards: Mapping[str, Card] | None = None) -> list[Record]:
+def read(
+    folders: Sequence[Path], revision: int | None = None, cards: Mapping[str, Card] | None = None, here: Here | None = None
+) -> list[Record]:
     """Every record below the folders, newest first; the first copy of an id counts.
 
-    `revision` is the trainer's performance revision; verdicts from runs of another one are stale. With `cards`, a record on a claim of
+    `revision` is the trainer's performance revision; verdicts from runs of another one are stale, as are those from machines like `here` with other software. With `cards`, a record on a claim of
     any other card speaks for no claim.
 
     Raises:
@@ -137,7 +145,7 @@ def read(folders: Sequence[Path], revision: int | None = None, cards: Mapping[st
     claims = None if cards is None else by_claim(cards)
     for path in _files(folders):
         try:
-            record = replace(_load(path), revision=revision)
+            record = replace(_load(path), revision=revision, here=here)
             record = replace(record, foreign=claims is not None and _foreign(record, claims))
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))

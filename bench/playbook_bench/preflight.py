@@ -18,6 +18,7 @@ from typing import Any
 
 from playbook import scope as scopes
 from playbook.errors import ConfigError
+from playbook.moved import Here
 from playbook.paths import repo_root
 from playbook_bench.case import Case
 from playbook_bench.records import Machine, Missing
@@ -316,6 +317,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return out
+
+
+def here() -> Here:
+    """This machine, as verdicts from one like it are compared with it."""
+    machine = detect()
+    return Here(machine.gpu, versions(), machine.driver)
 
 
 def performance_revision() -> int | None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from playbook.cards import Claim, MechanismCheck, speaks_for
 from playbook.document import read_bytes
 from playbook.errors import StoreError
+from playbook.moved import Here, moved
 from playbook.paths import data_root, in_package
 from playbook_bench import verdict
 from playbook_bench.records import Baseline, ClaimRef, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
@@ -362,11 +363,10 @@ def _rank(evidence: Evidence) -> tuple[int, str, str, str]:
 def staleness(
     evidence: Evidence,
     revision: int | None = None,
-    packages: Mapping[str, str] | None = None,
-    driver: str | None = None,
+    here: Here | None = None,
     today: str | None = None,
 ) -> list[str]:
-    """Why the verdict no longer speaks for the present; empty while it does. What is not given is not asked."""
+    """Why the verdict no longer speaks for the present, or for the reader's machine `here`; empty while it does. What is not given is not asked."""
     reasons = []
     if (today or datetime.now(UTC).strftime("%Y-%m-%d")) > evidence.expires:
         reasons.append(f"expired on {evidence.expires}")
@@ -375,26 +375,7 @@ def staleness(
     if revision is not None and then_revisions - {revision}:
         reasons.append(f"performance revision {', '.join(map(str, sorted(then_revisions)))} -> {revision}")
     run = next((r for r in evidence.measured.runs if r.strict_sha in evidence.measured.strict), None)
-    if run is None:
-        return reasons
-    strict = evidence.measured.strict[run.strict_sha]
-    for name, now in (packages or {}).items():
-        then = _part(strict, "packages").get(name)
-        if then is not None and _minor(str(then)) != _minor(now):
-            reasons.append(f"{name} {then} -> {now}")
-    then_driver = _part(strict, "machine").get("driver")
-    if driver is not None and then_driver not in (None, driver):
-        reasons.append(f"driver {then_driver} -> {driver}")
-    return reasons
-
-
-def _part(strict: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = strict.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:2])
+    return reasons if run is None or here is None else [*reasons, *moved(evidence.measured.strict[run.strict_sha], here)]
 
 
 def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:

@@ -14,6 +14,7 @@ from playbook.cli_mcp import library_here
 from playbook.cli_skills import stock_here
 from playbook.errors import ConfigError, FileError, StoreError
 from playbook.mcp import claim_answer, evidence_list
+from playbook.moved import Here
 from playbook.paths import data_root
 from playbook.skills_export import standing
 from playbook_bench import invariants, logic, store, verdict
@@ -271,7 +272,7 @@ def test_the_age_of_a_record_is_told_whatever_its_environment_holds(tmp_path):
     data["measured"]["strict"] = {key: {"machine": "a string", "packages": 1} for key in data["measured"]["strict"]}
     path = tmp_path / "record.json"
     path.write_text(json.dumps(data), encoding="utf-8")
-    assert store.staleness(store.load(path), packages={"torch": "2"}, driver="1", today="2000-01-01") == []
+    assert store.staleness(store.load(path), here=Here(None, {"torch": "2"}, "1"), today="2000-01-01") == []
 
 
 @pytest.fixture

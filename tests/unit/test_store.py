@@ -11,6 +11,7 @@ import pytest
 
 from playbook import paths
 from playbook.errors import StoreError
+from playbook.moved import Here
 from playbook_bench import confirm, report, store
 from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
 
@@ -187,10 +188,16 @@ def test_what_makes_a_verdict_stale():
     run = long_run()
     evidence = record(runs=[run])
     today = "2026-02-01"
-    assert store.staleness(evidence, revision=1, packages={"torch": "2.13.4+cpu", "triton": "9"}, driver="1", today=today) == []
+    gpu = next(iter(evidence.measured.strict.values()))["machine"].get("gpu")
+
+    def stale(packages, driver=None, on=gpu):
+        return store.staleness(evidence, here=Here(on, packages, driver), today=today)
+
+    assert store.staleness(evidence, revision=1, today=today) == stale({"torch": "2.13.4+cpu", "triton": "9"}, "1") == []
     assert store.staleness(evidence, revision=2, today=today) == ["performance revision 1 -> 2"]
-    assert store.staleness(evidence, packages={"torch": "2.14.0"}, today=today) == ["torch 2.13.0 -> 2.14.0"]
-    assert store.staleness(evidence, driver="2", today=today) == ["driver 1 -> 2"]
+    assert stale({"torch": "2.14.0"}) == ["torch 2.13.0 -> 2.14.0"]
+    assert stale({}, "2") == ["driver 1 -> 2"]
+    assert stale({"torch": "2.14.0"}, "2", on="another GPU") == [], "what a laptop has says nothing about a verdict from elsewhere"
     assert store.staleness(evidence, today="2026-06-02") == ["expired on 2026-06-01"]
 
 
