@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from test_verdict import around, judge, make_run, measured, series
+from test_verdict import around, judge, make_case, make_run, measured, series
 
 from playbook.cards import Quantity
-from playbook_bench import metrics, stats, verdict
+from playbook_bench import gates, metrics, stats, verdict
 
 BESIDE_FIVE = [
     (">=", 5, 9, "confirmed"),
@@ -91,3 +91,24 @@ def test_a_path_of_which_a_run_says_nothing_is_said_to_be_so() -> None:
     found = verdict.derive(measured(silent, aa)).verdict
     assert (found.status, found.reason) == ("error", "not_activated")
     assert "found not reported" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("metric", "advice"),
+    [("step_seconds", "compare useful tokens per second instead"), ("useful_tokens_per_s_per_gpu", "declare delta.work with a reason")],
+)
+def test_unequal_work_is_told_in_percent_of_the_larger(metric: str, advice: str) -> None:
+    runs, aa = series(around(0.2), tokens=80)
+    (gate,) = [g for g in verdict.derive(measured(runs, aa, metric=metric, case=make_case(metric))).gates if g.name == "work"]
+    assert (gate.ok, gate.detail) == (False, f"useful tokens per step differ by 20.0 %; {advice}")
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1.0, math.inf), (math.nan, 1.0), (math.inf, math.inf)])
+def test_what_is_not_finite_is_not_compared(baseline: float, candidate: float) -> None:
+    with pytest.raises(ValueError, match="step_seconds is not finite"):
+        gates.compare(metrics.get("step_seconds"), baseline, candidate)
+
+
+def test_a_series_without_noise_on_record_has_no_floor() -> None:
+    gate, floor = gates.noise(metrics.get("step_seconds"), [], None)
+    assert (gate.ok, floor) == (False, 0.0)
