@@ -134,8 +134,8 @@ def read(
 ) -> list[Record]:
     """Every record below the folders, newest first; the first copy of an id counts.
 
-    `revision` is the trainer's performance revision; verdicts from runs of another one are stale, as are those from machines like `here` with other software. With `cards`, a record on a claim of
-    any other card speaks for no claim.
+    `revision` is the trainer's performance revision; verdicts from runs of another one are stale, as are those from machines like `here`
+    with other software. With `cards`, a record on a claim of any other card speaks for no claim.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.

@@ -111,4 +111,18 @@ def test_what_is_not_finite_is_not_compared(baseline: float, candidate: float) -
 
 def test_a_series_without_noise_on_record_has_no_floor() -> None:
     gate, floor = gates.noise(metrics.get("step_seconds"), [], None)
-    assert (gate.ok, floor) == (False, 0.0)
+    assert (gate.ok, floor, gates.step_deviation(None)) == (False, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("loss", "ok", "percent"), [(2.06, True, "0.5"), (2.24, False, "2")])
+def test_losses_may_differ_as_far_as_the_case_lets_them(loss: float, ok: bool, percent: str) -> None:
+    """One of six steps has it, the rest 2."""
+    runs, aa = series(around(0.2), loss=loss)
+    (gate,) = [g for g in verdict.derive(measured(runs, aa)).gates if g.name == "loss"]
+    assert (gate.ok, gate.detail) == (ok, f"mean losses differ by {percent} %, at most 1 % is allowed")
+
+
+def test_an_environment_that_differs_is_named() -> None:
+    runs, aa = series(around(0.2), strict_sha="t")
+    found = verdict.derive(measured(runs, aa, strict={"s": {"env": {"A": "1"}}, "t": {"env": {"A": "2"}}}))
+    assert [(g.ok, g.detail) for g in found.gates if g.name == "environment"] == [(False, "differs in env.A")]

@@ -5,11 +5,9 @@ torch's fake process group stands for all other ranks, so nothing is sent. Sourc
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,24 +64,9 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
         wrapped = wrap.wrap(chosen, settings, chunks)
         optimizer = wrap.optimizer(chosen, wrapped)
         for part in wrap.parts(optimizer):
-            hold_state(part)
+            wrap.hold_state(part)
         held = allocated(device) - before
     return Built(rank, said.stage, parameters, said.parameters, held, said.state_bytes, notes)
-
-
-def hold_state(part: Any) -> None:
-    """Give a part of megatron-core's optimizer the state that its first step would.
-
-    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the argument it wants
-    (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
-    """
-    inner = part.optimizer
-    if "store_param_remainders" not in inspect.signature(getattr(inner, "initialize_state", hold_state)).parameters:
-        if part.init_state_fn is not None:
-            part.init_state_fn(inner, part.config)
-        return
-    for p in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
-        inner.initialize_state(p, inner.store_param_remainders and p.dtype == torch.bfloat16)
 
 
 def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:

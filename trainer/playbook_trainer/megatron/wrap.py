@@ -141,6 +141,21 @@ def make_state(optim: Any) -> None:
             part._init_optimizer_states_with_dummy_values()
 
 
+def hold_state(part: Any) -> None:
+    """Give a part, whichever optimizer it has, the state that its first step would, without a step.
+
+    megatron-core has a function for that, which up to 0.19.2 asks the precision-aware optimizer of Transformer Engine 2 without the argument it wants
+    (`initialize_state` of `transformer_engine/pytorch/optimizers/fused_adam.py`; its `step` says what to give).
+    """
+    inner = part.optimizer
+    if "store_param_remainders" not in inspect.signature(getattr(inner, "initialize_state", hold_state)).parameters:
+        if part.init_state_fn is not None:
+            part.init_state_fn(inner, part.config)
+        return
+    for p in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
+        inner.initialize_state(p, inner.store_param_remainders and p.dtype == torch.bfloat16)
+
+
 def own_settings(saved: Any, optim: Any) -> None:
     """Give the groups of a loaded state this run's settings of Adam, as a run on the torch backend has its own after a resumption.
 

@@ -1,4 +1,4 @@
-"""State of a rank that is built for a dry run, without a GPU."""
+"""State that an optimizer is given without a step, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from playbook_trainer.megatron.build import hold_state
+from playbook_trainer.megatron.wrap import hold_state
 
 
 class Adam(torch.optim.AdamW):
