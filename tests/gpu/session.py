@@ -120,6 +120,7 @@ TASKS: dict[str, Task] = {
     "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),
     "layouts2": tests("tests/gpu/test_megatron_gpu.py -k 'not resumed'", 2, 420),
     "resumed2": tests("tests/gpu/test_megatron_gpu.py -k resumed", 2, 250),
+    "eight-bit": tests("tests/gpu/test_megatron_gpu.py -k 'weights or 8-bit or fsdp'", 1, 120),
     "sharded2": tests("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 2, 170),
     "shared-layouts": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and not ({STAGES})'", 230),
     "shared-stages": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and ({STAGES})'", 290),
