@@ -18,6 +18,8 @@ _LIST_KEYS = {"recompute": "recompute_modules", "cuda_graph": "cuda_graph_module
 """Short keys of our cards; as lists they hold megatron-core's module names."""
 _OWN_KEYS = frozenset({"precision.fp8"})
 """Keys of the trainer whose last part is a key of megatron-core with other words; the trainer's schema judges them."""
+_OWN_WORDS = frozenset({("train.recompute_modules", "vision")})
+"""The trainer's vision tower is its own code under both backends, and no module of megatron-core."""
 
 
 class Table(Strict):
@@ -55,7 +57,7 @@ def label_problems(values: Mapping[str, Any], table: Table) -> Iterator[tuple[st
             continue
         known = table.keys.get(name, [])
         for word in words if known else ():
-            if word not in known:
+            if word not in known and (key, word) not in _OWN_WORDS:
                 hint = table.instead.get(name, {}).get(word)
                 fix = f"; write {hint}" if hint else did_you_mean(word, known)
                 yield key, f"{name}: megatron-core {table.version} does not know '{word}'{fix}"
