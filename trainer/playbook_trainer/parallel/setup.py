@@ -77,7 +77,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
 def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device, put: Put = set_values) -> None:
     """Give the parameters their first values: from the seed, or from a folder."""
     if config.init.weights is None:
-        fill(model, axes, initial_value(config.model, config.seed), device, put)
+        fill(model, axes, initial_value(config.model, config.seed, DTYPES[config.train.dtype]), device, put)
     else:
         weights.load(model, axes, Path(config.init.weights), put)
 

@@ -188,10 +188,12 @@ def fill(
         put(name, local, (), mine)
 
 
-def initial_value(config: ModelConfig, seed: int) -> Callable[[str, list[int], torch.device], Tensor]:
-    """Normal weights, ones for norms, zeros for biases, drawn on the device.
+def initial_value(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Callable[[str, list[int], torch.device], Tensor]:
+    """Normal weights, ones for norms, zeros for biases, drawn on the device: float32 values that `dtype` holds exactly.
 
-    Source: initializer_range of the published Qwen3 configurations (0.02).
+    megatron-core makes its float32 weights of the 16-bit ones that it computes with. Weights that begin between two numbers of 16 bits follow an
+    update smaller than their distance at once, some of them; those that begin on one do so after several. So both backends begin on one.
+    Source: initializer_range of the published Qwen3 configurations (0.02); megatron-core, `distrib_optimizer.py` (main parameters are clones).
     """
 
     def value(name: str, shape: list[int], device: torch.device) -> Tensor:
@@ -200,6 +202,7 @@ def initial_value(config: ModelConfig, seed: int) -> Callable[[str, list[int], t
         if re.search(r"norm\d?\.weight$", name):
             return torch.ones(shape, device=device)
         generator = torch.Generator(device=device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
-        return torch.randn(shape, device=device, generator=generator).mul_(config.init_std)
+        drawn = torch.randn(shape, device=device, generator=generator).mul_(config.init_std)
+        return drawn if dtype == drawn.dtype else drawn.copy_(drawn.to(dtype))
 
     return value
