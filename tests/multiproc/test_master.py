@@ -33,13 +33,14 @@ def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) ->
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """Of two runs; and neither is merely what 16 bits hold."""
+    """Of two runs; and those that were trained are not merely what 16 bits hold, as all are at first."""
     first, second = (
         {k: t.view(torch.int32) for p in Path(f"{f}-weights").glob("*.safetensors") for k, t in load_file(p).items()} for f in (one, other)
     )
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    assert sum(bool((t & 0xFFFF).any()) for t in first.values()) > len(first) / 2
+    trained_ones = [t for name, t in first.items() if ".visual." not in name]  # the one case with a tower has it frozen
+    assert sum(bool((t & 0xFFFF).any()) for t in trained_ones) > len(trained_ones) / 2
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_weights_come_back_bit_by_bit(saved: str, trained: Path) -> None:
 STREAM = ("train.steps=4", "train.warmup_steps=1", "train.global_batch_size=4", "train.receipt=false", "data.num_workers=0")
 # Of a seed by which no token's choice of experts hangs on a rounding error (see layout_table.py).
 SMALL = ("data.seq_len=256", "data.max_image_pixels=16384", "seed=2")
+BELOW = ("train.dtype=bf16", "optimizer.lr=3e-5")
+"""An update is smaller than the distance of two 16-bit weights: which of them it moves depends on where the float32 ones began."""
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "one rank": (MOE, 1, ("train.receipt=true",)),
     "tp 2, pp 2, ep 2": (
@@ -119,14 +121,15 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "pp 2, two rows in a micro-batch": (MOE, 2, ("parallel.pp=2", "train.micro_batch_size=2")),
     "frozen": (MOE, 2, ("train.freeze=[vision]", "parallel.ep=2")),
+    "16 bits, at a rate below their distance": (MOE, 1, BELOW),
     "tower alone": (DENSE, 1, ("train.freeze=[language_model]", "train.recompute=full")),
 }
 
 
 def reference(name: str) -> Job:
-    """The torch backend on one rank, on the same rows, with the same parts frozen."""
+    """The torch backend on one rank, on the same rows, with the same parts frozen, in the same precision."""
     config, _, words = RUNS[name]
-    alike = tuple(w for w in words if w.startswith(("train.freeze", "data.")))
+    alike = tuple(w for w in words if w.startswith(("train.freeze", "train.dtype", "optimizer.", "data.")))
     return Job(" ".join(("torch", config, *alike)), 1, (f"trainer/configs/{config}.yaml", *STREAM, *SMALL, *alike))
 
 
@@ -149,8 +152,9 @@ def test_training_on_photographs_equals_the_torch_backend(run: str, streamed: tu
     assert errors[expected] is None, errors[expected]
     apart = difference(root / run, root / expected)
     print(f"{run}: loss {apart['loss']:.1e}, gradient norm {apart['grad_norm']:.1e}")
-    assert apart["loss"] < 2e-5, apart
-    assert apart["grad_norm"] < 2e-4, apart
+    loss, norm = (2e-4, 1e-2) if RUNS[run][2] == BELOW else (2e-5, 2e-4)
+    assert apart["loss"] < loss, apart
+    assert apart["grad_norm"] < norm, apart
     mine, theirs = (summary(root / n) for n in (run, expected))
     for key in ("num_parameters", "trained_parameters"):
         assert mine[key] == theirs[key], key
