@@ -131,10 +131,16 @@ def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here)
     """Why a verdict no longer speaks for the present; `claim` is the one that it settled, as it stands today."""
     from playbook.cards import reworded
     from playbook_bench import preflight, store
+    from playbook_bench.edited import edited
 
     then = evidence.measured.claim
     changed = claim is not None and then is not None and reworded(then.model_dump(mode="json"), claim)
-    return [*(["the claim has changed since"] if changed else []), *store.staleness(evidence, preflight.performance_revision(), mine)]
+    edits = edited(evidence.measured)
+    return [
+        *(["the claim has changed since"] if changed else []),
+        *([f"its test has been edited since: {', '.join(edits)}"] if edits else []),
+        *store.staleness(evidence, preflight.performance_revision(), mine),
+    ]
 
 
 def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def library_here() -> Library:
     from playbook.site_records import read
     from playbook.skills import load_skills
     from playbook.validate import load_all
+    from playbook_bench.edited import edited
     from playbook_bench.preflight import here, performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
@@ -49,7 +50,7 @@ def library_here() -> Library:
     return Library(
         cards=cards,
         skills=load_skills(data_root("skills")),
-        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, mine),
+        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, mine, edited),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,

@@ -75,7 +75,8 @@ def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
 
     from playbook.paths import data_root
     from playbook.site_records import read, with_status
+    from playbook_bench.edited import edited
     from playbook_bench.preflight import here, performance_revision
 
-    records = read([Path(".playbook/results"), data_root("results")], performance_revision(), cards, here())
+    records = read([Path(".playbook/results"), data_root("results")], performance_revision(), cards, here(), edited)
     return with_status(cards, records, datetime.now(UTC).date(), status)

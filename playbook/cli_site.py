@@ -12,6 +12,7 @@ from playbook import cli_recipes, schemas
 from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
 from playbook_bench import metrics, preflight
+from playbook_bench.edited import edited
 from playbook_trainer import config as trainer
 from playbook_trainer import config_megatron, model_config
 
@@ -33,6 +34,7 @@ def reference(root: Any) -> Reference:
         field_docs=docs,
         packages=packages,
         revision=preflight.performance_revision(),
+        edited=edited,
         recipes=cli_recipes.rows(),
     )
 

@@ -93,11 +93,12 @@ def stock_here() -> Stock:
     from playbook.site_records import read
     from playbook.skills_export import Stock
     from playbook.validate import load_all
+    from playbook_bench.edited import edited
     from playbook_bench.preflight import performance_revision
     from playbook_bench.store import DEFAULT_RESULTS
 
     cards = load_all()
-    records = read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards)
+    records = read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, edited=edited)
     return Stock(cards, records, datetime.now(UTC).date(), __version__)
 
 

@@ -7,7 +7,7 @@ Written below the docs folder: `cards/` (index and one page per card), `evidence
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -45,6 +45,8 @@ class Reference:
     """Folders of the packages that the API pages are about, by name."""
     revision: int | None = None
     """The trainer's performance revision."""
+    edited: Callable[[Any], list[str]] | None = None
+    """What says how the test of a record differs from today's."""
     recipes: Sequence[Mapping[str, Any]] = ()
     """Configuration files with their estimates, as `playbook.site_recipes` shows them."""
 
@@ -73,7 +75,8 @@ def generate(
         FileError: a card or a record that does not load; none is left out in silence.
     """
     known = _load_cards(cards or data_root("cards"))
-    records = read([r for r in results if r.is_dir()], reference.revision if reference else None, known)
+    now = reference or Reference()
+    records = read([r for r in results if r.is_dir()], now.revision, known, edited=now.edited)
     shelf = _shelf(known, records, today or datetime.now(UTC).date())
     pages = {
         "cards/index.md": index_page(shelf),
@@ -83,9 +86,9 @@ def generate(
         "_generated/models.md": models_page(data_root("configs")),
         "evidence/index.md": list_page(shelf),
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
-        **_reference(reference or Reference()),
+        **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
-        "_generated/megatron.md": megatron_page(out / "parity", reference.revision if reference else None),
+        "_generated/megatron.md": megatron_page(out / "parity", now.revision),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}

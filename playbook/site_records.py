@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class Record:
     """The trainer's performance revision of today, where it is known."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
+    edited: Callable[[Any], list[str]] | None = None
+    """What says how a record's test differs from today's; the harness knows that."""
     foreign: bool = False
     """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
 
@@ -113,6 +116,10 @@ class Record:
         runs = self.get("measured", "runs", default=[])
         return max((str(r.get("started", "")) for r in runs if isinstance(r, Mapping)), default="") or self.created
 
+    @cached_property
+    def _edits(self) -> list[str]:
+        return self.edited(self.get("measured", default={})) if self.edited else []
+
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
         """Why the verdict no longer speaks for today, or None."""
         until = _day(self.get("expires", default=""))
@@ -124,18 +131,24 @@ class Record:
         then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
         if self.revision is not None and then and then != {self.revision}:
             return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then)))}"
+        if self._edits:
+            return f"its test has been edited since: {', '.join(self._edits)}"
         known = self.get("measured", "strict", default={})
         strict = next((found for r in runs if isinstance(found := known.get(str(r.get("strict_sha"))), Mapping)), {})
         return (", ".join(moved(strict, self.here)) or None) if self.here else None
 
 
 def read(
-    folders: Sequence[Path], revision: int | None = None, cards: Mapping[str, Card] | None = None, here: Here | None = None
+    folders: Sequence[Path],
+    revision: int | None = None,
+    cards: Mapping[str, Card] | None = None,
+    here: Here | None = None,
+    edited: Callable[[Any], list[str]] | None = None,
 ) -> list[Record]:
     """Every record below the folders, newest first; the first copy of an id counts.
 
     `revision` is the trainer's performance revision; verdicts from runs of another one are stale, as are those from machines like `here`
-    with other software. With `cards`, a record on a claim of any other card speaks for no claim.
+    with other software, and those of whose test `edited` says that it is another one today. With `cards`, a record on a claim of any other card speaks for no claim.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
@@ -145,7 +158,7 @@ def read(
     claims = None if cards is None else by_claim(cards)
     for path in _files(folders):
         try:
-            record = replace(_load(path), revision=revision, here=here)
+            record = replace(_load(path), revision=revision, here=here, edited=edited)
             record = replace(record, foreign=claims is not None and _foreign(record, claims))
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))

@@ -1,0 +1,120 @@
+"""What of a test has been edited since it was run: its case, or the trainer's configuration that the case names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from playbook.errors import PlaybookError
+from playbook_bench.case import Case, list_cases, load_case
+from playbook_bench.variants import resolve_variant
+from playbook_trainer import config as trainer_config
+
+_SHOWN = 4
+_PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
+"""Where things lie, which says nothing of what is computed."""
+_STEPS = ("train.steps", "train.warmup_steps")
+
+
+class _Delta(BaseModel, from_attributes=True):
+    environment: dict[str, dict[str, str]] = {}
+
+
+class _Content(BaseModel, from_attributes=True):
+    delta: _Delta = _Delta()
+    function: str | None = None
+    arguments: dict[str, Any] = {}
+
+
+class _Case(BaseModel, from_attributes=True):
+    id: str
+    content: _Content
+
+
+class _Run(BaseModel, from_attributes=True):
+    variant: str
+    config_sha: str
+    ranks: int
+
+
+class _Plan(BaseModel, from_attributes=True):
+    extended: bool = False
+
+
+class _Tested(BaseModel, from_attributes=True):
+    """What a record says of its test, which may come from anybody."""
+
+    case: _Case
+    profile: str | None = None
+    plan: _Plan | None = None
+    configs: dict[str, dict[str, Any]] = {}
+    runs: list[_Run] = []
+
+
+def edited(measured: Any) -> list[str]:
+    """What is otherwise in the test of that case today: a few words for each setting, with both values; empty where nothing is, or no such case ships.
+
+    `measured` is that part of a record, as a model or as plain data. Settings that the trainer's tree has gained or lost since are not compared:
+    its performance revision speaks for those. Proofs, budgets and bounds are not either: they decide nothing about what ran.
+    """
+    try:
+        then = _Tested.model_validate(measured)
+        if then.case.id not in list_cases():
+            return []
+        today = load_case(then.case.id)
+    except (ValidationError, PlaybookError):
+        return []  # others say what is wrong with such a record or case
+    found = list(_differences(then, today))
+    rest = len(found) - _SHOWN
+    return found[:_SHOWN] + ([f"{rest} more"] if rest > 0 else [])
+
+
+def _differences(then: _Tested, today: Case) -> Iterator[str]:
+    content = then.case.content
+    if (content.function, content.arguments) != (today.function, today.arguments):
+        yield "what the case computes"
+    if content.delta.environment != today.delta.environment:
+        yield "environment variables of the variants"
+    variants = {run.variant: run for run in then.runs}
+    if not variants or then.profile is None:
+        return
+    if set(variants) - set(today.variants) or then.profile not in today.profiles:
+        yield f"the case's variants, or its profile {then.profile}"
+        return
+    settings: dict[str, dict[str, str]] = {}
+    for name, run in variants.items():
+        try:
+            now = resolve_variant(today, name, then.profile)
+        except PlaybookError:
+            yield f"the configuration of {name}, which cannot be read"
+            continue
+        was = {**_flat(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
+        is_ = {**_flat(trainer_config.dump(now.config)), "ranks": now.ranks}
+        if then.plan is not None and then.plan.extended:
+            # The harness has lengthened the warm-up by itself; what it has not touched is the number of timed steps.
+            was, is_ = _timed(was), _timed(is_)
+        for key in was.keys() & is_.keys() - _PLACES:
+            if was[key] != is_[key]:
+                settings.setdefault(key, {})[name] = f"{key} {was[key]} -> {is_[key]}"
+    for key in sorted(settings):
+        own = settings[key]
+        common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))
+        yield from [next(iter(own.values()))] if common else [f"{name}: {text}" for name, text in own.items()]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys with their values."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def _timed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the number of timed steps instead of all and of those before them."""
+    steps, before = (flat.get(key) for key in _STEPS)
+    timed = steps - before if isinstance(steps, int) and isinstance(before, int) else None
+    return {key: value for key, value in flat.items() if key not in _STEPS} | {"timed steps": timed}
