@@ -14,8 +14,7 @@ from playbook.cli_mcp import library_here
 from playbook.mcp import claim_answer
 from playbook.moved import Here, moved
 from playbook.paths import data_root
-from playbook_bench import preflight
-from playbook_bench.edited import edited
+from playbook_bench import edited, preflight
 
 STRICT = {"machine": {"gpu": "NVIDIA H200", "driver": "580.1"}, "packages": {"torch": "2.11.0", "megatron-core": "0.19.2", "numpy": 7}}
 
@@ -52,10 +51,13 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
         and r.status == "confirmed"
         and r.get("measured", "strict")
         and not r.altered
-        and not edited(r.get("measured"))
+        and r.get("measured", "runs")
     )
     packages = next(iter(ran.get("measured", "strict").values()))["packages"]
     home, claim = by_claim(shelf)[ran.claim]
+    # Nothing else makes it stale.
+    monkeypatch.setattr(preflight, "performance_revision", lambda: ran.get("measured", "runs")[0]["performance_revision"])
+    monkeypatch.setattr(edited, "edited", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(preflight, "here", lambda: current)
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]

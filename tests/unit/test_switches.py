@@ -8,6 +8,7 @@ from dataclasses import replace
 import parity
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
@@ -16,9 +17,9 @@ from playbook_trainer.config import CompileConfig, OptimizerConfig, load
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.metrics import compile_counters
 from playbook_trainer.models.attention import attend, cudnn_width
-from playbook_trainer.models.decoder import Decoder, Options
+from playbook_trainer.models.decoder import Decoder, Experts, Options
 from playbook_trainer.models.memory import recomputed
-from playbook_trainer.models.ops import compiled
+from playbook_trainer.models.ops import compiled, swiglu
 from playbook_trainer.optimizer import make, shards
 from playbook_trainer.parallel import context
 from playbook_trainer.parallel.axes import Axes, Axis
@@ -325,6 +326,26 @@ def test_marked_shapes_compile_once_and_static_ones_for_ever(model):
         grown[dynamic] = counts[-1] - counts[1]
     assert grown["marked"] == 0
     assert grown["static"] >= 3
+
+
+def test_experts_with_one_row_or_none_are_not_compiled_anew():
+    """The activation is of all rows at once, also where the products are one after the other: no size of 0 or 1 reaches compiled code."""
+    config, seen = MODELS["moe"](), []
+
+    def spied(h_RF):
+        seen.append(h_RF.shape[0])
+        return swiglu(h_RF)
+
+    model = build(config, Options(ops=replace(compiled(lambda f: f), swiglu=spied)))
+    experts = next(m for m in model.modules() if isinstance(m, Experts))
+    rows = torch.randn(9, config.hidden_size)
+    counts = torch.zeros(config.num_experts, dtype=torch.int64)
+    counts[0], counts[1], counts[-1] = 1, 5, 3
+    out = experts(rows, counts)
+    assert seen == [9]
+    for e, part in zip((0, 1, -1), rows.split([1, 5, 3]), strict=True):
+        expected = linear(swiglu(linear(part, experts.w13[e])), experts.w2[e])
+        torch.testing.assert_close(expected, out[:1] if e == 0 else out[1:6] if e == 1 else out[6:])
 
 
 def test_heads_filled_with_zeros_attend_alike():

@@ -246,14 +246,12 @@ class Experts(nn.Module):
             return product(act_RF, self.w2.to(rows_RD.dtype), ends)
 
     def _loop(self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None) -> Tensor:
-        outs = []
         w13, w2 = self.w13.to(rows_RD.dtype), self.w2.to(rows_RD.dtype)
         sizes = counts.tolist()
-        probs = [None] * len(sizes) if prob_R is None else prob_R.split(sizes)
-        for e, (rows, prob) in enumerate(zip(rows_RD.split(sizes), probs, strict=True)):
-            with self.activated(linear(rows, w13[e]), prob) as act_RF:
-                outs.append(linear(act_RF, w2[e]))
-        return torch.cat(outs)
+        h_RF = torch.cat([linear(rows, w13[e]) for e, rows in enumerate(rows_RD.split(sizes))])
+        # Of all rows at once: compiled code would be compiled again for an expert with one row, and for one with none.
+        with self.activated(h_RF, prob_R) as act_RF:
+            return torch.cat([linear(rows, w2[e]) for e, rows in enumerate(act_RF.split(sizes))])
 
 
 class Moe(nn.Module):
