@@ -64,19 +64,6 @@ def shared(words: str, least_s: int) -> Task:
     return Task(1, f"{PYTEST} multigpu {words}", least_s, settled=frozenset({0, 1}), nodes=4)
 
 
-def screening(words: str, gpus: int, least_s: int) -> Task:
-    """One run of the trainer, to see what a setting is worth before a series is paid for; its log has the steps."""
-    ranks = f"python -m torch.distributed.run --standalone --nproc-per-node {gpus} -m playbook_trainer"
-    return Task(gpus, f"{ranks} {words} train.steps=7 train.warmup_steps=3 train.receipt=false output={{out}}/{{name}}", least_s)
-
-
-PHOTOGRAPHS = (
-    "trainer/configs/qwen3_vl_30b_a3b_6l.yaml backend=megatron megatron.grouped_gemm=cutlass moe.dispatcher=allgather "
-    "megatron.precision_aware_optimizer=true megatron.grad_reduce_dtype=bf16 optimizer.moments_dtype=bf16 model.num_layers=24 "
-    "data.source=generated data.seq_len=8192 data.pack=true train.recompute=selective"
-)
-"""The other side of P4 and P4.t, without what its layout and memory allow."""
-
 STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
 """About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
 
@@ -95,14 +82,6 @@ TASKS: dict[str, Task] = {
     "text2": claims("torch-trainer-speed/P1.t torch-trainer-speed/P1.u", 2, 300),
     "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
-    "peer-one-row": screening(
-        f"{PHOTOGRAPHS} parallel.ep=2 train.global_batch_size=8 train.micro_batch_size=1 train.recompute_modules=[layernorm,moe_act]", 2, 80
-    ),
-    "peer-two-rows": screening(
-        f"{PHOTOGRAPHS} parallel.ep=2 train.global_batch_size=8 train.micro_batch_size=2 train.recompute_modules=[layernorm,moe_act,vision]",
-        2,
-        80,
-    ),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
     "fitting": claims("cuda-graphs/V6.p cuda-graphs/V11 cuda-graphs/V15 offloading/L11.a torch-trainer-speed/P6", 1, 90),
     "recomputed": claims("recompute/W1 recompute/V10 recompute/L4", 1, 90),
@@ -127,6 +106,7 @@ TASKS: dict[str, Task] = {
     "shared-sharded": shared("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 180),
     "shared-resumed": shared("tests/gpu/test_megatron_gpu.py -k resumed", 260),
     "shared-images": shared("tests/gpu/test_megatron_vl_gpu.py -k layout", 320),
+    "shared-hundred": shared("tests/gpu/test_megatron_vl_gpu.py -k hundred", 400),
     "shared-torch": shared("tests/gpu/test_layouts_gpu.py tests/gpu/test_megatron_weights_gpu.py tests/gpu/test_operation_gpu.py", 120),
     "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
     "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),

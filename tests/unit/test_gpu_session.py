@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -17,10 +16,6 @@ from session import TASKS, Task
 
 from playbook.paths import data_root
 from playbook.validate import read_cards
-from playbook_bench.case import load_case
-from playbook_bench.gates import flat
-from playbook_bench.variants import resolve_all
-from playbook_trainer.config import dump, load, parse_overrides
 
 SLEEP = "python -c 'import os,sys,time; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], flush=True); time.sleep({0}); sys.exit({1})'"
 
@@ -74,17 +69,3 @@ def test_tasks_name_claims_and_files_that_exist() -> None:
         if "confirm" in words:
             for card, claim in (w.split("/") for w in words[words.index("confirm") + 1 : words.index("--profile")]):
                 assert claim in cards[card]
-
-
-def test_the_screened_peer_is_the_one_of_its_case() -> None:
-    """With one row it is the other side of P4.t; with two, that with what two rows ask for."""
-    case = resolve_all(load_case("torch-images-two-gpus"), "h200x2")["baseline"].config
-    found = {}
-    for name in ("peer-one-row", "peer-two-rows"):
-        _, said = TASKS[name].command.format(out="out", name=name).split(" playbook_trainer ")
-        path, *words = shlex.split(said)
-        found[name] = flat(dump(load(Path(path), parse_overrides(words))))
-    wanted = flat(dump(case)) | {"output": "out/peer-one-row", "train.receipt": False}
-    differ = {name: {k for k in wanted if wanted[k] != each[k]} for name, each in found.items()}
-    rows = {"output", "train.micro_batch_size", "train.recompute_modules"}
-    assert differ == {"peer-one-row": set(), "peer-two-rows": rows}
