@@ -13,7 +13,7 @@ from playbook_bench.case import Case, list_cases, load_case
 from playbook_bench.variants import resolve_variant
 from playbook_trainer import config as trainer_config
 
-_SHOWN = 4
+_SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
 """Where things lie, which says nothing of what is computed."""
 _STEPS = ("train.steps", "train.warmup_steps")
@@ -82,7 +82,7 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
     if not variants or then.profile is None:
         return
     if set(variants) - set(today.variants) or then.profile not in today.profiles:
-        yield f"the case's variants, or its profile {then.profile}"
+        yield f"the case's variants, or its profile {_short(then.profile)}"
         return
     settings: dict[str, dict[str, str]] = {}
     for name, run in variants.items():
@@ -98,11 +98,17 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
             was, is_ = _timed(was), _timed(is_)
         for key in was.keys() & is_.keys() - _PLACES:
             if was[key] != is_[key]:
-                settings.setdefault(key, {})[name] = f"{key} {was[key]} -> {is_[key]}"
+                settings.setdefault(key, {})[name] = f"{key} {_short(was[key])} -> {_short(is_[key])}"
     for key in sorted(settings):
         own = settings[key]
         common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))
         yield from [next(iter(own.values()))] if common else [f"{name}: {text}" for name, text in own.items()]
+
+
+def _short(value: Any) -> str:
+    """One line of a few words: a record's values may be anything."""
+    line = " ".join(str(value).split())
+    return line if len(line) <= _LONG else f"{line[:_LONG]}..."
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -102,6 +102,15 @@ def test_ranks_are_compared(record):
     assert any(text.startswith("ranks ") for text in edited(other))
 
 
+def test_values_of_a_record_stay_a_few_words_on_one_line(record):
+    other = copy.deepcopy(record)
+    for config in other["configs"].values():
+        config["data"]["seq_len"] = "# a heading\n" * 50
+    (said,) = edited(other)
+    assert "\n" not in said
+    assert len(said) < 120
+
+
 @pytest.mark.parametrize("measured", [None, 7, [], {}, {"case": 1}, {"case": {"id": "../../etc/passwd", "content": {}}}, {"runs": "x"}])
 def test_what_is_no_record_of_a_shipped_case_is_left_alone(measured):
     assert edited(measured) == []
