@@ -23,6 +23,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 
+def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
+    import loss_cases
+
+    for first, width in loss_cases.SHAPES:
+        print(loss_cases.ruled_out(first, width, DEVICE))
+
+
 @pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
 def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
     from playbook_trainer.models.kernels.cross_entropy import fused_rows

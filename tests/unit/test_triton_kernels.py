@@ -69,7 +69,7 @@ def test_kernel_compiles_for_a_hopper(kernel, types, constants):
     assert triton.compile(source, target=HOPPER).asm["cubin"]
 
 
-@pytest.mark.parametrize("cases", ["router_cases.py", "permute_cases.py"])
+@pytest.mark.parametrize("cases", ["router_cases.py", "permute_cases.py", "loss_cases.py"])
 def test_kernels_compute_what_the_plain_path_does(cases):
     """Under Triton's interpreter, which has to be chosen before Triton is imported."""
     program = Path(__file__).with_name(cases)

@@ -27,7 +27,8 @@ def _stats(logits, target, top, total, aimed, width, BLOCK: tl.constexpr):  # ty
         at = start + tl.arange(0, BLOCK)
         x = tl.load(here + at, mask=at < width, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(best, tl.max(x, 0))
-        mass = mass * tl.exp(best - higher) + tl.sum(tl.exp(x - higher), 0)
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # a row may begin with words that are ruled out
+        mass = mass * tl.exp(best - base) + tl.sum(tl.exp(x - base), 0)
         best = higher
     place = tl.load(target + row)
     inside = (place >= 0) & (place < width)
