@@ -24,6 +24,7 @@ DEVICE = "cuda"
 
 
 def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
     import loss_cases
 
     for first, width in loss_cases.SHAPES:
