@@ -1,6 +1,7 @@
 """Loss curves of one model trained by several backends and layouts: how far apart they are, beside repeats of the same run.
 
-One row per run: its way (`run`), which repeat it is, and the loss of every step. All start from the same weights and read the same stream.
+One row per run: its way (`run`), which repeat it is, and the loss of every step. All start from the same weights and read the same stream. `gpus` is
+named where ranks took one in turns, `weights` is the precision that holds the first ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def distances(rows: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float
 
 def series_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What runs have in common that may be compared."""
-    return row["ranks"], row["torch"], row["megatron"], "lr" in row
+    return row["ranks"], row.get("gpus", row["ranks"]), row["torch"], row["megatron"], "lr" in row
 
 
 def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -75,8 +76,12 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         why = f"Repeats of {', '.join(map(text, same))} are equal to the last bit; those of the rest differ, since sums are not always added up in one order."
     else:
         why = "Repeats differ because sums on a GPU are not always added up in the same order."
+    gpus = first.get("gpus", first["ranks"])
+    where = f"on {gpus} GPUs" if gpus == first["ranks"] else f"by {first['ranks']} ranks in turns on one GPU"
+    if "weights" not in first:
+        why += " Made before both backends began with the same 32-bit weights, and with Megatron-FSDP's gradients in 16 bits."
     return [
-        f"### {len(first['loss'])} steps on {first['ranks']} GPUs" + (", rates a millionth apart" if "lr" in first else ""),
+        f"### {len(first['loss'])} steps {where}" + (", rates a millionth apart" if "lr" in first else ""),
         "",
         f"{len(rows)} runs. torch {text(first['torch'])}, megatron-core {text(first['megatron'])}. {why}",
         "",

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
-from nodes import four_or_two
+from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps
 
 from playbook.site_loss_curves import ALLOWED, distances, series_of
@@ -232,12 +232,13 @@ def test_ways_of_sharding_train_alike_for_a_hundred_steps(tmp_path: Path) -> Non
     long = f"train.micro_batch_size={4 // ranks}"  # as few launches as four rows over the ranks allow: hosts are what takes the time
     jobs = [Job(name, ranks, (*MOE, *WIDER, *HUNDRED, long, f"optimizer.lr={RATES[i]}", *ways[way])) for (way, i), name in names.items()]
     errors = train_all(jobs, tmp_path, timeout=float(os.environ.get("PLAYBOOK_SECONDS", "540")), stall=400, workers=4)
-    versions = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core")}
+    made = {"torch": version("torch").split("+")[0], "megatron": version("megatron-core"), "weights": "bf16"}
+    made |= {} if on_gpus_of_their_own() else {"gpus": 1}
     rows: list[dict[str, Any]] = []
     for (way, i), name in names.items():
         if errors[name] is None:
             loss = [s["loss"] for s in steps(tmp_path / name)]
-            rows.append({"run": way, "repeat": i, "lr": float(RATES[i]), "ranks": ranks, "loss": loss, **versions})
+            rows.append({"run": way, "repeat": i, "lr": float(RATES[i]), "ranks": ranks, "loss": loss, **made})
     if folder := os.environ.get("PLAYBOOK_PARITY"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / CURVES

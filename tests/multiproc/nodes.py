@@ -16,6 +16,11 @@ def gpus() -> int:
     return _nodes() or torch.cuda.device_count()
 
 
+def on_gpus_of_their_own() -> bool:
+    """Whether no two ranks of a run share a GPU."""
+    return not _nodes()
+
+
 def four_or_two() -> int:
     """The ranks of tests that take what there is."""
     return 4 if gpus() >= 4 else 2

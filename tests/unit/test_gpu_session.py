@@ -46,6 +46,15 @@ def test_time_ends_a_task_and_keeps_others_from_beginning(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.done"))
 
 
+def test_ranks_that_share_a_gpu_fill_no_table_but_that_of_losses(tmp_path: Path) -> None:
+    said = "python -c 'import os; print(os.environ.get(\"PLAYBOOK_NODES\"), os.environ.get(\"PLAYBOOK_PARITY\"))'"
+    names = ("shared-torch", "shared-hundred", "hundred")
+    tasks = {name: replace(TASKS[name], command=said, least_s=0, gpus=1) for name in names}
+    session.run(names, tasks, ["0"], 60, tmp_path)
+    folder = str(tmp_path / "parity")
+    assert [(tmp_path / f"{name}.log").read_text().split() for name in names] == [["4", "None"], ["4", folder], ["None", folder]]
+
+
 def test_an_unknown_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert session.main(["nothing", "--out", str(tmp_path / "s")]) == 2
     assert "no task nothing" in capsys.readouterr().err

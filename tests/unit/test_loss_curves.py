@@ -46,9 +46,14 @@ def test_the_page_draws_every_run_and_names_the_distances(tmp_path: Any) -> None
 def test_series_stand_apart_and_say_what_their_repeats_are() -> None:
     nudged = [{**row("fsdp", i, 3.0, 2.0 + i / 10), "ranks": 2, "lr": 1e-3 * (1 + i * 1e-6)} for i in range(2)]
     alike = [{**r, "megatron": "0.16.1"} for r in (row("3d", 0, 3.0, 2.3), row("3d", 1, 3.0, 2.3), row("ep", 0, 3.0, 2.1))]
-    page = "\n".join(section([*ROWS, *nudged, *alike]))
+    shared = [{**row("3d", i, 3.0, 2.3), "gpus": 1, "weights": "bf16"} for i in range(2)]
+    page = "\n".join(section([*ROWS, *nudged, *shared, *alike]))
     assert page.count("## Training side by side") == 1
     assert page.count("### 2 steps on 4 GPUs") == 2
+    in_turns = page.split("### 2 steps by 4 ranks in turns on one GPU\n")[1].split("###")[0]
+    assert "2 runs" in in_turns
+    assert "Made before" not in in_turns
+    assert page.count("Made before both backends began with the same") == 3
     assert "differ by a millionth" in page.split("### 2 steps on 2 GPUs, rates a millionth apart\n")[1].split("###")[0]
     assert "Repeats of 3d are equal to the last bit" in page.split("###")[-1]
     assert "fsdp and 3d" not in page.split("###")[-1]

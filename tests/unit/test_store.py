@@ -275,12 +275,12 @@ def test_a_record_is_readable_line_by_line(tmp_path):
 
 def test_an_altered_record_counts_for_nothing(tmp_path):
     kept = record("refuted", "2026-01-01T00:00:00Z")
-    store.write(kept, tmp_path)
+    first = store.write(kept, tmp_path)
     path = store.write(record("confirmed", "2026-02-01T00:00:00Z"), tmp_path)
     assert store.newest([tmp_path])["W9"][1].derived.verdict.status == "confirmed"
     path.write_text(path.read_text().replace("2026-02-01", "2026-03-01"))
     assert store.newest([tmp_path])["W9"][1] == kept
-    assert [sealed for *_, sealed in store.records_with_seal([tmp_path])] == [True, False]
+    assert {where: sealed for where, _, sealed in store.records_with_seal([tmp_path])} == {first: True, path: False}
 
 
 @pytest.mark.parametrize(
