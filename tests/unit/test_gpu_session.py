@@ -47,7 +47,7 @@ def test_time_ends_a_task_and_keeps_others_from_beginning(tmp_path: Path) -> Non
 
 
 def test_ranks_that_share_a_gpu_fill_no_table_but_that_of_losses(tmp_path: Path) -> None:
-    said = "python -c 'import os; print(os.environ.get(\"PLAYBOOK_NODES\"), os.environ.get(\"PLAYBOOK_PARITY\"))'"
+    said = 'python -c \'import os; print(os.environ.get("PLAYBOOK_NODES"), os.environ.get("PLAYBOOK_PARITY"))\''
     names = ("shared-torch", "shared-hundred", "hundred")
     tasks = {name: replace(TASKS[name], command=said, least_s=0, gpus=1) for name in names}
     session.run(names, tasks, ["0"], 60, tmp_path)
