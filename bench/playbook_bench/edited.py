@@ -10,13 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from playbook.errors import PlaybookError
 from playbook_bench.case import Case, list_cases, load_case
-from playbook_bench.variants import resolve_variant
+from playbook_bench.variants import extended, flat, resolve_variant
 from playbook_trainer import config as trainer_config
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
 """Where things lie, which says nothing of what is computed."""
-_STEPS = ("train.steps", "train.warmup_steps")
 
 
 class _Delta(BaseModel, from_attributes=True):
@@ -91,11 +90,10 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
         except PlaybookError:
             yield f"the configuration of {name}, which cannot be read"
             continue
-        was = {**_flat(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
-        is_ = {**_flat(trainer_config.dump(now.config)), "ranks": now.ranks}
         if then.plan is not None and then.plan.extended:
-            # The harness has lengthened the warm-up by itself; what it has not touched is the number of timed steps.
-            was, is_ = _timed(was), _timed(is_)
+            now = extended(now)  # as the harness has done then
+        was = {**flat(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
+        is_ = {**flat(trainer_config.dump(now.config)), "ranks": now.ranks}
         for key in was.keys() & is_.keys() - _PLACES:
             if was[key] != is_[key]:
                 settings.setdefault(key, {})[name] = f"{key} {_short(was[key])} -> {_short(is_[key])}"
@@ -109,18 +107,3 @@ def _short(value: Any) -> str:
     """One line of a few words: a record's values may be anything."""
     line = " ".join(str(value).split())
     return line if len(line) <= _LONG else f"{line[:_LONG]}..."
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys with their values."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return out
-
-
-def _timed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the number of timed steps instead of all and of those before them."""
-    steps, before = (flat.get(key) for key in _STEPS)
-    timed = steps - before if isinstance(steps, int) and isinstance(before, int) else None
-    return {key: value for key, value in flat.items() if key not in _STEPS} | {"timed steps": timed}

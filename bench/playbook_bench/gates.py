@@ -10,7 +10,7 @@ from playbook_bench import metrics, stats
 from playbook_bench.case import Case
 from playbook_bench.metrics import Metric, timed
 from playbook_bench.records import Baseline, Gate, Run
-from playbook_bench.variants import undeclared
+from playbook_bench.variants import flat, undeclared
 
 WORK_TOLERANCE = 1e-9
 SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
@@ -190,17 +190,6 @@ def complete(run: Run, metric: Metric) -> str | None:
     if metric.scale == "log_ratio" and not metric.deterministic and value <= 0:
         return f"{run.variant} reported {metric.name} of {value:g}; it does not apply on this device"
     return None
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            out.update(flat(value, f"{prefix}{key}."))
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
 
 
 def _tokens_per_step(run: Run) -> float:

@@ -102,7 +102,7 @@ def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ; where results are written does not count."""
-    left, right = _flat(a), _flat(b)
+    left, right = flat(a), flat(b)
     keys = sorted(left.keys() | right.keys())
     return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
 
@@ -123,11 +123,12 @@ def _covered(key: str, declared: Iterable[str]) -> bool:
     return any(key == d or key.startswith(d + ".") for d in declared)
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
-            out.update(_flat(value, f"{prefix}{key}."))
+            out.update(flat(value, f"{prefix}{key}."))
         else:
             out[f"{prefix}{key}"] = value
     return out

@@ -87,9 +87,8 @@ def test_many_edits_are_counted(record, monkeypatch):
 def test_a_warm_up_that_the_harness_lengthened_is_no_edit(record):
     longer = copy.deepcopy(record)
     longer["plan"]["extended"] = True
-    for config in longer["configs"].values():
-        config["train"]["steps"] += 20
-        config["train"]["warmup_steps"] += 20
+    for train in (config["train"] for config in longer["configs"].values()):
+        train["steps"], train["warmup_steps"] = 2 * train["steps"] - train["warmup_steps"], train["steps"]
     assert edited(longer) == []
     longer["configs"][next(iter(longer["configs"]))]["train"]["steps"] += 1
     assert edited(longer) != []
