@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from playbook.errors import PlaybookError
 from playbook_bench.case import Case, list_cases, load_case
-from playbook_bench.variants import extended, flat, resolve_variant
+from playbook_bench.variants import extended, resolve_variant
 from playbook_trainer import config as trainer_config
 
 _SHOWN, _LONG = 4, 60
@@ -92,15 +92,23 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
             continue
         if then.plan is not None and then.plan.extended:
             now = extended(now)  # as the harness has done then
-        was = {**flat(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
-        is_ = {**flat(trainer_config.dump(now.config)), "ranks": now.ranks}
-        for key in was.keys() & is_.keys() - _PLACES:
-            if was[key] != is_[key]:
-                settings.setdefault(key, {})[name] = f"{key} {_short(was[key])} -> {_short(is_[key])}"
+        was = {**then.configs.get(run.config_sha, {}), "ranks": run.ranks}
+        for key, a, b in _changed(was, {**trainer_config.dump(now.config), "ranks": now.ranks}):
+            settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
     for key in sorted(settings):
         own = settings[key]
         common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))
         yield from [next(iter(own.values()))] if common else [f"{name}: {text}" for name, text in own.items()]
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys that both trees have and that differ, with both values; a part that is there in one alone, such as a tower, is one key."""
+    for key in was.keys() & now.keys():
+        place, a, b = f"{prefix}{key}", was[key], now[key]
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _changed(a, b, f"{place}.")
+        elif a != b and place not in _PLACES:
+            yield place, a, b
 
 
 def _short(value: Any) -> str:

@@ -94,6 +94,14 @@ def test_a_warm_up_that_the_harness_lengthened_is_no_edit(record):
     assert edited(longer) != []
 
 
+def test_a_part_of_the_model_that_came_or_went_is_an_edit(record):
+    other = copy.deepcopy(record)
+    for config in other["configs"].values():
+        assert config["model"]["vision"] is None
+        config["model"]["vision"] = {"depth": 27}
+    assert edited(other) == ["model.vision {'depth': 27} -> None"]
+
+
 def test_ranks_are_compared(record):
     other = copy.deepcopy(record)
     for run in other["runs"]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from playbook.errors import ConfigError
 from playbook_trainer.config import ModelConfig, TrainerConfig
+from playbook_trainer.megatron.mapping import DTYPES
 from playbook_trainer.megatron.pieces import Held, Place, held
 from playbook_trainer.megatron.sharded import gathered, settle
 from playbook_trainer.models import hf
@@ -31,15 +32,18 @@ def initialise(chunks: Sequence[nn.Module], config: TrainerConfig) -> None:
         ConfigError: the folder does not hold this model.
     """
     if config.init.weights is None:
-        draw(chunks, config.model, config.seed)
+        draw(chunks, config.model, config.seed, DTYPES[config.train.dtype])
     else:
         load(chunks, config.model, Path(config.init.weights))
 
 
 @torch.no_grad()
-def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int) -> None:
-    """The same values as the torch backend's for this seed: each whole tensor is drawn where the parameter is, and this rank's part kept."""
-    value, shapes = initial_value(config, seed), {rule.ours: rule.shape for rule in hf.rules(config)}
+def draw(chunks: Sequence[nn.Module], config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    """The same values as the torch backend's for this seed: each whole tensor is drawn where the parameter is, and this rank's part kept.
+
+    `dtype` holds them exactly; 8-bit weights, whose optimizer begins with what they were made of, would not be rounded to it otherwise.
+    """
+    value, shapes = initial_value(config, seed, dtype), {rule.ours: rule.shape for rule in hf.rules(config)}
     drawn: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(ours: str, box: Box, device: torch.device) -> Tensor:
