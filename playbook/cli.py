@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ import typer
 from playbook import __version__, cli_exit, cli_lint, cli_slurm
 from playbook.cli_bisect import bisect
 from playbook.cli_config import config_app
-from playbook.cli_evidence import as_shown, evidence_app, here, standing, status_of
+from playbook.cli_evidence import as_shown, evidence_app, here, records_here, status_of
 from playbook.cli_layout import layout_app
 from playbook.cli_mcp import mcp
 from playbook.cli_search import search
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from playbook.cards import Card
-    from playbook.moved import Here
+    from playbook.evidence import Record
     from playbook_bench.confirm import Outcome
-    from playbook_bench.records import Evidence
     from playbook_bench.report import TerminalProgress
 
 
@@ -100,8 +99,8 @@ def cards_list(
     known = load_all()
     cards = known.values()
     if claims:
-        found, mine = standing(known), here()
-        rows = [row for card in cards for row in _claim_rows(card, found, mine)]
+        records = records_here(known, here())
+        rows = [row for card in cards for row in _claim_rows(card, records)]
         print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
     keys = ("id", "phase", "wall", "title", "symptoms")
@@ -109,14 +108,14 @@ def cards_list(
     print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
 
 
-def _claim_rows(card: Card, found: Mapping[str, Sequence[tuple[Path, Evidence]]], mine: Here) -> Iterator[dict[str, Any]]:
+def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """Each claim of a card with where it stands, followed by its mechanism check."""
     for claim in card.claims:
         shared = {"card": card.id, "kind": claim.kind}
-        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, found, mine), "statement": claim.statement}
+        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, records), "statement": claim.statement}
         check = claim.mechanism_check
         if check:
-            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, found, mine), "statement": check.statement}
+            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
 
 
 @cards_app.command("show")
@@ -134,8 +133,8 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
             else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
         )
     card = cards[card_id]
-    found, mine = standing(cards), here()
-    status = {i.id: status_of(i, found, mine) for c in card.claims for i in (c, c.mechanism_check) if i}
+    records = records_here(cards, here())
+    status = {i.id: status_of(i, records) for c in card.claims for i in (c, c.mechanism_check) if i}
     if as_json:
         print_json({**card.model_dump(mode="json"), "status": status})
     else:

@@ -12,12 +12,11 @@ from playbook.cli_text import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
-    from playbook.cards import Card, Claim, MechanismCheck
-    from playbook.moved import Here
-    from playbook_bench.records import Evidence
+    from datetime import date
 
-ALTERED = "altered"
-"""Status of a record whose content is not the one that was sealed."""
+    from playbook.cards import Card, Claim, MechanismCheck
+    from playbook.evidence import Present, Record
+    from playbook.moved import Here
 
 evidence_app = typer.Typer(no_args_is_help=True, help="Evidence: records of verdicts.")
 
@@ -28,13 +27,15 @@ def evidence_list(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
 ) -> None:
     """List the records: those of this folder's runs and those in the repository."""
-    from playbook_bench import store
+    from playbook.evidence import EVIDENCE
+    from playbook.validate import load_all
 
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
-    found = store.records_with_seal(_folders(results))
-    claims, mine = _claims(), here()
-    rows = [_row(path, e, claims.get(_key(e)), mine) | ({} if sealed else {"status": ALTERED}) for path, e, sealed in found]
+    cards = load_all()
+    claims = _claims(cards)
+    found = [r for r in reversed(records_here(cards, here(), results)) if r.schema == EVIDENCE]
+    rows = [{**_row(r, claims.get(r.claim or "")), **_origin(r)} for r in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -62,8 +63,8 @@ def evidence_show(
     report.print_outcome(Outcome(evidence, file), out)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := _stale(evidence, _claims().get(_key(evidence)), here()):
-        say(f"stale    {', '.join(stale)}")
+    if stale := _stale_file(file):
+        say(f"stale    {stale}")
     say(f"repeat   {evidence.command}")
 
 
@@ -75,12 +76,26 @@ def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="A
     say(str(store.accept(file)))
 
 
-def standing(cards: Mapping[str, Card]) -> dict[str, list[tuple[Path, Evidence]]]:
-    """The records that speak for each claim of these cards, one of each machine, the last measured first."""
-    from playbook.cards import by_claim
-    from playbook_bench import store
+def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None) -> list[Record]:
+    """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
 
-    return store.standing(_folders(None), by_claim(cards))
+    Raises:
+        FileError: as `playbook.evidence.read`.
+    """
+    from playbook.evidence import read
+    from playbook.paths import data_root
+    from playbook_bench.store import DEFAULT_RESULTS
+
+    return read([results or DEFAULT_RESULTS, data_root("results")], cards, present(mine))
+
+
+def present(mine: Here | None) -> Present:
+    """What this version of the playbook compares verdicts with."""
+    from playbook.evidence import Present
+    from playbook_bench import preflight
+    from playbook_bench.edited import edited
+
+    return Present(preflight.performance_revision(), mine, edited)
 
 
 def here() -> Here:
@@ -90,14 +105,16 @@ def here() -> Here:
     return preflight.here()
 
 
-def status_of(claim: Claim | MechanismCheck, found: Mapping[str, Sequence[tuple[Path, Evidence]]], mine: Here) -> dict[str, Any]:
-    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`), for a reader on a machine like `mine`."""
-    keys = ("status", "sentence", "evidence", "machine", "created", "path", "stale")
-    rows = [{k: row[k] for k in keys} for row in (_row(path, e, claim, mine) for path, e in found.get(claim.id, ()))]
+def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
+    from playbook.evidence import UNTESTED, verdicts
+
+    found = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
+    rows = [_row(r, claim) for r in found]
     for row in rows:
         if row["stale"]:
-            row["sentence"] += f"; stale: {', '.join(row['stale'])}"
-    first = rows[0] if rows else {"status": "untested", "sentence": None, "evidence": None, "stale": []}
+            row["sentence"] += f"; stale: {'; '.join(row['stale'])}"
+    first = rows[0] if rows else {"status": UNTESTED, "sentence": None, "evidence": None, "stale": []}
     return {**first, "verdicts": rows}
 
 
@@ -113,55 +130,45 @@ def _word(row: Mapping[str, Any]) -> str:
     return f"{row['status']}, stale" if row.get("stale") else str(row["status"])
 
 
-def _claims() -> dict[tuple[str, str], Claim | MechanismCheck]:
-    """The claims and mechanism checks of today's cards, by card and id."""
+def _claims(cards: Mapping[str, Card]) -> dict[str, Claim | MechanismCheck]:
+    from playbook.cards import by_claim
+
+    return {claim: found for claim, (_, found) in by_claim(cards).items()}
+
+
+def _stale_file(path: Path) -> str | None:
+    """Why the verdict in a file no longer speaks for the present, on this machine."""
+    from playbook.evidence import read_file
     from playbook.validate import load_all
 
-    every = ((card.id, c) for card in load_all().values() for claim in card.claims for c in (claim, claim.mechanism_check))
-    return {(card, c.id): c for card, c in every if c is not None}
+    cards = load_all()
+    record = read_file(path, cards, present(here()))
+    return record.stale(_today(), _claims(cards).get(record.claim or ""))
 
 
-def _key(evidence: Evidence) -> tuple[str, str]:
-    """Card and id of the claim that was tested; of no claim where a case was run alone."""
-    claim = evidence.measured.claim
-    return (claim.card, claim.id) if claim else ("", "")
-
-
-def _stale(evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here) -> list[str]:
-    """Why a verdict no longer speaks for the present; `claim` is the one that it settled, as it stands today."""
-    from playbook.cards import reworded
-    from playbook_bench import preflight, store
-    from playbook_bench.edited import edited
-
-    then = evidence.measured.claim
-    changed = claim is not None and then is not None and reworded(then.model_dump(mode="json"), claim)
-    edits = edited(evidence.measured)
-    return [
-        *(["the claim has changed since"] if changed else []),
-        *([f"its test has been edited since: {', '.join(edits)}"] if edits else []),
-        *store.staleness(evidence, preflight.performance_revision(), mine),
-    ]
-
-
-def _row(path: Path, evidence: Evidence, claim: Claim | MechanismCheck | None, mine: Here) -> dict[str, Any]:
-    measured, verdict = evidence.measured, evidence.derived.verdict
+def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
     return {
-        "evidence": evidence.evidence_id,
-        "claim": measured.claim.id if measured.claim else None,
-        "card": measured.claim.card if measured.claim else None,
-        "case": measured.case.id if measured.case else None,
-        "status": verdict.status,
-        "stale": _stale(evidence, claim, mine),
-        "sentence": verdict.sentence,
-        "machine": measured.machine.name,
-        "created": evidence.created,
-        "expires": evidence.expires,
-        "path": str(path),
+        "status": record.status,
+        "sentence": record.sentence,
+        "evidence": record.id,
+        "machine": record.machine,
+        "created": record.created,
+        "path": str(record.path),
+        "stale": record.reasons(_today(), claim),
     }
 
 
-def _folders(results: Path | None) -> list[Path]:
-    from playbook.paths import data_root
-    from playbook_bench import store
+def _origin(record: Record) -> dict[str, Any]:
+    """What a list of records says of each beside its verdict."""
+    return {
+        "claim": record.get("measured", "claim", "id"),
+        "card": record.get("measured", "claim", "card"),
+        "case": record.get("measured", "case", "id"),
+        "expires": record.get("expires"),
+    }
 
-    return [results or store.DEFAULT_RESULTS, data_root("results")]
+
+def _today() -> date:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).date()

@@ -37,20 +37,17 @@ def library_here() -> Library:
     """Cards and skills that ship, with evidence from this folder's runs and from the repository."""
     from datetime import UTC, datetime
 
+    from playbook.cli_evidence import here, records_here
     from playbook.mcp import Library
     from playbook.paths import data_root
-    from playbook.site_records import read
     from playbook.skills import load_skills
     from playbook.validate import load_all
-    from playbook_bench.edited import edited
-    from playbook_bench.preflight import here, performance_revision
-    from playbook_bench.store import DEFAULT_RESULTS
 
     cards, mine = load_all(), here()
     return Library(
         cards=cards,
         skills=load_skills(data_root("skills")),
-        records=lambda: read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, mine, edited),
+        records=lambda: records_here(cards, mine),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,

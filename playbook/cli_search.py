@@ -71,12 +71,8 @@ def _no_collection() -> Iterator[None]:
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
     """Claims that stand so, by this folder's runs and the repository's."""
     from datetime import UTC, datetime
-    from pathlib import Path
 
-    from playbook.paths import data_root
-    from playbook.site_records import read, with_status
-    from playbook_bench.edited import edited
-    from playbook_bench.preflight import here, performance_revision
+    from playbook.cli_evidence import here, records_here
+    from playbook.evidence import with_status
 
-    records = read([Path(".playbook/results"), data_root("results")], performance_revision(), cards, here(), edited)
-    return with_status(cards, records, datetime.now(UTC).date(), status)
+    return with_status(cards, records_here(cards, here()), datetime.now(UTC).date(), status)

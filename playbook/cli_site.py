@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from playbook import cli_recipes, schemas
+from playbook.cli_evidence import present
 from playbook.site import Reference
 from playbook.site_reference import Command, field_docs
-from playbook_bench import metrics, preflight
-from playbook_bench.edited import edited
+from playbook_bench import metrics
 from playbook_trainer import config as trainer
 from playbook_trainer import config_megatron, model_config
 
@@ -33,8 +33,7 @@ def reference(root: Any) -> Reference:
         schema=schema,
         field_docs=docs,
         packages=packages,
-        revision=preflight.performance_revision(),
-        edited=edited,
+        present=present(None),
         recipes=cli_recipes.rows(),
     )
 

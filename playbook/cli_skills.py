@@ -89,17 +89,12 @@ def stock_here() -> Stock:
     """Cards, and evidence from this folder's runs and from the repository."""
     from datetime import UTC, datetime
 
-    from playbook.paths import data_root
-    from playbook.site_records import read
+    from playbook.cli_evidence import records_here
     from playbook.skills_export import Stock
     from playbook.validate import load_all
-    from playbook_bench.edited import edited
-    from playbook_bench.preflight import performance_revision
-    from playbook_bench.store import DEFAULT_RESULTS
 
     cards = load_all()
-    records = read([DEFAULT_RESULTS, data_root("results")], performance_revision(), cards, edited=edited)
-    return Stock(cards, records, datetime.now(UTC).date(), __version__)
+    return Stock(cards, records_here(cards, None), datetime.now(UTC).date(), __version__)
 
 
 def known_here(skills: Sequence[str]) -> Known:

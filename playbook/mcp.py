@@ -25,6 +25,7 @@ from playbook import search as engine
 from playbook.cards import Card
 from playbook.document import did_you_mean
 from playbook.errors import PlaybookError
+from playbook.evidence import Record, earlier, with_status
 from playbook.layout_rules import Options
 from playbook.mcp_answers import (
     CardAnswer,
@@ -44,7 +45,6 @@ from playbook.mcp_answers import (
 from playbook.plan import Plan as LayoutPlan
 from playbook.search_terms import stated
 from playbook.shapes import MODELS
-from playbook.site_records import Record, earlier, with_status
 from playbook.skills import FILE, Skill
 from playbook.skills_check import claim_ids
 from playbook.skills_export import CARD_FILE, Stock, attachments, card_file, skill_text, standing

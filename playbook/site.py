@@ -7,7 +7,7 @@ Written below the docs folder: `cards/` (index and one page per card), `evidence
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from playbook.cards import Card, by_claim
 from playbook.errors import FileError, Finding
+from playbook.evidence import EVIDENCE, Present, Record, read
 from playbook.paths import data_root, repo_root
 from playbook.site_api import api_pages
 from playbook.site_calculator import calculator_page
@@ -26,7 +27,6 @@ from playbook.site_megatron import megatron_page
 from playbook.site_models import families_page, models_page
 from playbook.site_parity import parity_page
 from playbook.site_recipes import recipes_page
-from playbook.site_records import EVIDENCE, Record, read
 from playbook.site_reference import Command, commands_page, configuration_page, metrics_page
 from playbook.validate import read_cards
 
@@ -43,10 +43,8 @@ class Reference:
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     packages: Mapping[str, Path] = field(default_factory=dict)
     """Folders of the packages that the API pages are about, by name."""
-    revision: int | None = None
-    """The trainer's performance revision."""
-    edited: Callable[[Any], list[str]] | None = None
-    """What says how the test of a record differs from today's."""
+    present: Present = field(default_factory=Present)
+    """What verdicts are compared with."""
     recipes: Sequence[Mapping[str, Any]] = ()
     """Configuration files with their estimates, as `playbook.site_recipes` shows them."""
 
@@ -76,7 +74,7 @@ def generate(
     """
     known = _load_cards(cards or data_root("cards"))
     now = reference or Reference()
-    records = read([r for r in results if r.is_dir()], now.revision, known, edited=now.edited)
+    records = read([r for r in results if r.is_dir()], known, now.present)
     shelf = _shelf(known, records, today or datetime.now(UTC).date())
     pages = {
         "cards/index.md": index_page(shelf),
@@ -88,7 +86,7 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
-        "_generated/megatron.md": megatron_page(out / "parity", now.revision),
+        "_generated/megatron.md": megatron_page(out / "parity", now.present.revision),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}

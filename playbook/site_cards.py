@@ -10,8 +10,8 @@ from pathlib import Path
 
 from playbook import site_curves
 from playbook.cards import Card, Claim, Decision, Expect, MechanismCheck, expectation
+from playbook.evidence import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site_figures import effect_axis
-from playbook.site_records import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site_text import (
     NBSP,
     attribute,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from playbook.evidence import Record
 from playbook.site_figures import contrasts, curve
-from playbook.site_records import Record
 from playbook.site_text import attribute, code, number, percent, quantity, table, text
 
 MEMORY = "peak_memory_bytes"

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 from playbook import site_curves
+from playbook.evidence import EVIDENCE, TRACE, Record
 from playbook.site_cards import Shelf, anchor, coverage, effect
 from playbook.site_figures import samples
-from playbook.site_records import EVIDENCE, TRACE, Record
 from playbook.site_text import (
     badge,
     block,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.cards import Card, Claim, MechanismCheck
+from playbook.evidence import UNTESTED, Record, verdicts
 from playbook.site_cards import PHASES, Shelf, anchor, badges, effect
-from playbook.site_records import UNTESTED, Record, verdicts
 from playbook.site_text import attribute, badge, front_matter, link, number, table, text
 
 DECIDED = ("confirmed", "refuted")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards import Card, Claim, ConfigFamily, Decision, MechanismCheck, expectation
+from playbook.evidence import verdicts
 from playbook.site_cards import Shelf, effect
-from playbook.site_records import verdicts
 from playbook.site_text import NBSP, plain
 
 SUMMARY = (

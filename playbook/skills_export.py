@@ -15,7 +15,7 @@ import yaml
 from playbook.cards import Card
 from playbook.document import did_you_mean
 from playbook.errors import PlaybookError
-from playbook.site_records import Record, verdicts
+from playbook.evidence import Record, verdicts
 from playbook.skills import FILE, Skill
 from playbook.skills_check import LINK, claim_ids, links, outside
 

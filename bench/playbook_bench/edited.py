@@ -1,4 +1,4 @@
-"""What of a test has been edited since it was run: its case, or the trainer's configuration that the case names."""
+"""What of a test has been edited since it was run: its case with its proofs, or the trainer's configuration that the case names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from playbook.errors import PlaybookError
 from playbook_bench.case import Case, list_cases, load_case
+from playbook_bench.receipt import judge_runs
+from playbook_bench.records import Check, Observed
 from playbook_bench.variants import extended, resolve_variant
 from playbook_trainer import config as trainer_config
 
@@ -37,6 +39,9 @@ class _Run(BaseModel, from_attributes=True):
     variant: str
     config_sha: str
     ranks: int
+    role: str = ""
+    outcome: str = ""
+    observed: Observed | None = None
 
 
 class _Plan(BaseModel, from_attributes=True):
@@ -57,7 +62,8 @@ def edited(measured: Any) -> list[str]:
     """What is otherwise in the test of that case today: a few words for each setting, with both values; empty where nothing is, or no such case ships.
 
     `measured` is that part of a record, as a model or as plain data. Settings that the trainer's tree has gained or lost since are not compared:
-    its performance revision speaks for those. Proofs, budgets and bounds are not either: they decide nothing about what ran.
+    its performance revision speaks for those. Budgets and bounds are not either: they decide nothing about what ran. Of proofs only what the
+    record's launches do not show counts: a proof that they meet as well is no other test.
     """
     try:
         then = _Tested.model_validate(measured)
@@ -95,10 +101,17 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
         was = {**then.configs.get(run.config_sha, {}), "ranks": run.ranks}
         for key, a, b in _changed(was, {**trainer_config.dump(now.config), "ranks": now.ranks}):
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
+    judged = [run for run in then.runs if run.role == "measure" and run.outcome == "ok"]
+    yield from (_unmet(check) for check in judge_runs(today.activation, judged) if not check.ok)
     for key in sorted(settings):
         own = settings[key]
         common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))
         yield from [next(iter(own.values()))] if common else [f"{name}: {text}" for name, text in own.items()]
+
+
+def _unmet(check: Check) -> str:
+    seen = "not reported" if check.observed is None else f"{check.observed:g}"
+    return f"{check.variant}: its proof wants {check.rule} {check.expected}, found {seen}"
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

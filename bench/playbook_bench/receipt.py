@@ -8,6 +8,7 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from playbook.errors import ConfigError
 from playbook_bench.case import Activation, Rule
@@ -29,6 +30,18 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
 }
+
+
+class Launched(Protocol):
+    """A launch, as far as its receipt goes."""
+
+    @property
+    def variant(self) -> Variant:
+        """Which variant was launched."""
+
+    @property
+    def observed(self) -> Observed | None:
+        """What was seen in its observed step; None where nothing was looked at."""
 
 
 def evaluate(formula: str, numbers: Mapping[str, float]) -> float:
@@ -126,7 +139,7 @@ def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -
     return Check(variant=variant, rule=subject, observed=found, expected=f"{op} {shown}", ok=ok)
 
 
-def judge_run(activation: Activation, run: Run) -> list[Check]:
+def judge_run(activation: Activation, run: Launched) -> list[Check]:
     """All rules of the run's variant against its receipt; a run without a receipt proves nothing."""
     rules = activation.of(run.variant)
     observed = run.observed or Observed()
@@ -136,12 +149,12 @@ def judge_run(activation: Activation, run: Run) -> list[Check]:
     ]
 
 
-def _unproven(check: Check, run: Run) -> Check:
+def _unproven(check: Check, run: Launched) -> Check:
     """Absence counts only where something was looked at."""
     return check if run.observed is not None else check.model_copy(update={"ok": False, "observed": None})
 
 
-def judge_runs(activation: Activation, runs: Sequence[Run]) -> list[Check]:
+def judge_runs(activation: Activation, runs: Sequence[Launched]) -> list[Check]:
     """One line per rule over all `runs`: the first failure where there is one, else the last run's figures."""
     lines: dict[tuple[str, str, str], list[Check]] = {}
     for run in runs:

@@ -9,20 +9,18 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from playbook.cards import Claim, MechanismCheck, speaks_for
 from playbook.document import read_bytes
 from playbook.errors import StoreError
-from playbook.moved import Here, moved
 from playbook.paths import data_root, in_package
 from playbook_bench import verdict
-from playbook_bench.records import Baseline, ClaimRef, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
+from playbook_bench.records import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -282,100 +280,6 @@ def accept(path: Path) -> Path:
     target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
     write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
     return target
-
-
-def records(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence]]:
-    """Every evidence record below `folders`, of results or of one machine's, oldest first. A file that is none is an error, never skipped.
-
-    Raises:
-        StoreError: a file in a machine's folder is no evidence record.
-    """
-    return ((path, evidence) for path, evidence, _ in records_with_seal(folders))
-
-
-def records_with_seal(folders: Sequence[Path]) -> Iterator[tuple[Path, Evidence, bool]]:
-    """As `records`, each with whether its content is the one that was sealed."""
-    paths = {p.resolve(): p for folder in folders for p in [*folder.glob("*.json"), *folder.glob("*/*.json")] if _is_record(p)}
-    for path in sorted(paths.values(), key=lambda p: p.stem):
-        yield path, *load_with_seal(path)
-
-
-def newest(
-    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
-) -> dict[str, tuple[Path, Evidence]]:
-    """For each claim the record that speaks for it, as `latest` says. One that was altered counts for nothing.
-
-    With `claims`, by id and each with its card, one on a claim of any other card counts for nothing either.
-
-    Raises:
-        StoreError: as `records`.
-    """
-    return {claim: found[0] for claim, found in standing(folders, claims).items()}
-
-
-def standing(
-    folders: Sequence[Path], claims: Mapping[str, tuple[str, Claim | MechanismCheck]] | None = None
-) -> dict[str, list[tuple[Path, Evidence]]]:
-    """For each claim the record that speaks for each machine, that of `newest` first; what counts is as there.
-
-    Raises:
-        StoreError: as `records`.
-    """
-    found: dict[str, dict[str, tuple[Path, Evidence]]] = {}
-    for path, e, sealed in records_with_seal(folders):
-        claim = e.measured.claim
-        if not sealed or claim is None or (claims is not None and not _ours(claim, claims)):
-            continue
-        own, machine = found.setdefault(claim.id, {}), e.measured.machine.name
-        if machine not in own or _rank(e) > _rank(own[machine][1]):
-            own[machine] = path, e
-    return {claim: sorted(own.values(), key=lambda f: _rank(f[1]), reverse=True) for claim, own in found.items()}
-
-
-def _ours(claim: ClaimRef, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
-    return claim.id in claims and speaks_for(claim.model_dump(mode="json"), *claims[claim.id])
-
-
-def _is_record(path: Path) -> bool:
-    return len(path.stem) == 26 and set(path.stem) <= set(_ALPHABET)
-
-
-def latest(folders: Sequence[Path], claim: str, machine: str | None = None, card: str | None = None) -> tuple[Path, Evidence] | None:
-    """The newest record of a claim; one that settles something goes before one that was not applicable or failed."""
-    found = [
-        (path, e)
-        for path, e in records(folders)
-        if e.measured.claim is not None
-        and e.measured.claim.id == claim
-        and (card is None or e.measured.claim.card == card)
-        and (machine is None or e.measured.machine.name == machine)
-    ]
-    return max(found, key=lambda f: _rank(f[1]), default=None)
-
-
-def _rank(evidence: Evidence) -> tuple[int, str, str, str]:
-    """Of records that settle something the last measured one, whenever it was judged; of those with the same runs the last judged."""
-    measured = max((r.started for r in evidence.measured.runs), default="") or evidence.created
-    settles = {"not_applicable": 0, "error": 1}.get(evidence.derived.verdict.status, 2)
-    return settles, measured, evidence.created, evidence.evidence_id
-
-
-def staleness(
-    evidence: Evidence,
-    revision: int | None = None,
-    here: Here | None = None,
-    today: str | None = None,
-) -> list[str]:
-    """Why the verdict no longer speaks for the present, or for the reader's machine `here`; empty while it does. What is not given is not asked."""
-    reasons = []
-    if (today or datetime.now(UTC).strftime("%Y-%m-%d")) > evidence.expires:
-        reasons.append(f"expired on {evidence.expires}")
-    # Of all runs, as the site asks: one of an older revision is enough.
-    then_revisions = {r.performance_revision for r in evidence.measured.runs if r.performance_revision is not None}
-    if revision is not None and then_revisions - {revision}:
-        reasons.append(f"performance revision {', '.join(map(str, sorted(then_revisions)))} -> {revision}")
-    run = next((r for r in evidence.measured.runs if r.strict_sha in evidence.measured.strict), None)
-    return reasons if run is None or here is None else [*reasons, *moved(evidence.measured.strict[run.strict_sha], here)]
 
 
 def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import site_records, validate
+from playbook import validate
 from playbook.cards import by_claim
 from playbook.cli_mcp import library_here
+from playbook.evidence import EVIDENCE, Present, read, verdicts
 from playbook.mcp import claim_answer
 from playbook.moved import Here
 from playbook.paths import data_root
 from playbook_bench import edited as module
-from playbook_bench import preflight, store
-from playbook_bench.case import load_case
+from playbook_bench import preflight
+from playbook_bench.case import Rule, load_case
 from playbook_bench.edited import edited
-from playbook_bench.store import standing
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 
@@ -29,9 +29,8 @@ CASE = "moe-dispatcher-allgather-vs-alltoall"
 @pytest.fixture(scope="module")
 def record():
     """What was measured of a pair, by the newest record on a CPU, and its claim's card."""
-    found = [(e, p) for p, e in store.records([data_root("results")]) if e.measured.case and e.measured.case.id == CASE]
-    path = max((p for e, p in found if e.measured.machine.gpus == 0), key=lambda p: p.stem, default=max(p for _, p in found))
-    return json.loads(path.read_text())["measured"]
+    found = [r for r in read([data_root("results")]) if r.schema == EVIDENCE and r.get("measured", "case", "id") == CASE]
+    return max(found, key=lambda r: (r.get("measured", "machine", "gpus") == 0, r.id)).data["measured"]
 
 
 def today(monkeypatch, **changes):
@@ -61,7 +60,7 @@ def test_a_setting_of_one_variant_says_whose(record, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"summary": "Other words.", "also": [], "budget": None, "guardrails": None, "activation": None}, []),
+        ({"summary": "Other words.", "also": [], "budget": None, "guardrails": None}, []),
         ({"function": "another"}, ["what the case computes"]),
         ({"candidate": {}, "kind": "sweep"}, ["variants, or its profile"]),
         ({"profiles": {}}, ["variants, or its profile"]),
@@ -73,6 +72,38 @@ def test_what_decides_what_runs_counts_and_nothing_else(changes, said, record, m
     found = edited(record)
     assert len(found) == len(said)
     assert all(part in text for part, text in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Rule(collective="all_to_all", inside="dispatch"), []),
+        (
+            Rule(collective="all_to_all", op=">=", count="1000 * layers"),
+            ["baseline: its proof wants require all_to_all >= 1000 * layers = "],
+        ),
+        (Rule(counter="of_tomorrow"), ["baseline: its proof wants require of_tomorrow >= 1, found not reported"]),
+    ],
+)
+def test_a_proof_that_the_launches_do_not_meet_is_another_test(rule, said, record, monkeypatch):
+    """One that they meet as well is none."""
+    proof = load_case(CASE).activation
+    baseline = proof.baseline.model_copy(update={"require": [*proof.baseline.require, rule]})
+    today(monkeypatch, activation=proof.model_copy(update={"baseline": baseline}))
+    found = edited(record)
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
+
+
+def test_launches_that_were_not_counted_prove_nothing(record, monkeypatch):
+    """A discarded first launch, or one that failed, is not what the verdict rests on."""
+    proof = load_case(CASE).activation
+    strict = proof.baseline.model_copy(update={"require": [Rule(counter="of_tomorrow")]})
+    today(monkeypatch, activation=proof.model_copy(update={"baseline": strict}))
+    other = copy.deepcopy(record)
+    for run in other["runs"]:
+        run["role"] = "burn_in"
+    assert edited(other) == []
 
 
 def test_many_edits_are_counted(record, monkeypatch):
@@ -139,22 +170,22 @@ def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shelf = validate.load_all()
     claims = by_claim(shelf)
-    every = [e for found in standing([data_root("results")], claims).values() for _, e in found if e.measured.runs]
-    speaking = next(e for e in every if not edited(e.measured))
-    claim = claims[speaking.measured.claim.id][1]
+    records = read([data_root("results")], shelf, Present(edited=edited))
+    every = (r for claim in claims for r in verdicts(records, claim) if r.get("measured", "runs"))
+    speaking = next(r for r in every if not edited(r.data["measured"]))
+    claim, measured = claims[speaking.claim][1], speaking.data["measured"]
     monkeypatch.setattr(preflight, "here", lambda: Here(None, {}))
-    monkeypatch.setattr(preflight, "performance_revision", lambda: speaking.measured.runs[0].performance_revision)
-    home, case = claims[claim.id][0], speaking.measured.case
+    monkeypatch.setattr(preflight, "performance_revision", lambda: measured["runs"][0]["performance_revision"])
+    home, case, name = claims[claim.id][0], measured["case"]["id"], measured["profile"]
     original = module.load_case
-    other = original(case.id)
-    profile = {**other.profiles[speaking.measured.profile], "seed": 99}
-    changed = other.model_copy(update={"profiles": {**other.profiles, speaking.measured.profile: profile}})
-    monkeypatch.setattr(module, "load_case", lambda name: changed if name == case.id else original(name))
-    wanted = f"its test has been edited since: seed {next(iter(speaking.measured.configs.values()))['seed']} -> 99"
-    machine = speaking.measured.machine.name
+    other = original(case)
+    changed = other.model_copy(update={"profiles": {**other.profiles, name: {**other.profiles[name], "seed": 99}}})
+    monkeypatch.setattr(module, "load_case", lambda name: changed if name == case else original(name))
+    wanted = f"its test has been edited since: seed {next(iter(measured['configs'].values()))['seed']} -> 99"
+    machine = speaking.machine
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
     assert any(wanted in " ".join(v["stale"]) for v in shown if v["machine"] == machine)
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
     assert any(wanted in (v.stale or "") for v in answered if v.machine == machine)
-    page = next(r for r in site_records.read([data_root("results")], None, shelf, edited=edited) if r.id == speaking.evidence_id)
+    page = next(r for r in read([data_root("results")], shelf, Present(edited=edited)) if r.id == speaking.id)
     assert page.stale(date(2026, 1, 1), claim) == wanted

@@ -8,9 +8,10 @@ from datetime import date
 import in_process
 import pytest
 
-from playbook import site_records, validate
+from playbook import validate
 from playbook.cards import by_claim
 from playbook.cli_mcp import library_here
+from playbook.evidence import read
 from playbook.mcp import claim_answer
 from playbook.moved import Here, moved
 from playbook.paths import data_root
@@ -42,7 +43,7 @@ def test_a_record_that_does_not_say_what_it_ran_with_is_left_alone(strict):
 def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shelf = validate.load_all()
-    records = site_records.read([data_root("results")], None, shelf)
+    records = read([data_root("results")], shelf)
     ran = next(
         r
         for r in records

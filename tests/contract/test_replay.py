@@ -8,13 +8,13 @@ from pathlib import Path
 import in_process
 import pytest
 
-from playbook import site_records, validate
+from playbook import validate
 from playbook.cards import by_claim
 from playbook.cli_mcp import library_here
 from playbook.cli_skills import stock_here
 from playbook.errors import ConfigError, FileError, StoreError
+from playbook.evidence import EVIDENCE, content_sha, read, standings, verdicts
 from playbook.mcp import claim_answer, evidence_list
-from playbook.moved import Here
 from playbook.paths import data_root
 from playbook.skills_export import standing
 from playbook_bench import invariants, logic, store, verdict
@@ -22,7 +22,7 @@ from playbook_bench.case import Activation, Case, list_cases, load_case
 from playbook_bench.records import ClaimRef, Evidence, seal
 from playbook_bench.series import noise_key
 
-RECORDS = [path for path, _ in store.records([data_root("results")])]
+RECORDS = [r.path for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
 
 
@@ -172,12 +172,11 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
     store.write(source, folder)
     again = store.load(store.rejudge(old, folder))
     assert (again.expires, again.derived.verdict.status) == (source.expires, "confirmed")
-    assert store.staleness(again, today="2026-01-29")
 
     def speaks():
-        on_site = site_records.verdicts(site_records.read([folder]), "X1")
-        assert [r.id for r in on_site] == [store.latest([folder], "X1")[1].evidence_id]
-        return store.newest([folder])["X1"][1].evidence_id
+        (found,) = verdicts(read([folder]), "X1")
+        assert found.stale(date(2026, 3, 29), None)
+        return found.id
 
     assert speaks() == again.evidence_id
     later = store.load(altered(record, lambda data: change(data, "refuted", "03"), reseal=True))
@@ -189,15 +188,15 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
 def test_a_record_of_other_types_is_refused_by_name(tmp_path, key, value):
     data = json.loads(RECORDS[0].read_text(encoding="utf-8"))
     data["measured"][key] = value
-    (tmp_path / "odd.json").write_text(json.dumps({**data, "sha256": site_records.content_sha(data)}), encoding="utf-8")
+    (tmp_path / "odd.json").write_text(json.dumps({**data, "sha256": content_sha(data)}), encoding="utf-8")
     with pytest.raises(FileError, match=rf"odd\.json.* has measured\.{key}"):
-        site_records.read([tmp_path])
+        read([tmp_path])
 
 
 def test_an_expiry_date_beyond_the_calendar_is_none(tmp_path):
     data = json.loads(RECORDS[0].read_text(encoding="utf-8")) | {"expires": "9999-12-31T23:00:00-05:00"}
-    (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": site_records.content_sha(data)}), encoding="utf-8")
-    assert site_records.read([tmp_path])[0].stale(date(2026, 11, 22), None) == "without expiry date"
+    (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": content_sha(data)}), encoding="utf-8")
+    assert read([tmp_path])[0].stale(date(2026, 11, 22), None) == "without expiry date"
 
 
 def test_an_altered_record_is_not_judged_again(record, tmp_path):
@@ -267,14 +266,6 @@ def test_a_record_with_runs_of_no_variant_differs(tmp_path):
     assert not store.replay(path)[0]
 
 
-def test_the_age_of_a_record_is_told_whatever_its_environment_holds(tmp_path):
-    data = next(d for d in (json.loads(p.read_text(encoding="utf-8")) for p in RECORDS) if d["measured"]["runs"])
-    data["measured"]["strict"] = {key: {"machine": "a string", "packages": 1} for key in data["measured"]["strict"]}
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(data), encoding="utf-8")
-    assert store.staleness(store.load(path), here=Here(None, {"torch": "2"}, "1"), today="2000-01-01") == []
-
-
 @pytest.fixture
 def planted(tmp_path, monkeypatch, capsys):
     """What every reader says of a shipped claim without records, once a card from elsewhere has a confirmed one of that id; the claim is as shipped but for `changes`."""
@@ -298,7 +289,7 @@ def planted(tmp_path, monkeypatch, capsys):
             *(r.status for r in claim_answer(library, home, name).verdicts[name]),
             *(r.status for r in evidence_list(library, name, 9).records),
             *(r["status"] for r in standing(shelf[home], name, stock_here())),
-            *site_records.standings(library.records(), claim, date(2026, 1, 1)),
+            *standings(library.records(), claim, date(2026, 1, 1)),
         }
 
     return plant

@@ -11,8 +11,8 @@ import pytest
 from planted_case import bench
 from rich.console import Console
 
-from playbook import site_records
 from playbook.errors import StoreError
+from playbook.evidence import read
 from playbook.site_cards import Shelf
 from playbook.site_evidence import evidence_page
 from playbook.site_text import NBSP
@@ -175,7 +175,7 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
     shown = Console(file=io.StringIO(), width=200)
     report.print_outcome(found, shown)
     assert "launches that failed before and were repeated: 1 crash\n" in shown.file.getvalue()
-    (on_site,) = (r for r in site_records.read([tmp_path / "results"]) if r.id == found.evidence.evidence_id)
+    (on_site,) = (r for r in read([tmp_path / "results"]) if r.id == found.evidence.evidence_id)
     assert "| Failed and launched again | 1 crash |" in evidence_page(Shelf({}, [on_site], date(2026, 1, 1), {}), on_site, "").replace(
         NBSP, " "
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from playbook import cards
+from playbook.evidence import content_sha
 from playbook.paths import data_root, repo_root
-from playbook.site_records import content_sha
 from playbook_bench.records import (
     Check,
     ClaimRef,

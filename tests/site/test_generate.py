@@ -12,7 +12,7 @@ from site_tree import ID, claim_ref, evidence, render, reseal
 
 from playbook import site
 from playbook.errors import FileError
-from playbook.site_records import content_sha, read
+from playbook.evidence import content_sha, read
 from playbook.site_text import NBSP, percent, quantity, text
 
 TODAY = date(2026, 11, 21)

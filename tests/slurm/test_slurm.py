@@ -11,6 +11,7 @@ import pytest
 from planted_case import CASE
 from planted_case import FAKE as PLANTED
 
+from playbook.evidence import read
 from playbook.paths import repo_root
 from playbook_bench import confirm, store
 
@@ -133,9 +134,9 @@ def test_confirm_as_a_job_goes_on_after_it_was_queued_again(environment, cluster
     assert status["L2"] == "confirmed"
     assert status["W9.m"] in ("confirmed", "refuted")
     assert f"job {number} is pending" in err
-    records = list(store.records([tmp_path / ".playbook/results"]))
-    assert sorted(e.measured.claim.id for _, e in records) == ["L2", "W9.m"], "what was settled before is not settled again"
-    runs = records[-1][1].measured.runs
+    records = [store.load(r.path) for r in reversed(read([tmp_path / ".playbook/results"]))]
+    assert sorted(e.measured.claim.id for e in records) == ["L2", "W9.m"], "what was settled before is not settled again"
+    runs = records[-1].measured.runs
     assert len(runs) == 2
     assert cut not in {r.run_id for r in runs}, "a pair that was cut is run again whole"
     again = playbook(environment, tmp_path, "confirm", "--launcher", "slurm", "--job", number)

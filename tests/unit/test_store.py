@@ -11,7 +11,6 @@ import pytest
 
 from playbook import paths
 from playbook.errors import StoreError
-from playbook.moved import Here
 from playbook_bench import confirm, report, store
 from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
 
@@ -154,60 +153,6 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_record_that_settles_something_goes_before_a_newer_one_that_did_not_apply(tmp_path):
-    settled = record("refuted", "2026-01-01T00:00:00Z")
-    for evidence in (
-        settled,
-        record("not_applicable", "2026-02-01T00:00:00Z"),
-        record("error", "2026-03-01T00:00:00Z"),
-        record(claim="V1"),
-    ):
-        store.write(evidence, tmp_path)
-    assert store.latest([tmp_path], "W9")[1] == settled
-    newer = record("inconclusive", "2026-04-01T00:00:00Z")
-    store.write(newer, tmp_path)
-    assert store.latest([tmp_path], "W9", machine="cpu", card="c")[1] == newer
-    assert store.latest([tmp_path], "W9", machine="h200x4") is None
-    assert store.latest([tmp_path], "Z1") is None
-
-
-def test_the_folder_of_one_machine_may_be_named_as_well(tmp_path):
-    """Else `playbook evidence list --results RESULTS/MACHINE` shows what ships and none of the user's, without a word."""
-    path = store.write(record(), tmp_path)
-    assert [p for p, _ in store.records([path.parent])] == [p for p, _ in store.records([tmp_path])] == [path]
-
-
-def test_a_broken_file_among_the_records_is_an_error(tmp_path):
-    path = store.write(record(), tmp_path)
-    path.with_name(store.new_id() + ".json").write_text("{}")
-    with pytest.raises(StoreError, match="is no evidence record"):
-        list(store.records([tmp_path]))
-
-
-def test_what_makes_a_verdict_stale():
-    run = long_run()
-    evidence = record(runs=[run])
-    today = "2026-02-01"
-
-    def stale(packages, driver=None, on=None):
-        return store.staleness(evidence, here=Here(on, packages, driver), today=today)
-
-    assert store.staleness(evidence, revision=1, today=today) == stale({"torch": "2.13.4+cpu", "triton": "9"}, "1") == []
-    assert store.staleness(evidence, revision=2, today=today) == ["performance revision 1 -> 2"]
-    assert stale({"torch": "2.14.0"}) == ["torch 2.13.0 -> 2.14.0"]
-    assert stale({}, "2") == ["driver 1 -> 2"]
-    assert stale({"torch": "2.14.0"}, "2", on="another GPU") == [], "what a laptop has says nothing about a verdict from elsewhere"
-    assert store.staleness(evidence, today="2026-06-02") == ["expired on 2026-06-01"]
-
-
-def test_one_run_of_an_older_revision_makes_a_verdict_stale_as_on_the_site():
-    runs = [long_run(), long_run().model_copy(update={"run_id": "later", "performance_revision": 2})]
-    evidence = record(runs=runs)
-    assert store.staleness(evidence, revision=1, today="2026-02-01") == ["performance revision 1, 2 -> 1"]
-    bare = evidence.model_copy(update={"measured": evidence.measured.model_copy(update={"strict": {}})})
-    assert store.staleness(bare, revision=3, today="2026-02-01") == ["performance revision 1, 2 -> 3"]
-
-
 def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
     good = record("not_applicable")
@@ -271,16 +216,6 @@ def test_a_record_is_readable_line_by_line(tmp_path):
     text = store.render(record(runs=[long_run(), long_run()]))
     assert json.loads(text)["schema_version"] == "evidence/1"
     assert len(text.splitlines()) > 15
-
-
-def test_an_altered_record_counts_for_nothing(tmp_path):
-    kept = record("refuted", "2026-01-01T00:00:00Z")
-    first = store.write(kept, tmp_path)
-    path = store.write(record("confirmed", "2026-02-01T00:00:00Z"), tmp_path)
-    assert store.newest([tmp_path])["W9"][1].derived.verdict.status == "confirmed"
-    path.write_text(path.read_text().replace("2026-02-01", "2026-03-01"))
-    assert store.newest([tmp_path])["W9"][1] == kept
-    assert {where: sealed for where, _, sealed in store.records_with_seal([tmp_path])} == {first: True, path: False}
 
 
 @pytest.mark.parametrize(

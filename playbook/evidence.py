@@ -1,6 +1,7 @@
-"""Evidence and traces as the site reads them: plain data, checked against their own hash.
+"""Evidence and traces as every reader has them (terminal, site, MCP, search, skills): plain data, checked against their own hash.
 
-A record whose hash does not match its content is `altered`: it is shown as that and never as a verdict.
+Which record speaks for a claim, and what makes its verdict stale, is said here alone. A record whose hash does not match its content is
+`altered`: it is shown as that and never as a verdict.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,18 @@ _TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]] | type[
 
 
 @dataclass(frozen=True)
+class Present:
+    """What verdicts are compared with, to say which of them no longer speak for today; what is None is not asked."""
+
+    revision: int | None = None
+    """The trainer's performance revision of today."""
+    here: Here | None = None
+    """The reader's machine, where there is one: a page of the site is for every reader."""
+    edited: Callable[[Any], list[str]] | None = None
+    """What says how a record's test differs from today's; the harness knows that."""
+
+
+@dataclass(frozen=True)
 class Record:
     """One evidence or trace file."""
 
@@ -41,12 +54,7 @@ class Record:
     data: dict[str, Any]
     expected_sha: str
     """The hash of its content, as computed here."""
-    revision: int | None = None
-    """The trainer's performance revision of today, where it is known."""
-    here: Here | None = None
-    """The reader's machine, where there is one: a page of the site is for every reader."""
-    edited: Callable[[Any], list[str]] | None = None
-    """What says how a record's test differs from today's; the harness knows that."""
+    present: Present = field(default_factory=Present)
     foreign: bool = False
     """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
 
@@ -116,58 +124,85 @@ class Record:
         runs = self.get("measured", "runs", default=[])
         return max((str(r.get("started", "")) for r in runs if isinstance(r, Mapping)), default="") or self.created
 
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        return str(self.get("derived", "verdict", "sentence", default=""))
+
+    @property
+    def precedence(self) -> tuple[int, str, str, str]:
+        """Larger for the one of two records on a claim that speaks: one that settles something, then the last measured, then the last judged."""
+        settles = {"not_applicable": 0, "error": 1}.get(self.status, 2)
+        return settles, self.measured, self.created, self.id
+
     @cached_property
     def _edits(self) -> list[str]:
-        return self.edited(self.get("measured", default={})) if self.edited else []
+        return self.present.edited(self.get("measured", default={})) if self.present.edited else []
+
+    def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> list[str]:
+        """Why the verdict no longer speaks for today; empty while it does. `claim` is the one that it settled, as it stands today."""
+        runs = [r for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
+        return [
+            *_expired(self.get("expires", default=""), today),
+            *(["the claim has changed since"] if claim and reworded(self.get("measured", "claim", default={}), claim) else []),
+            *_revised(runs, self.present.revision),
+            *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
+            *(moved(self._strict(runs), self.present.here) if self.present.here else []),
+        ]
 
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
-        """Why the verdict no longer speaks for today, or None."""
-        until = _day(self.get("expires", default=""))
-        if until is None or until < today:
-            return f"expired on {until}" if until else "without expiry date"
-        if claim is not None and reworded(self.get("measured", "claim", default={}), claim):
-            return "the claim has changed since"
-        runs = [r for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
-        then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
-        if self.revision is not None and then and then != {self.revision}:
-            return f"the trainer is at performance revision {self.revision}, the runs at {', '.join(map(str, sorted(then)))}"
-        if self._edits:
-            return f"its test has been edited since: {', '.join(self._edits)}"
+        """The reasons in one line, or None."""
+        return "; ".join(self.reasons(today, claim)) or None
+
+    def _strict(self, runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The environment of the first run whose environment is known."""
         known = self.get("measured", "strict", default={})
-        strict = next((found for r in runs if isinstance(found := known.get(str(r.get("strict_sha"))), Mapping)), {})
-        return (", ".join(moved(strict, self.here)) or None) if self.here else None
+        return next((found for r in runs if isinstance(found := known.get(str(r.get("strict_sha"))), Mapping)), {})
 
 
-def read(
-    folders: Sequence[Path],
-    revision: int | None = None,
-    cards: Mapping[str, Card] | None = None,
-    here: Here | None = None,
-    edited: Callable[[Any], list[str]] | None = None,
-) -> list[Record]:
-    """Every record below the folders, newest first; the first copy of an id counts.
+def _expired(expires: Any, today: date) -> list[str]:
+    until = _day(expires)
+    return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
 
-    `revision` is the trainer's performance revision; verdicts from runs of another one are stale, as are those from machines like `here`
-    with other software, and those of whose test `edited` says that it is another one today. With `cards`, a record on a claim of any other card speaks for no claim.
+
+def _revised(runs: Iterable[Mapping[str, Any]], revision: int | None) -> list[str]:
+    """One run of another revision is enough."""
+    then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
+    if revision is None or not then - {revision}:
+        return []
+    return [f"the trainer is at performance revision {revision}, the runs at {', '.join(map(str, sorted(then)))}"]
+
+
+def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
+    """Every record below the folders, newest first; the first whole copy of an id counts. With `cards`, a record on a claim of any other card speaks for no claim.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
     """
     found: dict[tuple[str, str], Record] = {}
     findings: list[Finding] = []
-    claims = None if cards is None else by_claim(cards)
     for path in _files(folders):
         try:
-            record = replace(_load(path), revision=revision, here=here, edited=edited)
-            record = replace(record, foreign=claims is not None and _foreign(record, claims))
+            record = read_file(path, cards, present)
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))
             continue
-        if record.schema in (EVIDENCE, TRACE):
-            found.setdefault((record.schema, record.id), record)
+        key = record.schema, record.id
+        if record.schema in (EVIDENCE, TRACE) and (key not in found or found[key].altered):
+            found[key] = record
     if findings:
         raise FileError(findings)
     return sorted(found.values(), key=lambda r: (r.created, r.id), reverse=True)
+
+
+def read_file(path: Path, cards: Mapping[str, Card] | None = None, present: Present | None = None) -> Record:
+    """The record in one file; the rest as `read`.
+
+    Raises:
+        ValueError: the file is no record; the message goes behind its path.
+    """
+    record = replace(_load(path), present=present or Present())
+    return record if cards is None else replace(record, foreign=_foreign(record, by_claim(cards)))
 
 
 def _foreign(record: Record, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
@@ -224,16 +259,11 @@ def content_sha(data: Mapping[str, Any]) -> str:
 
 
 def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
-    """The verdict of each machine on a claim, decided ones first. Altered records do not count.
-
-    The newest speaks for a machine; one that settles something goes before one that was not applicable or failed.
-    """
+    """The verdict of each machine on a claim, decided ones first, by the record that speaks for the machine. Altered records do not count."""
     chosen: dict[str, Record] = {}
     for r in records:
         if r.schema == EVIDENCE and r.claim == claim and not r.altered:
-            known = chosen.setdefault(r.machine, r)
-            if (_weight(r), r.measured, r.created, r.id) > (_weight(known), known.measured, known.created, known.id):
-                chosen[r.machine] = r
+            chosen[r.machine] = max(chosen.get(r.machine, r), r, key=lambda each: each.precedence)
     return sorted(
         chosen.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
     )
@@ -256,10 +286,6 @@ def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: dat
     known = list(records)
     each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
     return frozenset(c.id for c in each if status in standings(known, c, today))
-
-
-def _weight(record: Record) -> int:
-    return {"not_applicable": 0, "error": 1}.get(record.status, 2)
 
 
 def earlier(records: Iterable[Record], claim: str) -> list[Record]:
