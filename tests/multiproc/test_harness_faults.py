@@ -118,6 +118,10 @@ def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise
     assert [r.pair for r in odd.baseline.runs] == [0, 0, None, None, 2, 2, 3, 3, 4, 4], "what was set aside stays on record"
     assert odd.path is not None
     assert odd.deviation < 2 * quiet.deviation
+    out = io.StringIO()
+    report.print_noise(odd, report.console(out))
+    assert "4 pairs" in out.getvalue()
+    assert "one pair was set aside" in " ".join(out.getvalue().split())
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == odd.baseline, "it is not measured again by the next series"
     assert found.evidence.derived.comparison.floor == pytest.approx(odd.deviation)
