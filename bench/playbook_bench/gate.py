@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
-from playbook_bench import gates, launch, metrics, preflight, schedule, series, stats, store, verdict
+from playbook_bench import aa, gates, launch, metrics, preflight, schedule, series, stats, store, verdict
 from playbook_bench.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
 from playbook_bench.launch import LocalLauncher, Result, Spec
 from playbook_bench.metrics import Metric
@@ -177,7 +177,7 @@ def _measure(running: Series, metric: Metric) -> None:
     if any(running.run(spec).outcome != "ok" for spec in schedule.burn_in()):
         return
     # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
-    noise = series.measure_aa(running, aa_pairs)
+    noise = aa.measure(running, metric, aa_pairs)
     if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
         return
     series.measure_pairs(running, lambda s, n: n in looks and _settled(s, metric))

@@ -38,6 +38,20 @@ def aa_differences(runs: Sequence[Run], metric: Metric) -> list[float]:
     return [compare(metric, a, b) for a, b in values if a is not None and b is not None]
 
 
+def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
+    """The number of the A/A pair with the one launch that the others do not explain; None where there is none, or where it is finer than any claim."""
+    launches = [r for r in runs if r.role == "aa" and r.pair is not None and r.outcome == "ok"]
+    if metric.deterministic or any(complete(r, metric) for r in launches):
+        return None
+    values = [v for r in launches if (v := metric.value(r)) is not None]
+    odd = stats.stands_out([compare(metric, values[0], v) for v in values])
+    if odd is None:
+        return None
+    number = launches[odd].pair
+    difference = aa_differences([r for r in launches if r.pair == number], metric)
+    return number if any(abs(d) > stats.CONTAMINATION_LEAST for d in difference) else None
+
+
 def compare(metric: Metric, baseline: float, candidate: float) -> float:
     """How much better the candidate is, on the metric's scale.
 

@@ -127,7 +127,8 @@ class Run(Strict):
     variant: Variant
     role: Role
     pair: int | None = None
-    """Pairs are adjacent runs, numbered before any of them starts; for a sweep or an interaction, the block that holds each variant once."""
+    """Pairs are adjacent runs, numbered before any of them starts; for a sweep or an interaction, the block that holds each variant once.
+    None for the burn-in, and for an A/A pair that was set aside because one of its launches stood out."""
     position: int
     """Place in the series, from 0."""
     outcome: RunOutcome

@@ -185,8 +185,10 @@ def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
 
 def print_noise(noise: Noise, out: Console) -> None:
     """An A/A in one line, and what became of it."""
-    pairs = len(noise.baseline.runs) // 2
+    aside = sum(r.pair is None for r in noise.baseline.runs) // 2
+    pairs = len(noise.baseline.runs) // 2 - aside
     text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, deviation {100 * noise.deviation:.2f} %"
+    text += "; one pair was set aside, since a launch of it stood out" if aside else ""
     out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
     out.print(
         Text(f"stored {noise.path}" if noise.path else "not stored: it would blunt every later verdict; run it again on a quiet machine")

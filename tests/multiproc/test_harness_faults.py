@@ -110,6 +110,46 @@ def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(cas
     assert store.replay(found.path)[0]
 
 
+def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise_is_stored(case, tmp_path, plant):
+    plant()
+    quiet = aa.run(case(), results=tmp_path / "quiet", command=FAKE, profile="cpu")
+    plant(baseline={"slower": 0.1, "launches": [4]})
+    odd = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert [r.pair for r in odd.baseline.runs] == [0, 0, None, None, 2, 2, 3, 3, 4, 4], "what was set aside stays on record"
+    assert odd.path is not None
+    assert odd.deviation < 2 * quiet.deviation
+    out = io.StringIO()
+    report.print_noise(odd, report.console(out))
+    assert "4 pairs" in out.getvalue()
+    assert "one pair was set aside" in " ".join(out.getvalue().split())
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.aa == odd.baseline, "it is not measured again by the next series"
+    assert found.evidence.derived.comparison.floor == pytest.approx(odd.deviation)
+    assert store.replay(found.path) == (True, [])
+
+
+def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tmp_path, plant):
+    """Two odd launches in ten are what this machine does: the floor has to hold them."""
+    plant(baseline={"slower": 0.1, "launches": [4, 9]})
+    found = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert [r.pair for r in found.baseline.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert found.deviation > 0.04
+
+
+def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_next_series(case, tmp_path, plant):
+    """A noise of before the rule, or of a series whose fresh pair was odd, would else hide effects until it expires."""
+    plant()
+    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    plant(baseline={"slower": 0.1, "launches": [2]})
+    assert bench(case(), tmp_path).evidence.derived.comparison.floor > 0.03, "the series that saw it keeps it"
+    plant()
+    for _ in range(2):
+        found = bench(case(), tmp_path)
+        assert found.evidence.derived.comparison.floor < 0.01
+        assert store.replay(found.path) == (True, [])
+    assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2, "measured anew once, then checked by a fresh pair"
+
+
 @pytest.mark.parametrize(
     ("op", "margin", "slower", "status"),
     [

@@ -69,6 +69,16 @@ def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
     assert json.loads(json.dumps(gate.as_json(found)))["exit_code"] == code
 
 
+def test_one_odd_launch_of_its_noise_does_not_let_a_slower_commit_pass(repo, tmp_path):
+    """Launch 4 of the A/A takes 10 % longer, which made the limit 10 %; the pair is measured again."""
+    repo({"slower": 0.1, "launches": [4]})
+    repo({"slower": 0.04})
+    found = run(repo, tmp_path)
+    assert found.status == "regression", found.sentence
+    assert found.limit < 0.03
+    assert sum(r.role == "aa" for r in found.runs) == 10
+
+
 def test_uncommitted_changes_are_what_is_tested(repo, tmp_path):
     (repo.root / "plant.json").write_text(json.dumps({"slower": 0.3}))
     assert run(repo, tmp_path, "HEAD").status == "regression"

@@ -150,6 +150,27 @@ def test_contamination_is_rare_on_a_quiet_machine_and_certain_on_a_moved_one():
     assert not stats.contaminated([0.002], 0.0001, 4), "a quarter of a percent is below every claim"
 
 
+def test_a_launch_stands_out_only_where_noise_rarely_puts_one():
+    rng = np.random.default_rng(15)
+    clean = sum(stats.stands_out(rng.normal(0, S, 8)) is not None for _ in range(400))
+    found = 0
+    for at in rng.integers(0, 8, 200):
+        values = rng.normal(0, S, 8)
+        values[at] += 8 * S
+        found += stats.stands_out(values) == at
+    assert clean <= 32, "5 of 100 are promised"
+    assert found >= 180
+
+
+@pytest.mark.parametrize("values", [[], [1.0, 1.0, 9.0], [1.0] * 8, [0.01 * i for i in range(8)]])
+def test_too_few_launches_equal_ones_and_a_steady_drift_have_none_that_stands_out(values):
+    assert stats.stands_out(values) is None
+
+
+def test_one_launch_among_equal_ones_stands_out():
+    assert stats.stands_out([1.0] * 5 + [1.1] + [1.0] * 2) == 5
+
+
 def launches(rng, n=30, count=4, drift=0.0, rho=0.0, pattern=0.0):
     shared = rng.normal(0, pattern, n) if pattern else np.zeros(n)
     out = []
@@ -175,6 +196,37 @@ def test_slow_noise_of_a_busy_host_is_no_drift(n):
     rng = np.random.default_rng(4)
     alarms = sum(not stats.trend(launches(rng, n=n, rho=0.8)).steady(0.0) for _ in range(300))
     assert alarms <= 24
+
+
+def slow(rng, n, rho=0.9, spread=0.01):
+    """Steps of four launches with stationary noise, neighbours correlated by `rho`."""
+    out = np.empty((4, n))
+    out[:, 0] = rng.normal(0, spread, 4)
+    for i in range(1, n):
+        out[:, i] = rho * out[:, i - 1] + math.sqrt(1 - rho**2) * rng.normal(0, spread, 4)
+    return 1 + out
+
+
+@pytest.mark.parametrize("n", [8, 12, 16, 40])
+def test_very_slow_noise_that_launches_do_not_share_is_no_drift(n):
+    """Correlated by 0.9, few steps cannot tell slow noise from a drift, but launches can: 0.08 to 0.12 of these variants were called drifting; 0.025 are promised."""
+    rng = np.random.default_rng(12)
+    alarms = sum(not stats.trend(slow(rng, n).tolist()).steady(0.0) for _ in range(400))
+    assert alarms <= 14
+
+
+@pytest.mark.parametrize(("spread", "rho"), [(0.005, 0.9), (0.01, 0.6), (0.01, 0.9)])
+def test_a_fall_by_five_percent_is_found_in_very_slow_noise(spread, rho):
+    rng = np.random.default_rng(13)
+    fall = 0.05 * np.linspace(1, 0, 16) * rng.uniform(0.7, 1.3, (100, 4, 1))
+    found = sum(not stats.trend((slow(rng, 16, rho, spread) + f).tolist()).steady(0.0) for f in fall)
+    assert found >= 90
+
+
+def test_two_launches_are_too_few_to_ask_whether_they_agree():
+    rng = np.random.default_rng(14)
+    found = sum(not stats.trend(launches(rng, count=2, drift=0.003 * k)).steady(0.0) for k in rng.uniform(0.5, 1.5, 50))
+    assert found == 50
 
 
 def test_a_drift_is_still_found_in_slow_noise():
