@@ -56,6 +56,8 @@ def search(
         say(f"  claims {', '.join(hit.claims)}")
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
+    if hits:
+        say(f"what to set, and where each claim stands: playbook cards show {hits[0].id}")
 
 
 @contextmanager

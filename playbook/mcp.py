@@ -142,11 +142,16 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
         limit: Annotated[int, Field(ge=1, le=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, with why and whether they apply to the stated machine; no hits where none does."""
+        """Cards that answer a question, best first, with why, where their claims stand, and whether they apply to the stated machine; no hits where none does."""
         with _told():
-            only = None if status is None else with_status(library.cards, library.records(), library.today(), status)
+            stock = library.stock()
+            only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
             hits = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
-            rows = [SearchHit(**{**asdict(h), "why": h.why[:MAX_TEXT], "limits": [x[:MAX_TEXT] for x in h.limits]}) for h in hits]
+            texts = [{"why": h.why[:MAX_TEXT], "limits": [x[:MAX_TEXT] for x in h.limits]} for h in hits]
+            rows = [
+                SearchHit(**{**asdict(h), **t}, standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims})
+                for h, t in zip(hits, texts, strict=True)
+            ]
             return bounded(SearchAnswer(hits=rows), "ask with a smaller limit")
 
 
@@ -281,10 +286,7 @@ def card_list(library: Library) -> CardList:
     stock = library.stock()
     rows = []
     for card in list(library.cards.values())[:MAX_ROWS]:
-        stands = {
-            i: [f"{s['status']}{', stale' if s['stale'] else ''} on {s['machine']}" for s in standing(card, i, stock)]
-            for i in claim_ids(card)
-        }
+        stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
         texts = {k: str(getattr(card, k))[:MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
         rows.append(CardRow(**texts, symptoms=[s[:MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
@@ -382,6 +384,10 @@ def bounded(answer: A, instead: str) -> A:
     if length > MAX_CHARS:
         raise PlaybookError(f"the answer has {length} characters; at most {MAX_CHARS} are given: {instead}")
     return answer
+
+
+def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
+    return [f"{s['status']}{', stale' if s['stale'] else ''} on {s['machine']}" for s in standing(card, claim_id, stock)]
 
 
 def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:

@@ -28,6 +28,8 @@ class SearchHit(BaseModel):
     title: str
     claims: list[str]
     """Ids of its claims, nearest to the question first."""
+    standing: dict[str, list[str]]
+    """Each of these claims to its verdicts, as in a list of cards; empty where it is untested, however sure its words are."""
     why: str
     """The passage that matched best."""
     applies: bool

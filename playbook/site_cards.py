@@ -27,6 +27,7 @@ from playbook.site_text import (
     number,
     percent,
     plain,
+    prose,
     quantity,
     sentence,
     table,
@@ -110,10 +111,10 @@ def card_page(shelf: Shelf, card: Card) -> str:
         ]
         parts.append("## In dispute\n\n" + table(["Subject", "Claims, oldest first", "Stands", "Why"], rows))
     if card.pitfalls:
-        rows = [[text(p.symptom), text(p.cause), text(p.fix)] for p in card.pitfalls]
+        rows = [[prose(p.symptom), prose(p.cause), prose(p.fix)] for p in card.pitfalls]
         parts.append("## Pitfalls\n\n" + table(["Symptom", "Cause", "Fix"], rows))
     if card.interactions:
-        parts.append("## Interactions\n\n" + "\n".join(f"- {text(i)}" for i in card.interactions))
+        parts.append("## Interactions\n\n" + "\n".join(f"- {prose(i)}" for i in card.interactions))
     if card.families:
         parts.append("## Configurations in use\n\n" + _families(card))
     parts += _related(shelf, card)
@@ -126,8 +127,8 @@ def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
         when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
         because = " ".join(_claim_link(shelf, i) for i in d.because)
         avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
-        rows.append([when or "always", mapping(d.set) + avoid, because, text(d.note or "")])
-    return table(["When", "Set", "Because", "Note"], rows)
+        rows.append([when or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
+    return f'<div class="pb-matrix pb-rules" markdown="1">\n\n{table(["When", "Set", "Because", "Note"], rows)}\n\n</div>'
 
 
 def _claim_link(shelf: Shelf, claim: str) -> str:
@@ -154,7 +155,7 @@ def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
             comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
         ),
         ("Scope", mapping(claim.scope) if claim.scope else "everywhere"),
-        ("Why", text(claim.mechanism)),
+        ("Why", prose(claim.mechanism)),
         ("Kind", text(f"{claim.kind}, {claim.label}")),
         ("Source", sources),
     ]
@@ -189,7 +190,8 @@ def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
         parts.append(f"{badge(UNTESTED)} No verdict is recorded. To get one:")
         parts.append(block(f"playbook confirm {card.id}/{claim.id}", "text"))
         return "\n\n".join(parts)
-    parts.append(table(["Machine", "Verdict", "Effect", "Pairs>", "Evidence"], [_row(shelf, r, claim) for r in found]))
+    rows = table(["Machine", "Verdict", "Effect", "Pairs>", "Evidence"], [_row(shelf, r, claim) for r in found])
+    parts.append(f'<div class="pb-matrix pb-verdicts" markdown="1">\n\n{rows}\n\n</div>')
     for record in found:
         figure = _axis(record, claim.expect)
         if figure:

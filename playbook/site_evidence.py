@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from playbook import site_curves
 from playbook.evidence import EVIDENCE, TRACE, Record
 from playbook.site_cards import Shelf, anchor, coverage, effect
+from playbook.site_data import data_read
 from playbook.site_figures import samples
 from playbook.site_text import (
     badge,
@@ -91,6 +92,7 @@ def _facts(record: Record) -> str:
             "Case and profile",
             f"{code(record.get('measured', 'case', 'id', default='none'))} {text(record.get('measured', 'profile', default=''))}",
         ],
+        *([["Data", read]] if (read := data_read(record)) else []),
         *_dates(record),
         ["Valid until", text(record.get("expires", default=""))],
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
@@ -355,7 +357,7 @@ def _environment(record: Record) -> str:
     parts = []
     for sha, values in record.get("measured", "strict", default={}).items():
         if isinstance(values, Mapping):
-            rows = [[text(k), code(plain(v) if not isinstance(v, Mapping) else v)] for k, v in sorted(values.items())]
+            rows = [[text(k), mapping(v) if isinstance(v, Mapping) else code(plain(v))] for k, v in sorted(values.items())]
             parts.append(details("info", f"Environment {sha[:12]}", table(["", ""], rows)))
     case = record.get("measured", "case", "content", default={})
     if isinstance(case, Mapping) and (case.get("baseline") or case.get("candidate")):

@@ -28,12 +28,13 @@ def effect_axis(effect: float, low: float, high: float, margin: float | None, op
         return f"{40 + (value - left) / (right - left) * (_WIDTH - 80):.1f}"
 
     words = f"effect {percent(effect)}, interval {percent(low)} to {percent(high)}"
-    out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 64" role="img" aria-label="{attribute(words)}">']
-    out.append(f'<line class="pb-rule" x1="40" y1="34" x2="{_WIDTH - 40}" y2="34"/>')
-    out.append(_mark(x(0.0), "pb-zero", "no difference", 60))
-    out += [_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 12) for value in claimed if value]
-    out.append(f'<line class="pb-interval" x1="{x(low)}" y1="34" x2="{x(high)}" y2="34"/>')
-    out.append(f'<circle class="pb-effect" cx="{x(effect)}" cy="34" r="5"/>')
+    out = [f'<svg class="pb-axis" viewBox="0 0 {_WIDTH} 98" role="img" aria-label="{attribute(words)}">']
+    out.append(f'<line class="pb-rule" x1="40" y1="40" x2="{_WIDTH - 40}" y2="40"/>')
+    out.append(_mark(x(0.0), "pb-zero", "no difference", 72))
+    out += [_mark(x(value), "pb-margin", f"claim: {_claim(op, value)}", 16) for value in claimed if value]
+    out.append(f'<line class="pb-interval" x1="{x(low)}" y1="40" x2="{x(high)}" y2="40"/>')
+    out.append(f'<circle class="pb-effect" cx="{x(effect)}" cy="40" r="5"/>')
+    out.append(_label(x(effect), f"measured {percent(effect)}", 93))
     return "".join([*out, "</svg>"])
 
 
@@ -42,8 +43,12 @@ def _claim(op: str, value: float) -> str:
 
 
 def _mark(x: str, name: str, label: str, y: int) -> str:
+    return f'<line class="{name}" x1="{x}" y1="26" x2="{x}" y2="54"/>{_label(x, label, y)}'
+
+
+def _label(x: str, label: str, y: int) -> str:
     anchor = "start" if float(x) < 120 else "end" if float(x) > _WIDTH - 120 else "middle"
-    return f'<line class="{name}" x1="{x}" y1="20" x2="{x}" y2="48"/><text x="{x}" y="{y}" text-anchor="{anchor}">{attribute(label)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{attribute(label)}</text>'
 
 
 def samples(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -22,7 +22,11 @@ SWITCHES = "megatron-switches.jsonl"
 CONTEXT = "megatron-cp.jsonl"
 BARE = "megatron-bare.jsonl"
 
-INTRO = """# The megatron backend, switch by switch
+INTRO = """---
+hide: [toc]
+---
+
+# The megatron backend, switch by switch
 
 One run of each switch on Qwen3-30B-A3B cut down in depth, with random tokens in rows of 4096: a **screening**. It shows that a switch works, roughly what
 it costs, and what of it was seen to run. One run says nothing about differences of a few percent; the claims on the cards do, from matched runs.
@@ -130,7 +134,7 @@ def _switches(rows: Sequence[Mapping[str, Any]], title: str, revision: int | Non
         "",
         '<div class="pb-wide" markdown="1">',
         "",
-        "| switch | step | | computes | peak memory | | loss | gradient norm | seen |",
+        "| switch | step | change | computes | peak memory | change | loss | gradient norm | seen |",
         "| --- | --: | --: | --: | --: | --: | --: | --: | --- |",
     ]
     for group, each in groupby(rows, key=lambda r: str(r["group"])):

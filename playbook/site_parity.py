@@ -22,7 +22,11 @@ CURVES = "vl-curves.jsonl"
 MEGATRON = ("megatron.jsonl", "megatron-gpu.jsonl")
 """On the CPU, as `make parity` writes them; on a GPU, from the tests marked `gpu`."""
 
-INTRO = """# Parity
+INTRO = """---
+hide: [toc]
+---
+
+# Parity
 
 Correct first, then fast. What stands behind the trainer's figures are comparisons; all are tests, and the tables below are what they found
 when they last wrote them down (`make parity`, and on GPUs).

@@ -20,6 +20,14 @@ def text(value: object) -> str:
     return _INLINE.sub(lambda m: "".join(c if c.isalnum() else f"&#{ord(c)};" for c in m.group(0)), line)
 
 
+def prose(value: object) -> str:
+    """`value` as `text` gives it, with what stands between backticks as code."""
+    return _TICKED.sub(r"<code>\1</code>", text(value))
+
+
+_TICKED = re.compile("&#96;(.+?)&#96;")
+
+
 def code(value: object) -> str:
     """`value` as code within a line."""
     return f"<code>{html.escape(_SPACE.sub(' ', str(value)).strip()).translate(_CODE)}</code>"

@@ -198,6 +198,16 @@ def test_search_over_mcp_is_the_commands_search(library):
     assert "W9" not in untested[0]["claims"]
 
 
+def test_a_hit_says_where_its_claims_stand(library):
+    """The passage that matched may state a claim that nothing has shown; an agent that stops there would pass it on as a fact."""
+    hit = answer(library, "search", query="DeepEP or all-to-all", hardware="h100")["hits"][0]
+    listed = next(c for c in answer(library, "list_cards")["cards"] if c["id"] == hit["id"])["claims"]
+    assert hit["why"].startswith("claim W10")
+    assert hit["standing"] == {i: listed[i] for i in hit["claims"]}
+    assert hit["standing"]["W10"] == []
+    assert "on h200x4" in hit["standing"]["W9"][0]
+
+
 def test_memory_over_mcp_is_the_estimate(library):
     asked = {"model": "qwen3_30b_a3b", "gpus": 8, "ep": 8, "micro_batch_size": 2, "recompute": ["layernorm", "moe_act"]}
     found = answer(library, "estimate_memory", **asked)

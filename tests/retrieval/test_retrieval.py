@@ -219,6 +219,12 @@ def test_a_dataloader_is_what_cards_call_a_loader(index: search.Index) -> None:
     assert search.search(index, "is the dataloader the bottleneck")[0].id == "torch-trainer-speed"
 
 
+@pytest.mark.parametrize("ask", ["oom at 128k on h100", "OOM at 128K context on 8 H100"])
+def test_out_of_memory_at_length_leads_to_the_three_ways_out(index: search.Index, ask: str) -> None:
+    """The example of the README: split the sequence, recompute, offload; not the commit that brought it, nor every card that names the GPU."""
+    assert {h.id for h in search.search(index, ask)[:3]} == {"long-context-cp-sizing", "recompute", "offloading"}
+
+
 def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
     """Claims that speak of one GPU only, asked for another one."""
     card = index.cards["moe-dispatcher-choice"]
@@ -244,6 +250,16 @@ def test_the_command_is_quick_when_cold_and_prints_a_list() -> None:
     assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(done.stdout))
     # 0.7 s on idle cores. Processor time, since the clock tells how busy the machine is; shared cores still get some slack.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.4
+
+
+def test_the_command_says_how_to_learn_where_claims_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines may quote claims that nothing has shown."""
+    for words, expected in ((["search", "oom at 128k on h100"], "playbook cards show"), (["search", "sourdough bread recipe"], "")):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        out = capsys.readouterr().out
+        assert expected in out
+        assert bool(out) == bool(expected)
 
 
 def test_the_command_refuses_what_is_too_long_and_prints_an_empty_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,6 +271,45 @@ def test_the_evidence_page_says_what_of_a_step_went_into_data(tree: Path) -> Non
     assert "The host spent 11 % of the step in candidate on data." in page(tree, f"evidence/{ID}.md")
 
 
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "shown"),
+    [
+        ({"kind": "mock", "pack": False}, {"kind": "mock", "pack": False}, "random tokens, one document to a row"),
+        ({"kind": "text", "source": "generated", "pack": True}, {"kind": "vqa", "source": "generated", "pack": True},
+         "generated text, packed in baseline; generated photographs with questions, packed in candidate"),
+        ({"kind": "vqa", "source": "auto", "path": None, "pack": False}, {"kind": "mock", "source": "auto", "pack": True},
+         "bundled photographs with questions in baseline; random tokens, packed in candidate"),
+        ({"kind": "text", "source": "parquet", "path": "/data/web"}, {"kind": "text", "source": "parquet", "path": "/data/web"},
+         "text from a data set of the run's own"),
+        ({"kind": ["<b>"]}, 7, None),
+    ],
+)  # fmt: skip
+def test_the_evidence_page_says_what_data_were_read(baseline: Any, candidate: Any, shown: str | None, tree: Path) -> None:
+    """A claim may say text or photographs; what the runs read is made up more often than not."""
+
+    def read_these(data: dict[str, Any]) -> None:
+        data["measured"]["configs"] = {"b" * 16: {"data": baseline}, "c" * 16: {"data": candidate}}
+        for run in data["measured"]["runs"]:
+            run["config_sha"] = ("b" if run["variant"] == "baseline" else "c") * 16
+
+    reseal(record(tree), read_these)
+    generate(tree)
+    rows = [line for line in page(tree, f"evidence/{ID}.md").splitlines() if line.startswith("| Data |")]
+    assert rows == ([f"| Data | {shown} |"] if shown else [])
+
+
+def test_commands_in_prose_are_shown_as_code_and_stay_text(tree: Path) -> None:
+    card = tree / "cards" / "fixture-card.yaml"
+    card.write_text(card.read_text().replace("fix: Read the receipt", "fix: Run `playbook bench list <b>` and read `it"))
+    generate(tree)
+    assert "Run <code>playbook bench list &#60;b&#62;</code> and read &#96;it" in page(tree, "cards/fixture-card.md")
+
+
+def test_an_axis_names_the_effect_that_it_shows(tree: Path) -> None:
+    generate(tree)
+    assert ">measured +7.3 %</text>" in page(tree, "cards/fixture-card.md")
+
+
 def test_the_evidence_page_says_what_other_machines_took(tree: Path) -> None:
     generate(tree)
     assert "hypervisor" not in page(tree, f"evidence/{ID}.md")
