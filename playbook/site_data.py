@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from playbook.site_records import Record
+from playbook.evidence import Record
 from playbook.site_text import text
 
 _CONTENT = {"text": "text", "vqa": "photographs with questions"}
