@@ -38,9 +38,7 @@ def indices(sizes: Sequence[int], pp: int, stage: int) -> list[list[int]]:
     return [list(range(starts[i], starts[i] + sizes[i])) for i in range(stage, len(sizes), pp)]
 
 
-def in_flight(
-    *, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: bool = False, sizes: Sequence[float] = ()
-) -> list[int]:
+def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: bool = False, sizes: Sequence[float] = ()) -> list[int]:
     """Microbatches whose activations a stage holds at its peak, per chunk of the stage.
 
     One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards

@@ -52,10 +52,10 @@ def test_pairs_are_the_measured_ones_that_are_whole_in_the_order_of_their_number
 def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number() -> None:
     """Fewer recompiles are better, so one more is -1."""
     runs = [
-        recompiles(7.0, pair=1, position=3, role="aa"),
-        recompiles(5.0, pair=1, position=2, role="aa"),
-        recompiles(9.0, pair=0, position=1, role="aa"),
-        recompiles(8.0, pair=0, position=0, role="aa"),
+        recompiles(7.0, pair=1, position=1, role="aa"),
+        recompiles(5.0, pair=1, position=0, role="aa"),
+        recompiles(9.0, pair=0, position=3, role="aa"),
+        recompiles(8.0, pair=0, position=2, role="aa"),
         recompiles(1.0, pair=2, position=4, role="aa"),
         make_run(pair=2, position=5, role="aa", outcome="crash", metrics={"recompiles": 4.0}),
         recompiles(1.0, pair=3, position=6, role="aa"),
@@ -87,6 +87,7 @@ STRICT = {
     "less": {"env": {}, "trainer": {"world_size": 1}},
     "wide": {"env": {"A": "1"}, "trainer": {"world_size": 2}},
     "both": {"env": {"A": "2"}, "trainer": {"world_size": 2}},
+    "all": {"torch": "2", "env": dict.fromkeys("EDCBA", "3"), "trainer": {"world_size": 2}},
 }
 DECLARED = Delta(environment={"candidate": {"A": "2"}}, **FOR_A_REASON)
 
@@ -102,6 +103,7 @@ DECLARED = Delta(environment={"candidate": {"A": "2"}}, **FOR_A_REASON)
         (["s", "less"], Delta(), (), (False, "differs in env.A")),
         (["less", "s"], Delta(), (), (False, "differs in env.A")),
         (["s", "both"], Delta(), (), (False, "differs in env.A, trainer.world_size")),
+        (["s", "all"], Delta(), (), (False, "differs in env.A, env.B, env.C, env.D, env.E, torch, trainer.world_size")),
         (["s", "a2"], DECLARED, (), (True, "")),
         (["s", "a2"], Delta(), ("env.A",), (True, "")),
         (["s", "wide"], Delta(ranks=True, **FOR_A_REASON), (), (True, "")),
@@ -191,18 +193,30 @@ def test_unequal_work_is_compared_only_where_declared_and_by_its_unit(metric: st
     assert said(gates.work(case, metric_, pair())) == (True, "")
 
 
+def steps(count: int, loss: float = 2.0) -> list[Sample]:
+    return [Sample(step=i, timed=True, loss=loss, seconds=1.0, useful_tokens=100, raw_tokens=128) for i in range(count)]
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1, 2), (2, 3)])
+def test_work_and_losses_are_means_over_the_steps_of_a_run(baseline: int, candidate: int) -> None:
+    found = pair({"samples": steps(baseline)}, {"samples": steps(candidate)})
+    assert gates.work(make_case(), SECONDS, found).ok
+    assert said(gates.loss(make_case(), found)) == (True, "mean losses differ by 0 %, at most 1 % is allowed")
+
+
+def test_runs_that_timed_nothing_did_no_work() -> None:
+    still = [s.model_copy(update={"timed": False}) for s in steps(2)]
+    assert gates.work(make_case(), SECONDS, pair({"samples": still}, {"samples": still})).ok
+    assert not gates.work(make_case(), SECONDS, pair({"samples": still})).ok
+
+
 def without_loss(run: Run) -> Run:
     return run.model_copy(update={"samples": [s.model_copy(update={"loss": None}) for s in run.samples]})
 
 
 def losing(*losses: float) -> list[tuple[Run, Run]]:
     """One pair for each difference of the candidate's mean loss from the baseline's 2, both lost on every step."""
-
-    def run(variant: str, loss: float) -> Run:
-        steps = [Sample(step=i, timed=True, loss=loss, seconds=1.0, useful_tokens=1, raw_tokens=1) for i in range(STEPS)]
-        return make_run(variant, samples=steps)
-
-    return [(run("baseline", 2.0), run("candidate", loss)) for loss in losses]
+    return [(make_run("baseline", samples=steps(3)), make_run("candidate", samples=steps(3, loss))) for loss in losses]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +236,7 @@ def test_the_worst_pair_of_losses_counts(pairs: list[tuple[Run, Run]], expected:
 
 
 def test_two_losses_of_nothing_are_equal() -> None:
-    (run, _), (other, _) = (losing(0.0)[0][::-1] for _ in range(2))
-    assert gates.loss(make_case(), [(run, other)]).ok
+    assert gates.loss(make_case(), pair({"samples": steps(2, 0.0)}, {"samples": steps(2, 0.0)})).ok
 
 
 def test_losses_that_are_not_compared_say_why() -> None:
@@ -260,7 +273,7 @@ def drifting(share: float) -> list[Run]:
         make_run(
             position=i,
             samples=[
-                Sample(step=k, timed=True, loss=2.0, seconds=1 + share * k + 1e-4 * ((k * 7 + i) % 3), useful_tokens=1, raw_tokens=1)
+                Sample(step=k, timed=True, loss=2.0, seconds=1 + share * k + 0.02 * ((k * 7 + i * 3) % 5), useful_tokens=1, raw_tokens=1)
                 for k in range(40)
             ],
         )
@@ -279,10 +292,6 @@ def test_a_variant_that_drifts_is_named_with_its_slope() -> None:
     assert said(gates.steady(list(zip(still, still, strict=True)), 0.001)) == (True, "")
 
 
-def steps(*seconds: float) -> list[Sample]:
-    return [Sample(step=i, timed=True, loss=2.0, seconds=s, useful_tokens=1, raw_tokens=1) for i, s in enumerate(seconds)]
-
-
 @pytest.mark.parametrize(
     ("metric", "fields", "says"),
     [
@@ -290,11 +299,16 @@ def steps(*seconds: float) -> list[Sample]:
         ("step_seconds", {"steps_wanted": STEPS + 1}, f"baseline timed {STEPS} of {STEPS + 1} steps"),
         ("step_seconds", {"steps_wanted": STEPS - 1}, f"baseline timed {STEPS} of {STEPS - 1} steps"),
         *(
-            ("step_seconds", {"samples": steps(1.0, bad), "steps_wanted": 2}, "baseline reported a step time that is not a positive number")
-            for bad in (0.0, -1.0)
+            (
+                "step_seconds",
+                {"samples": [*steps(1), steps(1)[0].model_copy(update={"seconds": bad})], "steps_wanted": 2},
+                "baseline reported a step time that is not a positive number",
+            )
+            for bad in (0.0, -1.0, math.inf, math.nan)
         ),
         ("recompiles", {"metrics": {}}, "baseline reported no recompiles"),
         ("recompiles", {"metrics": {"recompiles": 0.0}}, None),
+        ("step_seconds", {"samples": steps(2), "steps_wanted": 2}, None),
         ("state_bytes_per_rank", {"metrics": {"state_bytes_per_rank": 0.0}}, None),
         ("mfu", {"metrics": {"mfu": 0.25}}, None),
         ("mfu", {"metrics": {"mfu": 0.0}}, "baseline reported mfu of 0; it does not apply on this device"),

@@ -124,11 +124,12 @@ def test_every_other_layer_looks_back_as_far_as_its_window(seq_len):
 
 
 def test_flops_of_a_vision_tower_are_those_of_every_matrix():
-    """Two images of 100 and 60 patches of Qwen3-VL-30B-A3B; four patches become one token."""
-    found = flops.vision_forward(MODELS["qwen3_vl_30b_a3b"].vision, 2048, 160, 100**2 + 60**2)
-    blocks = 27 * (160 * (4 * 1152 * 1152 + 2 * 1152 * 4304) + 2 * (100**2 + 60**2) * 1152)
-    mergers = (1 + 3) * 40 * (4608 * 4608 + 4608 * 2048)
-    assert found == {"patches": 2 * 160 * 1536 * 1152, "vision": 2 * blocks, "projector": 2 * mergers}
+    """Two images of 90 and 63 patches through Qwen3-VL-30B-A3B's tower, but nine patches become one token."""
+    tower = replace(MODELS["qwen3_vl_30b_a3b"].vision, merge=3)
+    found = flops.vision_forward(tower, 2048, 90 + 63, 90**2 + 63**2)
+    blocks = 27 * (153 * (4 * 1152 * 1152 + 2 * 1152 * 4304) + 2 * (90**2 + 63**2) * 1152)
+    mergers = (1 + 3) * 17 * (9 * 1152 * 9 * 1152 + 9 * 1152 * 2048)
+    assert found == {"patches": 2 * 153 * 1536 * 1152, "vision": 2 * blocks, "projector": 2 * mergers}
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=20))
