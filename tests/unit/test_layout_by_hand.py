@@ -138,6 +138,25 @@ def test_prediction_layers_use_the_embedding_that_their_stage_has() -> None:
     assert [held(plan, stage).dense for stage in range(4)] == [TABLE, sum(FIRST), sum(FIRST) + 7168, 2 * TABLE + depth]
 
 
+def test_the_final_norm_is_with_the_last_layer_of_interleaved_stages_too() -> None:
+    plan = plan_of("deepseek_v3", "gpus=2 layers=8 pp=2 vpp=2")
+    first, last = held(plan, 0), held(plan, 1)
+    assert first.dense + first.experts == sum(map(sum, [FIRST] * 2 + [SPARSE] * 2)) + TABLE
+    assert last.dense + last.experts == sum(map(sum, [FIRST] + [SPARSE] * 3 + [MTP])) + 2 * TABLE + 7168
+
+
+@pytest.mark.parametrize("dense", [1, 2])
+def test_a_stage_without_layers_has_its_tables_and_depths_alone(dense: int) -> None:
+    """Of four stages for two layers the first has the embedding, the last the output layer and one depth like the last layer."""
+    plan = Plan(replace(MODELS["deepseek_v3"], layers=2, dense_layers=dense), gpus=4, pp=4, options=Options(uneven=True))
+    stages = memory.estimate(plan)
+    assert [s.layers for s in stages] == [0, 1, 1, 0]
+    assert (held(plan, 0).largest, stages[0].activations) == (0, 0)
+    assert [s.transient for s in stages] == [0, 0, 0, activations.loss(plan)]
+    assert stages[3].activations == sum(activations.saved(plan, 1).values())
+    assert memory.peak(plan) == max(s.peak for s in stages) > min(s.peak for s in stages)
+
+
 def test_tied_tables_are_one_where_one_stage_has_both_ends() -> None:
     """Qwen3-0.6B with an odd vocabulary: a TP rank has the larger half."""
     tied = replace(MODELS["qwen3_0_6b"], vocab=1001, layers=2, dense_layers=2)
@@ -214,6 +233,9 @@ def test_an_estimate_adds_up_what_a_rank_of_each_stage_has() -> None:
     for stage in (first, last):
         assert stage.peak == pytest.approx(stage.states + stage.activations + stage.transient + 2.2 * (1 << 30))
         assert stage.row()["peak"] == stage.peak
+    (whole,) = memory.estimate(replace(plan, pp=1, vpp=1, options=Options(sharding="fsdp")))
+    assert whole.gathered == 2 * 2 * held(replace(plan, pp=1, vpp=1), 0).largest
+    assert whole.peak == pytest.approx(whole.states + whole.gathered + whole.activations + whole.transient + 2.2 * (1 << 30))
 
 
 # What a rank sends. A ring of n ranks sends (n - 1) / n of what it gathers. 4096 tokens per CP rank, 2048 per TP rank, 16 bits a value.
@@ -225,7 +247,7 @@ ROW = 2 * 7168
     ("layer", "expected"),
     [
         (
-            10,
+            3,
             {
                 "tp": (4 * 4096 * ROW / 2, 6 * 4096 * ROW / 2),
                 # Keys of 192 and values of 128 for 64 heads, to three others; back they go once more, and their gradients.
@@ -244,6 +266,12 @@ def test_a_layer_sends_by_each_kind_of_parallelism(layer: int, expected: dict[st
     sent = communication.per_layer(SPREAD, layer)
     assert {k: (s.forward, s.backward) for k, s in sent.items()} == {k: pytest.approx(v) for k, v in expected.items()}
     assert all(s.total == s.forward + s.backward for s in sent.values())
+
+
+def test_without_sequence_parallelism_the_backward_pass_gathers_no_inputs() -> None:
+    """An all-reduce sends as much as a gather and a scatter."""
+    whole = communication.tensor(plan_of("llama3_8b", "gpus=2 tp=2 sp=false"), dense=True)
+    assert whole == communication.Sent(4 * 4096 * 2 * 4096 / 2, 4 * 4096 * 2 * 4096 / 2)
 
 
 def test_gathered_experts_need_no_other_collective() -> None:
