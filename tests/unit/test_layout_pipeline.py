@@ -98,6 +98,12 @@ def test_layers_of_deepseek_v3_over_thirty_two_chunks():
     assert pipeline.split(61, 8, 4) == [1, *[2] * 30, 0]
 
 
+def test_embedding_and_output_layer_may_have_a_chunk_each_and_no_chunk_is_empty():
+    assert pipeline.split(5, 7) == [0, 1, 1, 1, 1, 1, 0]
+    with pytest.raises(ConfigError, match="do not fill 8 chunks; expected at most 7"):
+        pipeline.split(5, 8)
+
+
 def test_without_interleaving_a_stage_has_one_chunk():
     assert pipeline.split(48, 4) == [12] * 4
     assert pipeline.bubble(pp=4, microbatches=8) == 3 / (8 + 3)
