@@ -6,25 +6,30 @@ import pytest
 from hypothesis import given, settings
 from test_trace_table import GRAD, MAIN, OPS, SPANS, op, row, span, step, table
 
-from playbook_bench.trace_table import Op, Path_, Place, Span, close_backward, exclusive, main_thread, place, subtract, union
+from playbook_bench.trace_table import UNATTRIBUTED, Op, Path_, Place, Span, close_backward, exclusive, main_thread, place, subtract, union
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("intervals", "merged"),
+    [([(3, 3)], []), ([(2, 4), (0, 2)], [(0, 4)]), ([(0, 9), (1, 2), (9, 10), (12, 13)], [(0, 10), (12, 13)])],
+)
+def test_merged_intervals_have_a_gap_between_them(intervals: list, merged: list) -> None:
+    assert union(intervals) == merged
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "left"),
     [
-        (union([(3, 3)]), []),
-        (union([(2, 4), (0, 2)]), [(0, 4)]),
-        (union([(0, 9), (1, 2), (9, 10), (12, 13)]), [(0, 10), (12, 13)]),
-        (subtract([(2, 6)], [(1, 3)]), [(3, 6)]),
-        (subtract([(1, 6)], [(1, 3)]), [(3, 6)]),
-        (subtract([(1, 3)], [(1, 3)]), []),
-        (subtract([(1, 3)], [(3, 4)]), [(1, 3)]),
-        (subtract([(3, 4)], [(1, 3)]), [(3, 4)]),
-        (subtract([(0, 9), (10, 20)], [(1, 2), (3, 12), (19, 25)]), [(0, 1), (2, 3), (12, 19)]),
+        ([(2, 6)], [(1, 3)], [(3, 6)]),
+        ([(1, 6)], [(1, 3)], [(3, 6)]),
+        ([(1, 3)], [(1, 3)], []),
+        ([(1, 3)], [(3, 4)], [(1, 3)]),
+        ([(3, 4)], [(1, 3)], [(3, 4)]),
+        ([(0, 9), (10, 20)], [(1, 2), (3, 12), (19, 25)], [(0, 1), (2, 3), (12, 19)]),
     ],
 )
-def test_intervals_have_no_empty_pieces(found: list, expected: list) -> None:
-    assert found == expected
+def test_what_is_left_of_intervals_has_no_empty_pieces(a: list, b: list, left: list) -> None:
+    assert subtract(a, b) == left
 
 
 NONE: Path_ = ()
@@ -52,6 +57,7 @@ NONE: Path_ = ()
         (("vision.bwd", "vision", "attention"), NONE, NONE, Place("recompute", ("vision", "attention"))),
         (("loss.bwd", "attention"), NONE, NONE, Place("recompute", ("attention",))),
         (("attention", "decoder.bwd", "dispatch.bwd"), NONE, NONE, Place("backward", ("attention", "decoder", "dispatch"))),
+        (("attention", "dispatch.bwd"), NONE, NONE, Place("backward", ("attention", "dispatch"))),
         (("attention.bwd", "vision.bwd", "dispatch"), NONE, NONE, Place("recompute", ("dispatch",))),
     ],
 )
@@ -96,7 +102,7 @@ def test_a_step_has_what_it_launched_up_to_its_end() -> None:
     t = table([span("odd", 3, 4), span("attention", 5, 6)], [op(5, 5, 9)])
     assert (t.span_ms, t.busy_ms, t.num_steps) == (6, 4, 1)
     t = table([span("odd", 3, 11)], [op(1, 2, 9), op(1, 1, 1)])
-    assert (t.span_ms, t.busy_ms) == (10, 7)
+    assert (t.span_ms, t.busy_ms, sum(r.num_ops for r in t.rows)) == (10, 7, 1)
 
 
 def test_steps_of_another_thread_are_no_steps() -> None:
@@ -167,9 +173,10 @@ def test_a_range_is_counted_where_it_is_entered_and_a_part_in_itself_once() -> N
         span("attention", 2, 3),  # inside attention
         span("loss", -5, 0.5),
         span("loss", 19.5, 25),
-        span("loss", -5, 0),
-        span("loss", 20, 25),
+        span("router", -5, 0),  # over before the step begins
+        span("router", 20, 25),
         span("vision.bwd", 11, 12, GRAD),
+        span("odd", 11, 12, 3),  # on a thread of its own, while the main one waits in its backward pass
     ]
     t = table(spans, [op(2.5, 2.5, 3.5), op(5, 5, 6), op(18.5, 18.5, 19)])
     assert [(r.path, r.phase, r.count, r.host_ms) for r in t.rows if r.path.endswith("loss")] == [
@@ -180,8 +187,27 @@ def test_a_range_is_counted_where_it_is_entered_and_a_part_in_itself_once() -> N
     assert (attention.count, attention.host_ms, attention.num_ops, attention.busy_ms) == (1, 3, 1, 1)
     assert row(t, "decoder").num_ops == 2
     assert (row(t, "decoder/dispatch/vision", "backward").count, row(t, "decoder/dispatch/vision", "backward").host_ms) == (1, 1)
+    assert [r.phase for r in t.rows if r.path == "odd"] == ["backward"]
+    assert not any("router" in r.path for r in t.rows)
+    assert [r.path == UNATTRIBUTED for r in t.rows if r.phase == "forward"][-1]
     assert [r.phase for r in t.rows] == sorted((r.phase for r in t.rows), key=["forward", "backward", "recompute", "other"].index)
     assert t.coverage.total == 1
+
+
+def test_a_part_in_itself_counts_once_where_no_step_is_named() -> None:
+    t = table([span("attention", 0, 9), span("attention", 2, 3)], [op(2, 2, 3)])
+    assert [(r.path, r.count, r.host_ms) for r in t.rows if r.count] == [("attention", 1, 9)]
+
+
+def test_numbers_of_operations_are_per_step_and_names_have_an_end() -> None:
+    t = table([*step(), span("step", 20, 40)], [op(2, 2, 3), op(17.5, 3, 4, thread=GRAD, name="k" * 300)])
+    assert row(t, "decoder/attention").num_ops == 0.5
+    assert [u.name for u in t.unattributed] == ["k" * 200]
+
+
+def test_computation_that_begins_later_hides_its_part_alone() -> None:
+    t = table(step(), [op(5, 5, 15, "communication"), op(2, 6, 7), op(2, 16, 17)])
+    assert (t.exposed_comm_ms, t.communication_ms) == (9, 10)
 
 
 def test_what_no_part_encloses_lowers_the_coverage_of_all() -> None:
