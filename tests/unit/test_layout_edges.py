@@ -188,3 +188,19 @@ def every(asked: Plan) -> list[float]:
 def test_the_offers_are_the_nearest_of_all_legal_layouts(words: str) -> None:
     asked = replace(parse(A, words.split()), shape=SMALL, seq_len=256)
     assert [n.distance for n in nearest(asked)] == pytest.approx(every(asked)[:3])
+
+
+@pytest.mark.parametrize(
+    ("words", "gbs"),
+    [
+        ("gpus=8 tp=2 cp=2 pp=2 mbs=3 gbs=7", 6),  # rows of 3
+        ("gpus=16 tp=2 cp=2 pp=2 mbs=3 gbs=7", 6),  # of 6
+        ("gpus=8 tp=2 pp=2 vpp=2 gbs=3", 4),  # of dp 2 x pp 2, since chunks take micro-batches in groups
+        ("gpus=8 tp=2 pp=2 gbs=7", 8),  # of 2
+        ("gpus=8 gbs=3", 8),  # at least one row on each
+    ],
+)
+def test_a_batch_that_does_not_divide_is_moved_to_the_nearest_that_does(words: str, gbs: int) -> None:
+    asked = parse(A, [*words.split(), "seq_len=256"])
+    (found,) = [n for n in nearest(asked, 5) if set(n.changes) == {"gbs"}]
+    assert (found.changes, found.distance) == ({"gbs": gbs}, pytest.approx(doublings(asked.gbs, gbs)))
