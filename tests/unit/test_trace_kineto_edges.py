@@ -159,6 +159,13 @@ def test_of_operators_with_one_number_the_last_before_the_backward_pass_is_meant
     assert hinted(tmp_path, 11.5, *known, forward(5, 6, GLOO), wrapper(5, 11, 14)) == ()
 
 
+def test_without_a_gpu_each_operator_is_traced_from_its_own_begin(tmp_path: Path) -> None:
+    known = [*flow(1, (MAIN, 2), (GRAD, 11)), forward(5, 2), forward(6, 6)]
+    backward = [event("cpu_op", "aten::mm", start, start + 1, GRAD) for start in (11, 12)]
+    found = read(tmp_path, *ranges(), *known, wrapper(5, 11, 12), wrapper(6, 12, 13), *backward)
+    assert [(o.launch / MS, o.hint) for o in found.ops if o.thread == GRAD] == [(11, ("attention",)), (12, ("dispatch",))]
+
+
 def test_a_trace_of_many_wrappers_still_has_its_table(tmp_path: Path) -> None:
     known = [*flow(1, (MAIN, 2), (GRAD, 11)), forward(5, 2)]
     short = [wrapper(5, 11 + i / 100, 11.005 + i / 100) for i in range(7)]
