@@ -7,7 +7,7 @@ the file of Megatron-LM that enforces it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from playbook.shapes import Shape
@@ -67,13 +67,13 @@ class Degrees:
     kv_heads: int
     experts: int
     seq_len: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    vpp: int = 1
-    shape: Shape | None = field(default=None, compare=False)
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    vpp: int
+    shape: Shape | None
 
 
 Rule = Callable[[Degrees, Options], Iterator[str]]

@@ -87,15 +87,19 @@ def peak(plan: Plan) -> float:
 def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: bool = False) -> Weights:
     """What a rank of a stage holds: layers over TP or EP x ETP, embedding first, output layer and MTP last, vision tower first.
 
-    The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this trainer's is.
+    Multi-token prediction on another stage than the first has a copy of the embedding there, and leaves the final norm with the last
+    decoder layer. The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this
+    trainer's is. Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
     """
     shape, last = plan.shape, stage == plan.pp - 1
     layers = [parameters.layer(shape, i) for chunk in chunks for i in chunk] + ([parameters.mtp(shape)] * shape.mtp if last else [])
     grid = plan.ep * plan.etp
     dense = [-(-x.sharded // plan.tp) + x.repeated for x in layers]
     experts = [-(-x.experts // grid) for x in layers]
-    ends = 1 if shape.tied and plan.pp == 1 else (stage == 0) + last
-    table = ends * -(-parameters.embedding(shape) // plan.tp) + (shape.hidden if last else 0)
+    predicts = last and shape.mtp > 0
+    embeds, normed = stage == 0 or predicts, any(shape.layers - 1 in chunk for chunk in chunks) if shape.mtp else last
+    tables = 1 if shape.tied and plan.pp == 1 else embeds + last
+    table = tables * -(-parameters.embedding(shape) // plan.tp) + (shape.hidden if normed else 0)
     tower = -(-parameters.vision(shape) // (1 if whole_tower else plan.tp)) if stage == 0 else 0
     linear = sum(-(-x.sharded // plan.tp) for x in layers) + sum(experts)
     return Weights(sum(dense) + table + tower, sum(experts), linear, max((a + b for a, b in zip(dense, experts, strict=True)), default=0))

@@ -38,24 +38,21 @@ def indices(sizes: Sequence[int], pp: int, stage: int) -> list[list[int]]:
     return [list(range(starts[i], starts[i] + sizes[i])) for i in range(stage, len(sizes), pp)]
 
 
-def in_flight(
-    *, pp: int, stage: int, microbatches: int, vpp: int = 1, group: int | None = None, overlap: bool = False, sizes: Sequence[float] = ()
-) -> list[int]:
+def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: bool = False, sizes: Sequence[float] = ()) -> list[int]:
     """Microbatches whose activations a stage holds at its peak, per chunk of the stage.
 
     One forward, one backward without interleaving: `min(m, pp - stage)`. Interleaved, in units of chunks, the warm-up forwards
-    `2 (pp - stage - 1) + (vpp - 1) group` and one more; overlap of expert communication keeps one more again. `group` is
-    `microbatch_group_size_per_vp_stage`, by default pp. `sizes` are the bytes that a microbatch keeps in each chunk of the stage: where they
-    differ, the peak may come later, once more microbatches are in the large ones.
+    `2 (pp - stage - 1) + (vpp - 1) pp` and one more, since chunks take microbatches in groups of pp
+    (`microbatch_group_size_per_vp_stage` as it is by default); overlap of expert communication keeps one more again. `sizes` are the bytes
+    that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large ones.
     """
     if vpp == 1:
         return [min(microbatches, pp - stage + (1 if overlap else 0))]
-    per_round = group or pp
-    alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * per_round + 1 + (1 if overlap else 0))
+    alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + (1 if overlap else 0))
     # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
-    order = _order(min(microbatches, alive + 2 * per_round), vpp, per_round)
+    order = _order(min(microbatches, alive + 2 * pp), vpp, pp)
     peak = [order[:alive].count(chunk) for chunk in range(vpp)]
-    return _heaviest(peak, order, alive, per_round * vpp, sizes) if len(set(sizes)) > 1 else peak
+    return _heaviest(peak, order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else peak
 
 
 def _heaviest(held: list[int], order: list[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:

@@ -183,8 +183,9 @@ var PlaybookMemory = (function (layout) {
     if (last) layers.push(...Array(s.mtp).fill(null).map(() => mtp(s)));
     const sharded = layers.map((x) => ceilDiv(x.sharded, p.tp)), experts = layers.map((x) => ceilDiv(x.experts, p.ep * p.etp));
     const dense = layers.map((x, i) => sharded[i] + x.repeated);
-    const ends = s.tied && p.pp === 1 ? 1 : (stage === 0 ? 1 : 0) + (last ? 1 : 0);
-    const table = ends * ceilDiv(embedding(s), p.tp) + (last ? s.hidden : 0), tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
+    const embeds = stage === 0 || (last && s.mtp > 0), normed = s.mtp ? chunks.flat().includes(s.layers - 1) : last;
+    const tables = s.tied && p.pp === 1 ? 1 : (embeds ? 1 : 0) + (last ? 1 : 0);
+    const table = tables * ceilDiv(embedding(s), p.tp) + (normed ? s.hidden : 0), tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
     return {
       dense: sum(dense) + table + tower, experts: sum(experts), linear: sum(sharded) + sum(experts),
       largest: Math.max(0, ...dense.map((d, i) => d + experts[i])),

@@ -114,3 +114,70 @@ def test_a_wrong_family_refutes_the_claim(wrong):
 
 def test_no_family_is_no_proof():
     assert not layout.min_gpus_families(families=[])[0]
+
+
+def test_what_is_left_out_of_a_grid_is_one():
+    assert layout.grid(gpus=1) == layout.grid(gpus=7) == []
+    assert layout.min_gpus() == 1
+    assert [layout.cp_for(n) for n in (1, 4096, 4097, 8192, 8193)] == [1, 1, 2, 2, 4]
+
+
+def test_a_floor_of_data_parallelism_counts_tensor_and_pipeline_ranks():
+    """16 GPUs, of which a copy takes 2 x 2 x cp."""
+    holds, sentence, figures = layout.dp_floor(gpus=16, pp=2, tp=2, seq_lens=[8192, 16384, 32768])
+    assert (holds, figures) == (
+        True,
+        {
+            "rows": [{"seq_len": 8192, "cp": 2, "dp": 2}, {"seq_len": 16384, "cp": 4, "dp": 1}, {"seq_len": 32768, "cp": 8, "dp": 0}],
+            "gpus": 16,
+            "gpus_needed_next": 32,
+        },
+    )
+    assert sentence == (
+        "on 16 GPUs with pp 2 and tp 2, dp halves with each doubling, reaches 1 at 16384 tokens, and 32768 tokens need 32 GPUs"
+    )
+    holds, sentence, figures = layout.dp_floor(gpus=24, pp=2, tp=2, seq_lens=[8192, 16384])
+    assert (holds, figures["rows"]) == (False, [{"seq_len": 8192, "cp": 2, "dp": 3}, {"seq_len": 16384, "cp": 4, "dp": 0}])
+    assert "dp goes [3, 0]" in sentence
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "seq_lens", "holds", "says"),
+    [
+        (
+            64,
+            64,
+            [8192, 16384, 32768],
+            True,
+            "from 8192 to 32768 tokens on 64 GPUs, dp goes 8 -> 2: a global batch of 64 takes 4 -> 16 micro-batches per rank, or at 4 it shrinks to 16",
+        ),
+        (64, 64, [8192, 8192], False, "dp goes 8 -> 8: a global batch of 64 takes 4 -> 4 micro-batches per rank, or at 4 it shrinks to 64"),
+        (64, 64, [8192, 16384, 16384], False, "takes 4 -> 8 micro-batches per rank, or at 4 it shrinks to 32"),
+        (64, 64, [16384, 8192, 32768], False, "dp goes 4 -> 2"),
+        (64, 64, [8192], False, "dp goes 8 -> 8"),
+        (64, 8, [8192, 16384], False, "8192 tokens: no layout of 64 GPUs with cp 2 takes a global batch of 8"),
+        (12, 64, [16384], False, "16384 tokens: no layout of 12 GPUs with cp 4 takes a global batch of 64"),
+        (2, 64, [16384], False, "16384 tokens: no layout of 2 GPUs with cp 4 takes a global batch of 64"),
+    ],
+)
+def test_pressure_on_the_batch_counts_tensor_and_pipeline_ranks(gpus, batch, seq_lens, holds, says):
+    found = layout.batch_pressure(gpus=gpus, pp=2, tp=2, micro_batch_size=2, global_batch_size=batch, seq_lens=seq_lens)
+    assert found[0] is holds
+    assert says in found[1]
+
+
+def test_a_published_layout_needs_its_gpus_and_its_split():
+    v3 = {"model": "deepseek_v3", "seq_len": 131072, "cp": 32, "ep": 32, "pp": 8, "vpp": 4, "gpus": 256, "uneven": True}
+    even = {"model": "qwen3_30b_a3b", "seq_len": 65536, "cp": 16, "tp": 2, "pp": 4, "vpp": 3, "gpus": 128, "uneven": False}
+    holds, sentence, figures = layout.min_gpus_families(families=[v3, even])
+    assert holds
+    assert sentence == (
+        "deepseek_v3 at 131072 tokens needs 256 GPUs and splits 61 layers unevenly over 32 chunks; qwen3_30b_a3b at 65536 tokens needs 128 GPUs"
+    )
+    assert [(r["layers"], r["chunks"], r["uneven"]) for r in figures["families"]] == [(61, 32, True), (48, 12, False)]
+    plain = {"model": "qwen3_30b_a3b", "seq_len": 65536, "pp": 4, "gpus": 4, "uneven": False}
+    assert layout.min_gpus_families(families=[plain])[2]["families"][0]["chunks"] == 4
+    for wrong in ({"gpus": 128}, {"gpus": 512}, {"uneven": False}, {"vpp": 1, "pp": 61}):
+        assert not layout.min_gpus_families(families=[even, {**v3, **wrong}])[0]
+    assert not layout.min_gpus_families(families=[{**even, "uneven": True}])[0]
+    assert not layout.min_gpus_families(families=[])[0]

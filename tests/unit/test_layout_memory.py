@@ -88,7 +88,8 @@ def test_weights_over_all_ranks_are_the_whole_model():
     plan = plan_of("gpus=64 ep=8 pp=8 uneven=true", "deepseek_v3")
     sizes = pipeline.split(61, 8)
     held = [memory.weights(plan, s, pipeline.indices(sizes, 8, s)) for s in range(8)]
-    assert sum(w.dense + w.experts * 8 for w in held) == pytest.approx((671.03 + 11.61) * 1e9, rel=1e-3)
+    copy = 129280 * 7168  # the prediction layer's, of the embedding
+    assert sum(w.dense + w.experts * 8 for w in held) - copy == parameters.total(plan.shape)
 
 
 def test_a_vision_tower_is_split_over_tensor_parallel_ranks_unless_it_is_whole():

@@ -75,6 +75,63 @@ def test_a_window_bounds_what_longer_sequences_cost():
     assert flops.per_token(shape, 64) == flops.per_token(full, 64)
 
 
+# Every matrix that a token meets, as rows x columns, by class: read off the models' configurations, for sequences of 4096.
+DEEPSEEK = {
+    # Scores over nope and rope dimensions, sums over values; a query meets half of the sequence. The last layer is there once more for MTP.
+    "attention": 62 * 128 * (128 + 64 + 128) * 2048,
+    "linear": 62 * (
+        7168 * 1536 + 1536 * 128 * (128 + 64) + 1536  # queries: down, up, norm
+        + 7168 * 512 + 512 * 128 * (128 + 128) + 512 + 7168 * 64  # keys and values: down, up, norm, and the shared rotary key
+        + 128 * 128 * 7168
+    ) + (2 * 7168) * 7168 + 3 * 7168,
+    "mlp": 3 * (3 * 7168 * 18432),
+    "experts": (58 + 1) * 3 * 7168 * (8 * 2048 + 2048),
+    "router": (58 + 1) * 7168 * 256,
+    "head": 2 * 7168 * 129280,
+}  # fmt: skip
+QWEN3_NEXT = {
+    # 12 layers and MTP's have full attention; 36 a convolution of 4 taps over queries, keys and values, and a state of 128 x 128 per head.
+    "attention": 13 * 2 * 16 * 256 * 2048 + 36 * (4 * (2 * 16 * 128 + 32 * 128) + 4 * 32 * 128 * 128),
+    "linear": 13 * (2048 * (2 * 16 + 2 + 2) * 256 + 16 * 256 * 2048)
+    + 36 * (2048 * (16 * 128 + 16 * 128 + 32 * 128 + 32 * 128 + 32 + 32) + 32 * 128 * 2048)
+    + (2 * 2048) * 2048 + 3 * 2048,
+    "mlp": 0,
+    "experts": 49 * 3 * 2048 * (10 * 512 + 512),
+    "router": 49 * 2048 * 512,
+    "head": 2 * 2048 * 151936,
+}  # fmt: skip
+LLAMA = {
+    "attention": 32 * 2 * 32 * 128 * 2048,
+    "linear": 32 * (4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096),
+    "mlp": 32 * 3 * 4096 * 14336,
+    "experts": 0,
+    "router": 0,
+    "head": 4096 * 128256,
+}
+
+
+@pytest.mark.parametrize(("model", "products"), [("deepseek_v3", DEEPSEEK), ("qwen3_next_80b_a3b", QWEN3_NEXT), ("llama3_8b", LLAMA)])
+def test_flops_are_those_of_every_matrix(model, products):
+    assert flops.forward(MODELS[model], 4096) == {name: 2 * n for name, n in products.items()}
+    assert flops.per_token(MODELS[model], 4096) == 3 * 2 * sum(n for name, n in products.items() if name != "router")
+
+
+@pytest.mark.parametrize("seq_len", [127, 128, 129, 4096])
+def test_every_other_layer_looks_back_as_far_as_its_window(seq_len):
+    """gpt-oss has 24 layers; windows of 128 tokens are on the even ones."""
+    met = sum(min(i, 128) for i in range(1, seq_len + 1)) / seq_len if seq_len > 128 else seq_len / 2
+    assert flops.forward(MODELS["gpt_oss_20b"], seq_len)["attention"] == pytest.approx(2 * 2 * 64 * 64 * 12 * (met + seq_len / 2))
+
+
+def test_flops_of_a_vision_tower_are_those_of_every_matrix():
+    """Two images of 90 and 63 patches through Qwen3-VL-30B-A3B's tower, but nine patches become one token."""
+    tower = replace(MODELS["qwen3_vl_30b_a3b"].vision, merge=3)
+    found = flops.vision_forward(tower, 2048, 90 + 63, 90**2 + 63**2)
+    blocks = 27 * (153 * (4 * 1152 * 1152 + 2 * 1152 * 4304) + 2 * (90**2 + 63**2) * 1152)
+    mergers = (1 + 3) * 17 * (9 * 1152 * 9 * 1152 + 9 * 1152 * 2048)
+    assert found == {"patches": 2 * 153 * 1536 * 1152, "vision": 2 * blocks, "projector": 2 * mergers}
+
+
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=20))
 def test_packing_costs_no_more_than_one_long_document(documents):
     assert flops.packed_length(documents) <= sum(documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,12 +40,12 @@ def test_first_chunks_are_held_by_more_microbatches_than_last_ones():
     assert pipeline.in_flight(pp=4, stage=3, microbatches=64, overlap=True) == [2]
 
 
-def heaviest(pp: int, stage: int, m: int, sizes: list[int]) -> int:
-    """The most that is held at any time, forward by forward and backward by backward."""
+def heaviest(pp: int, stage: int, m: int, sizes: list[int], overlap: bool = False) -> int:
+    """The most that is held at any time, forward by forward and backward by backward; overlap puts one more forward first."""
     v = len(sizes)
     forwards = [chunk for _ in range(m // pp) for chunk in range(v) for _ in range(pp)]
     backwards = [v - 1 - chunk for chunk in forwards]
-    warm = min(m * v, 2 * (pp - stage - 1) + (v - 1) * pp)
+    warm = min(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + overlap)
     now = most = sum(sizes[c] for c in forwards[:warm])
     for forth, back in zip(forwards[warm:], backwards, strict=False):
         now += sizes[forth]
@@ -53,17 +54,30 @@ def heaviest(pp: int, stage: int, m: int, sizes: list[int]) -> int:
     return most
 
 
-@given(pp=st.integers(2, 6), groups=st.integers(1, 5), sizes=st.lists(st.integers(0, 5), min_size=2, max_size=4), data=st.data())
-def test_chunks_of_different_size_peak_when_the_large_ones_are_held(pp, groups, sizes, data):
+@given(
+    pp=st.integers(2, 6), groups=st.integers(1, 5), sizes=st.lists(st.integers(0, 5), min_size=2, max_size=4), overlap=st.booleans(), data=st.data()
+)  # fmt: skip
+def test_chunks_of_different_size_peak_when_the_large_ones_are_held(pp, groups, sizes, overlap, data):
     stage, m = data.draw(st.integers(0, pp - 1)), pp * groups
-    alive = pipeline.in_flight(pp=pp, stage=stage, microbatches=m, vpp=len(sizes), sizes=sizes)
-    assert sum(n * size for n, size in zip(alive, sizes, strict=True)) == heaviest(pp, stage, m, sizes)
-    assert sum(alive) == simulated(pp, stage, m, len(sizes))
+    alive = pipeline.in_flight(pp=pp, stage=stage, microbatches=m, vpp=len(sizes), sizes=sizes, overlap=overlap)
+    assert sum(n * size for n, size in zip(alive, sizes, strict=True)) == heaviest(pp, stage, m, sizes, overlap)
+    assert sum(alive) == min(m * len(sizes), simulated(pp, stage, m, len(sizes)) + overlap)
     assert all(0 <= n <= m for n in alive)
 
 
 def test_many_microbatches_are_not_listed_one_by_one():
     assert sum(pipeline.in_flight(pp=8, stage=0, microbatches=1 << 30, vpp=4)) == 14 + 24 + 1
+
+
+def test_of_equal_peaks_the_first_is_told():
+    """The page's script tells the same one."""
+    assert pipeline.in_flight(pp=7, stage=4, microbatches=9, vpp=3, sizes=[3, 1, 1]) == [9, 7, 3]
+
+
+def dealt(layers: int, chunks: int) -> list[int]:
+    """Layers per part of a row of embedding, layers and output layer that is cut as evenly as it goes, longer parts first."""
+    row = ["embedding", *["layer"] * layers, "output"]
+    return [list(part).count("layer") for part in np.array_split(row, chunks)]
 
 
 @given(layers=st.integers(1, 100), pp=st.integers(1, 16), vpp=st.integers(1, 4))
@@ -76,12 +90,23 @@ def test_chunks_hold_every_layer_once(layers, pp, vpp):
     assert len(sizes) == pp * vpp
     assert min(sizes) >= 0
     assert sorted(i for s in range(pp) for chunk in pipeline.indices(sizes, pp, s) for i in chunk) == list(range(layers))
-    inner = sizes[1:-1]
-    assert not inner or max(inner) - min(inner) <= 1
+    chunks = pp * vpp
+    assert sizes == ([layers // chunks] * chunks if layers % chunks == 0 else dealt(layers, chunks))
 
 
 def test_layers_of_deepseek_v3_over_thirty_two_chunks():
     assert pipeline.split(61, 8, 4) == [1, *[2] * 30, 0]
+
+
+def test_embedding_and_output_layer_may_have_a_chunk_each_and_no_chunk_is_empty():
+    assert pipeline.split(5, 7) == [0, 1, 1, 1, 1, 1, 0]
+    with pytest.raises(ConfigError, match="do not fill 8 chunks; expected at most 7"):
+        pipeline.split(5, 8)
+
+
+def test_without_interleaving_a_stage_has_one_chunk():
+    assert pipeline.split(48, 4) == [12] * 4
+    assert pipeline.bubble(pp=4, microbatches=8) == 3 / (8 + 3)
 
 
 @given(pp=st.integers(1, 32), m=st.integers(1, 512), v=st.integers(1, 8))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from playbook import activations, memory, parameters, pipeline
+from playbook import activations, memory, pipeline
 from playbook.layout_rules import Options
 from playbook.plan import Plan
 from playbook_trainer.config import TrainerConfig
@@ -101,7 +101,7 @@ def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
 
 
 def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
-    held, last = weights(plan, stage, chunks), stage == plan.pp - 1
+    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
     state, host = states(config, plan, held)
     placed = [list(enumerate(chunk)) for chunk in chunks]
     if last:  # megatron-core makes depths of multi-token prediction again one by one with uniform, and not at all with block
@@ -128,20 +128,6 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         workspace_bytes=memory.WORKSPACE_BYTES,
         host_bytes=host + width * (away - resident),
     )
-
-
-def weights(plan: Plan, stage: int, chunks: list[list[int]]) -> memory.Weights:
-    """What a rank of a stage holds before data parallelism shards it.
-
-    Multi-token prediction, on the last stage, has a copy of the embedding there, and leaves the final norm with the last decoder layer.
-    Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
-    """
-    held, last = memory.weights(plan, stage, chunks, whole_tower=True), stage == plan.pp - 1
-    if not plan.shape.mtp or plan.pp == 1:
-        return held
-    norm = plan.shape.hidden * (int(any(plan.shape.layers - 1 in chunk for chunk in chunks)) - int(last))
-    copy = -(-parameters.embedding(plan.shape) // plan.tp) if last else 0
-    return replace(held, dense=held.dense + copy + norm)
 
 
 def _layer(config: TrainerConfig, plan: Plan, index: int, place: int, length: int) -> tuple[float, float, float]:

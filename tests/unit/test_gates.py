@@ -1,0 +1,319 @@
+"""What two variants must have in common before their figures are compared: each condition, where it holds, where it does not, and what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from test_verdict import STEPS, make_case, make_run
+
+from playbook_bench import gates, metrics, stats
+from playbook_bench.case import Delta, Guardrails, Loss
+from playbook_bench.records import Baseline, Gate, Run, Sample
+
+SECONDS = metrics.get("step_seconds")
+FOR_A_REASON = {"reason": "as planted"}
+
+
+def pair(baseline: dict | None = None, candidate: dict | None = None) -> list[tuple[Run, Run]]:
+    """One pair, and the fields in which its two runs are not as planted."""
+    return [(make_run("baseline", **(baseline or {})), make_run("candidate", position=1, **(candidate or {})))]
+
+
+def said(gate: Gate) -> tuple[bool, str]:
+    return gate.ok, gate.detail
+
+
+def recompiles(count: float, **fields: object) -> Run:
+    return make_run(metrics={"recompiles": count}, **fields)
+
+
+def stored(*differences: float) -> Baseline:
+    """A/A pairs whose second run took so much less time, as a logarithm."""
+    runs = [
+        make_run("baseline", i, 2 * i + k, role="aa", seconds=math.exp(-d) if k else 1.0) for i, d in enumerate(differences) for k in (0, 1)
+    ]
+    return Baseline(created="", machine="m", case="planted", profile="cpu", noise_key="k", runs=runs)
+
+
+def test_pairs_are_the_measured_ones_that_are_whole_in_the_order_of_their_numbers() -> None:
+    runs = [
+        make_run("candidate", 1, 3),
+        make_run("baseline", 1, 2),
+        make_run("baseline", 0, 0),
+        make_run("candidate", 0, 1),
+        make_run("baseline", 2, 4),
+        make_run("baseline", 0, 5, role="aa"),
+        make_run("candidate", None, 6),
+    ]
+    assert [(a.run_id, b.run_id) for a, b in gates.pairs_of(runs)] == [("baseline0", "candidate1"), ("baseline2", "candidate3")]
+
+
+def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number() -> None:
+    """Fewer recompiles are better, so one more is -1."""
+    runs = [
+        recompiles(7.0, pair=1, position=1, role="aa"),
+        recompiles(5.0, pair=1, position=0, role="aa"),
+        recompiles(9.0, pair=0, position=3, role="aa"),
+        recompiles(8.0, pair=0, position=2, role="aa"),
+        recompiles(1.0, pair=2, position=4, role="aa"),
+        make_run(pair=2, position=5, role="aa", outcome="crash", metrics={"recompiles": 4.0}),
+        recompiles(1.0, pair=3, position=6, role="aa"),
+        make_run(pair=3, position=7, role="aa", metrics={}),
+        recompiles(1.0, pair=4, position=8),
+        recompiles(2.0, pair=4, position=9),
+    ]
+    assert gates.aa_differences(runs, metrics.get("recompiles")) == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("configs", "fields", "expected"),
+    [
+        ({"baseline": {"moe": {"dispatcher": "a"}}, "candidate": {"moe": {"dispatcher": "b"}}}, {}, (True, "")),
+        ({"baseline": {}}, {}, (False, "a resolved configuration is missing from the record")),
+        ({"candidate": {}}, {}, (False, "a resolved configuration is missing from the record")),
+        ({"baseline": {"x": 1, "y": 1}, "candidate": {"x": 2, "y": 2}}, {}, (False, "undeclared difference in x, y")),
+        ({"baseline": {}, "candidate": {}}, {"config_sha": "other"}, (False, "a variant ran with more than one configuration")),
+    ],
+)
+def test_variants_differ_in_what_the_case_declares(configs: dict, fields: dict, expected: tuple[bool, str]) -> None:
+    pairs = [*pair(), *pair({}, fields)]
+    assert said(gates.configurations(make_case(), configs, pairs)) == expected
+
+
+STRICT = {
+    "s": {"env": {"A": "1"}, "trainer": {"world_size": 1}},
+    "a2": {"env": {"A": "2"}, "trainer": {"world_size": 1}},
+    "less": {"env": {}, "trainer": {"world_size": 1}},
+    "wide": {"env": {"A": "1"}, "trainer": {"world_size": 2}},
+    "both": {"env": {"A": "2"}, "trainer": {"world_size": 2}},
+    "all": {"torch": "2", "env": dict.fromkeys("EDCBA", "3"), "trainer": {"world_size": 2}},
+}
+DECLARED = Delta(environment={"candidate": {"A": "2"}}, **FOR_A_REASON)
+
+
+@pytest.mark.parametrize(
+    ("seen", "delta", "allowed", "expected"),
+    [
+        (["s", "s", "s"], Delta(), (), (True, "")),
+        (["s", "a2"], Delta(), (), (False, "differs in env.A")),
+        (["s", "s", "a2"], Delta(), (), (False, "differs in env.A")),
+        (["s", "a2", "s"], Delta(), (), (False, "differs in env.A")),
+        (["a2", "s", "s"], Delta(), (), (False, "differs in env.A")),
+        (["s", "less"], Delta(), (), (False, "differs in env.A")),
+        (["less", "s"], Delta(), (), (False, "differs in env.A")),
+        (["s", "both"], Delta(), (), (False, "differs in env.A, trainer.world_size")),
+        (["s", "all"], Delta(), (), (False, "differs in env.A, env.B, env.C, env.D, env.E, torch, trainer.world_size")),
+        (["s", "a2"], DECLARED, (), (True, "")),
+        (["s", "a2"], Delta(), ("env.A",), (True, "")),
+        (["s", "wide"], Delta(ranks=True, **FOR_A_REASON), (), (True, "")),
+        (["s", "both"], Delta(ranks=True, **FOR_A_REASON), (), (False, "differs in env.A")),
+        (["s", "wide"], DECLARED, (), (False, "differs in trainer.world_size")),
+        (["s", "unheard"], Delta(), (), (False, "run r1 does not say in which environment it ran")),
+    ],
+)
+def test_every_run_has_one_environment_but_for_what_is_declared(
+    seen: list[str], delta: Delta, allowed: tuple[str, ...], expected: tuple[bool, str]
+) -> None:
+    runs = [make_run(run_id=f"r{i}", strict_sha=sha) for i, sha in enumerate(seen)]
+    assert said(gates.environment(make_case(delta=delta), STRICT, runs, allowed)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ways", "expected"),
+    [
+        (["fork", "fork"], (True, "")),
+        (["fork", "fresh processes"], (False, "differs in launch: fork, fresh processes")),
+        (["fork", None], (False, "differs in launch: fork, fresh processes")),
+        (["mixed", "mixed"], (False, "differs in launch: mixed")),
+    ],
+)
+def test_all_launches_of_a_series_are_made_in_one_way(ways: list[str | None], expected: tuple[bool, str]) -> None:
+    """The second is that of an A/A pair, of which no run is compared here."""
+    strict = {name: {"launch": way} if way else {} for name, way in zip(("s", "of a/a"), ways, strict=True)}
+    assert said(gates.environment(make_case(), strict, [make_run()])) == expected
+
+
+@pytest.mark.parametrize(
+    ("delta", "shas", "expected"),
+    [
+        (Delta(), ("d", "d"), (True, "")),
+        (Delta(), ("d", "e"), (False, "data hashes d, e")),
+        (Delta(), ("e", "d"), (False, "data hashes d, e")),
+        (Delta(), (None, None), (False, "data hashes None")),
+        (Delta(data=True, **FOR_A_REASON), ("d", "e"), (True, "declared different: as planted")),
+    ],
+)
+def test_variants_read_the_same_data(delta: Delta, shas: tuple, expected: tuple[bool, str]) -> None:
+    assert said(gates.data(make_case(delta=delta), pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))) == expected
+
+
+DIFFERENT = (False, "parameter counts differ between runs")
+
+
+@pytest.mark.parametrize(
+    ("delta", "counts", "of", "expected"),
+    [
+        (Delta(), ((8, 4), (8, 4)), ("model", "model"), (True, "")),
+        (Delta(), ((8, 4), (8, 5)), ("model", "model"), DIFFERENT),
+        (Delta(), ((8, 4), (4, 2)), ("model", "model"), DIFFERENT),
+        (Delta(), ((8, 4), (4, 2)), ("rank", "rank"), (True, "counted per rank; every layout trains 50% of what it holds")),
+        (Delta(), ((8, 0), (4, 0)), ("rank", "rank"), (True, "counted per rank; every layout trains 0% of what it holds")),
+        (Delta(), ((8, 4), (4, 2)), ("rank", "model"), DIFFERENT),
+        (Delta(), ((8, 4), (4, 1)), ("rank", "rank"), DIFFERENT),
+        (Delta(), ((8, 4), (0, 0)), ("rank", "rank"), DIFFERENT),
+        (Delta(), ((8, 4), (None, 4)), ("rank", "rank"), DIFFERENT),
+        (Delta(parameters=True, **FOR_A_REASON), ((8, 4), (4, 1)), ("model", "model"), (True, "declared different: as planted")),
+    ],
+)
+def test_variants_train_the_same_parameters(delta: Delta, counts: tuple, of: tuple, expected: tuple[bool, str]) -> None:
+    fields = [{"num_parameters": n, "trained_parameters": t, "parameters_of": o} for (n, t), o in zip(counts, of, strict=True)]
+    assert said(gates.parameters(make_case(delta=delta), pair(*fields))) == expected
+
+
+RATE = "useful_tokens_per_s_per_gpu"
+IN_STEPS = "useful tokens per step differ by 20.0 %; compare useful tokens per second instead"
+UNDECLARED = "useful tokens per step differ by 20.0 %; declare delta.work with a reason"
+
+
+@pytest.mark.parametrize(
+    ("metric", "delta", "expected"),
+    [
+        ("step_seconds", Delta(), (False, IN_STEPS)),
+        ("step_seconds", Delta(work=True, **FOR_A_REASON), (False, IN_STEPS)),
+        (RATE, Delta(), (False, UNDECLARED)),
+        (RATE, Delta(work=True, **FOR_A_REASON), (True, "declared different: as planted")),
+        (RATE, Delta(data=True, **FOR_A_REASON), (True, "declared different: as planted")),
+    ],
+)
+def test_unequal_work_is_compared_only_where_declared_and_by_its_unit(metric: str, delta: Delta, expected: tuple[bool, str]) -> None:
+    case, metric_ = make_case(metric, delta=delta), metrics.get(metric)
+    assert said(gates.work(case, metric_, [*pair({}, {"tokens": 80}), *pair()])) == expected
+    assert said(gates.work(case, metric_, pair({"tokens": 80}))) == expected
+    assert said(gates.work(case, metric_, pair())) == (True, "")
+
+
+def steps(count: int, loss: float = 2.0) -> list[Sample]:
+    return [Sample(step=i, timed=True, loss=loss, seconds=1.0, useful_tokens=100, raw_tokens=128) for i in range(count)]
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(1, 2), (2, 3)])
+def test_work_and_losses_are_means_over_the_steps_of_a_run(baseline: int, candidate: int) -> None:
+    found = pair({"samples": steps(baseline)}, {"samples": steps(candidate)})
+    assert gates.work(make_case(), SECONDS, found).ok
+    assert said(gates.loss(make_case(), found)) == (True, "mean losses differ by 0 %, at most 1 % is allowed")
+
+
+def test_runs_that_timed_nothing_did_no_work() -> None:
+    still = [s.model_copy(update={"timed": False}) for s in steps(2)]
+    assert gates.work(make_case(), SECONDS, pair({"samples": still}, {"samples": still})).ok
+    assert not gates.work(make_case(), SECONDS, pair({"samples": still})).ok
+
+
+def without_loss(run: Run) -> Run:
+    return run.model_copy(update={"samples": [s.model_copy(update={"loss": None}) for s in run.samples]})
+
+
+def losing(*losses: float) -> list[tuple[Run, Run]]:
+    """One pair for each difference of the candidate's mean loss from the baseline's 2, both lost on every step."""
+    return [(make_run("baseline", samples=steps(3)), make_run("candidate", samples=steps(3, loss))) for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (losing(2.0, 2.0), (True, "mean losses differ by 0 %, at most 25 % is allowed")),
+        (losing(1.5), (True, "mean losses differ by 25 %, at most 25 % is allowed")),
+        (losing(2.0, 1.0, 2.0), (False, "mean losses differ by 50 %, at most 25 % is allowed")),
+        (losing(4.0), (False, "mean losses differ by 50 %, at most 25 % is allowed")),
+        (losing(-2.0), (False, "mean losses differ by 2e+02 %, at most 25 % is allowed")),
+        ([(without_loss(a), b) for a, b in pair()], (False, "a run reported no loss in its timed window")),
+        ([(a, without_loss(b)) for a, b in pair()], (False, "a run reported no loss in its timed window")),
+    ],
+)
+def test_the_worst_pair_of_losses_counts(pairs: list[tuple[Run, Run]], expected: tuple[bool, str]) -> None:
+    assert said(gates.loss(make_case(guardrails=Guardrails(loss=Loss(relative=0.25))), pairs)) == expected
+
+
+def test_two_losses_of_nothing_are_equal() -> None:
+    assert gates.loss(make_case(), pair({"samples": steps(2, 0.0)}, {"samples": steps(2, 0.0)})).ok
+
+
+def test_losses_that_are_not_compared_say_why() -> None:
+    case = make_case(guardrails=Guardrails(loss=Loss(relative=None, reason="another objective")))
+    assert said(gates.loss(case, losing(9.0))) == (True, "not compared: another objective")
+
+
+def test_noise_needs_two_pairs_on_record() -> None:
+    none = (False, "no A/A pairs of this machine are on record for this case")
+    for aa in (None, stored(), stored(0.01)):
+        gate, floor = gates.noise(SECONDS, [], aa)
+        assert (said(gate), floor) == (none, 0.0)
+    assert gates.noise(SECONDS, [], stored(0.01, -0.01))[0].ok
+
+
+def test_the_floor_is_what_is_on_record_and_the_series_own_pairs_are_tested_against_it() -> None:
+    gate, floor = gates.noise(SECONDS, [], stored(0.03, -0.04))
+    assert floor == pytest.approx(math.sqrt((0.03**2 + 0.04**2) / 2))
+    assert said(gate) == (True, "same configuration against itself: -0.50 % over 2 pairs, deviation 3.54 %")
+    gate, floor = gates.noise(SECONDS, stored(0.06, 0.06, 0.06).runs, stored(*[0.01, -0.01] * 4))
+    assert floor == pytest.approx(0.01)
+    assert said(gate) == (False, "same configuration against itself: +6.00 % over 3 pairs, deviation 1.00 %")
+    assert not gates.noise(SECONDS, [], stored(0.06, 0.0601, 0.0599, 0.06))[0].ok
+
+
+def test_the_deviation_of_step_time_is_that_of_stored_pairs() -> None:
+    assert gates.step_deviation(None) == gates.step_deviation(stored()) == 0.0
+    assert gates.step_deviation(stored(0.03, -0.03)) == pytest.approx(0.03)
+
+
+def drifting(share: float) -> list[Run]:
+    """Four runs of forty steps, each of which takes so much more than the one before."""
+    return [
+        make_run(
+            position=i,
+            samples=[
+                Sample(step=k, timed=True, loss=2.0, seconds=1 + share * k + 0.02 * ((k * 7 + i * 3) % 5), useful_tokens=1, raw_tokens=1)
+                for k in range(40)
+            ],
+        )
+        for i in range(4)
+    ]
+
+
+def test_a_variant_that_drifts_is_named_with_its_slope() -> None:
+    still, slower = drifting(0.0), drifting(0.01)
+    gate = gates.steady(list(zip(still, slower, strict=True)), 0.001)
+    found = stats.trend([[s.seconds for s in r.samples] for r in slower], stats.STEADY_ALPHA / 2)
+    percent = f"candidate {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]"
+    assert said(gate) == (False, percent)
+    assert found.slope == pytest.approx(0.01 / (1 + 0.01 * 19.5), rel=0.1)
+    assert said(gates.steady(list(zip(slower, still, strict=True)), 0.001)) == (False, percent.replace("candidate", "baseline"))
+    assert said(gates.steady(list(zip(still, still, strict=True)), 0.001)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("metric", "fields", "says"),
+    [
+        ("step_seconds", {}, None),
+        ("step_seconds", {"steps_wanted": STEPS + 1}, f"baseline timed {STEPS} of {STEPS + 1} steps"),
+        ("step_seconds", {"steps_wanted": STEPS - 1}, f"baseline timed {STEPS} of {STEPS - 1} steps"),
+        *(
+            (
+                "step_seconds",
+                {"samples": [*steps(1), steps(1)[0].model_copy(update={"seconds": bad})], "steps_wanted": 2},
+                "baseline reported a step time that is not a positive number",
+            )
+            for bad in (0.0, -1.0, math.inf, math.nan)
+        ),
+        ("recompiles", {"metrics": {}}, "baseline reported no recompiles"),
+        ("recompiles", {"metrics": {"recompiles": 0.0}}, None),
+        ("step_seconds", {"samples": steps(2), "steps_wanted": 2}, None),
+        ("state_bytes_per_rank", {"metrics": {"state_bytes_per_rank": 0.0}}, None),
+        ("mfu", {"metrics": {"mfu": 0.25}}, None),
+        ("mfu", {"metrics": {"mfu": 0.0}}, "baseline reported mfu of 0; it does not apply on this device"),
+        ("mfu", {"metrics": {"mfu": -0.5}}, "baseline reported mfu of -0.5; it does not apply on this device"),
+    ],
+)
+def test_a_run_without_usable_figures_says_which(metric: str, fields: dict, says: str | None) -> None:
+    assert gates.complete(make_run(**fields), metrics.get(metric)) == says
