@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -233,18 +233,49 @@ def test_two_commands_do_not_share_a_journal(tmp_path):
         Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
 
 
-@pytest.mark.parametrize(("job", "host", "goes_on"), [("7", "n2", True), ("8", "n2", False), ("7", "n1", False), (None, "n2", False)])
-def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, host, goes_on, tmp_path, monkeypatch):
-    """A file server may hold the lock of a node that is gone; the same job on the same host is a second command in it."""
+@pytest.mark.parametrize(
+    ("job", "restart", "host", "goes_on"),
+    [
+        ("7", "1", "n2", True),
+        ("7", None, "n2", False),  # a second step of the same start, on another of its nodes
+        ("7", "0", "n2", False),
+        ("7", "x", "n2", False),
+        ("8", "1", "n2", False),
+        ("7", "1", "n1", False),  # the host lives, so a second command does on it
+        (None, None, "n2", False),
+    ],
+)
+def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, restart, host, goes_on, tmp_path, monkeypatch):
+    """A file server may hold the lock of a node that is gone."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    line = [sys.executable, "-c", HOLDER, str(tmp_path), "n1"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gone:
-        assert gone.stdout.readline() == "held\n"
+    with held(tmp_path, "n1"):
         monkeypatch.setattr("socket.gethostname", lambda: host)
         monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
-        with nullcontext() if goes_on else pytest.raises(StoreError, match=r"is in use by process .* on n1 of job 7"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart) if restart else None
+        with nullcontext() if goes_on else pytest.raises(StoreError, match=r"is in use by process .* on n1 of job 7;"):
             Journal(tmp_path, [host])
-        gone.kill()
+
+
+def test_of_two_steps_of_a_job_that_was_queued_again_one_takes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with held(tmp_path, "n1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with held(tmp_path, "n2") as first:
+            monkeypatch.setattr("socket.gethostname", lambda: "n3")
+            with pytest.raises(StoreError, match=rf"is in use by process {first.pid} on n2 of job 7, restart 1;"):
+                Journal(tmp_path, ["n3"])
+        Journal(tmp_path, ["n3"])
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+@contextmanager
+def held(folder, host):
+    """A process on that host that uses the folder as a journal, by whatever Slurm's variables say now."""
+    line = [sys.executable, "-c", HOLDER, str(folder), host]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
