@@ -63,6 +63,53 @@ def test_ranks_that_slurm_could_not_start_did_not_end_well(tmp_path, monkeypatch
         SrunLauncher(TWO).run(Spec(config, 2, tmp_path / "run"))
 
 
+def test_the_ranks_of_a_node_that_went_away_are_named(tmp_path, monkeypatch):
+    planted_slurm(tmp_path, monkeypatch, "touch $F/rank0.log; exit 1", "n1 allocated\nn2 down*")
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    found = SrunLauncher(TWO, 8).run(Spec(config, 12, tmp_path / "run"))
+    assert found.message.startswith("node n2 with rank 8 to 11 went away")
+
+
+def planted_slurm(folder, monkeypatch, srun, sinfo="n1 allocated\nn2 allocated"):
+    """Slurm's commands as scripts: what a step does, and what is said of the nodes. `$F` is the run's folder."""
+    texts = {"srun": f'F={folder / "run"}\n{srun}', "sinfo": f"cat <<'END'\n{sinfo}\nEND", "squeue": "echo RUNNING", "scancel": "exit 0"}
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+HUNG = 'touch $F/rank0.log $F/rank1.log; echo "code 6" > $F/rank0.log; echo 6 > $F/rank0.exit; exit 6'
+LATE = 'touch $F/rank0.log $F/rank1.log; echo 0 > $F/rank0.exit; echo "srun: First task exited 20s ago"; exit 143'
+
+
+@pytest.mark.parametrize(
+    ("srun", "sinfo", "outcome", "first"),
+    [
+        (f'echo "srun: error: Node failure on n2"; {HUNG}', "", "killed", "node n2 with rank 1 went away: Slurm says 'Node failure on n2'"),
+        (HUNG, "n1 mixed\nn2 allocated*", "killed", "node n2 with rank 1 went away: it does not respond, its state is 'allocated*'"),
+        (LATE, "n1 mixed\nn2 down*", "killed", "node n2 with rank 1 went away: it does not respond, its state is 'down*'"),
+        ("touch $F/rank0.log; exec sleep 60", "n1 down*\nn1 down*", "killed", "node n1 with rank 0 went away"),
+        (HUNG, "n1 mixed\nn2 draining", "hang", "rank 0 ended with exit code 6"),
+        (HUNG, "n1 mixed", "hang", "rank 0 ended with exit code 6"),
+        (LATE, "n1 mixed\nn2 allocated", "hang", "rank 1 did not end within 20 s of the others"),
+        ("touch $F/rank0.log; exec sleep 60", "n1 mixed\nn2 mixed", "hang", "no step for 1 s, after step 0"),
+        # The shell in front of a rank was killed with it, so that it has left no code.
+        (f'echo "srun: error: n2: task 1: Killed"; {LATE}', "", "killed", "rank 1 went away: Slurm says 'n2: task 1: Killed'"),
+        (f'echo "srun: error: n2: task 1: Out Of Memory"; {LATE}', "", "killed", "rank 1 went away: Slurm says 'n2: task 1: Out Of Memory'"),
+        (f'{LATE.replace("exit 143", "")}echo "srun: error: n2: task 1: Killed"; exit 137', "", "hang", "rank 1 did not end within 20 s"),
+        ("touch $F/rank0.log $F/rank1.log", "n1 mixed", "killed", "the step was ended from outside"),
+        ('touch $F/rank0.log; echo "srun: StepId=2.3 task 1: unknown"', "", "killed", "rank 1 went away: Slurm does not know what has become of it"),
+        (HUNG.replace("6", "4"), "n1 mixed\nn2 down*", "oom", "rank 0 ended with exit code 4"),
+    ],
+)  # fmt: skip
+def test_a_node_or_a_rank_that_went_away_is_no_hang(srun, sinfo, outcome, first, tmp_path, monkeypatch):
+    planted_slurm(tmp_path, monkeypatch, srun, sinfo)
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    found = SrunLauncher(TWO, grace_s=1.0).run(Spec(config, 2, tmp_path / "run", stall_s=1.0))
+    assert (found.outcome, found.message.splitlines()[0][: len(first)]) == (outcome, first)
+
+
 def test_an_allocation_is_needed():
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
         allocation({})
