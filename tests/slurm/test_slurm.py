@@ -48,7 +48,16 @@ def cluster(tmp_path):
 def in_an_allocation(environment, tmp_path, *words):
     """The lines that planted_series.py prints as a batch job on both nodes."""
     log = tmp_path / "log"
-    wrapped = ["sbatch", "--wait", "--no-kill", "--nodes=2", "--exclusive", f"--output={log}", f"--chdir={tmp_path}", str(tmp_path / "job.sh")]
+    wrapped = [
+        "sbatch",
+        "--wait",
+        "--no-kill",
+        "--nodes=2",
+        "--exclusive",
+        f"--output={log}",
+        f"--chdir={tmp_path}",
+        str(tmp_path / "job.sh"),
+    ]
     script = " ".join(f"'{w}'" for w in (sys.executable, str(HERE / "planted_series.py"), *words))
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {script}\n", encoding="utf-8")
     done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)

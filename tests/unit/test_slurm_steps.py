@@ -72,7 +72,7 @@ def test_the_ranks_of_a_node_that_went_away_are_named(tmp_path, monkeypatch):
 
 def planted_slurm(folder, monkeypatch, srun, sinfo="n1 allocated\nn2 allocated"):
     """Slurm's commands as scripts: what a step does, and what is said of the nodes. `$F` is the run's folder."""
-    texts = {"srun": f'F={folder / "run"}\n{srun}', "sinfo": f"cat <<'END'\n{sinfo}\nEND", "squeue": "echo RUNNING", "scancel": "exit 0"}
+    texts = {"srun": f"F={folder / 'run'}\n{srun}", "sinfo": f"cat <<'END'\n{sinfo}\nEND", "squeue": "echo RUNNING", "scancel": "exit 0"}
     for name, text in texts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
