@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from playbook.errors import DataError
 from playbook_trainer.data.images import MAX_FILE_BYTES, BadImage
@@ -68,13 +69,13 @@ class Member:
 class _Bounded(tarfile.TarInfo):
     """A member whose additional headers are of the size that headers have."""
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+    def _proc_member(self, archive: Any) -> Any:
         if self.type in _ADDED and self.size > MAX_HEADER_BYTES:
             raise DataError(
                 f"{archive.name}: a header before member {len(archive.members) + 1} holds {self.size >> 20} MiB; expected at most "
                 f"{MAX_HEADER_BYTES >> 20} MiB: the shard is broken, write it anew"
             )
-        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
+        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def tar_samples(files: Sequence[Path], name: str) -> Sharded[Sample]:
