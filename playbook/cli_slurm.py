@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -387,7 +388,7 @@ def _follow(job: str, folder: Path, request: Request) -> int:
             now = _state(job)
             gone = gone + 1 if now == "" else 0
             if gone > _LAST_LOOKS:
-                complain(f"job {job} ended without a result; its log is {log}")
+                complain(f"job {job} ended without a result{_end(job)}; its log is {log}")
                 return 5
             if now and now != state:
                 complain(f"job {job} is {now}")
@@ -415,6 +416,18 @@ def _echo(log: Path, shown: int, out: TextIO) -> int:
     out.write(whole.decode("utf-8", "replace"))
     out.flush()
     return shown + len(whole)
+
+
+def _end(job: str) -> str:
+    """How a job that has left the queue ended, in Slurm's words, such as NODE_FAIL; nothing where it does not know any more."""
+    try:
+        done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    found = re.search(r"\bJobState=(\w+)", done.stdout)
+    if found is None:
+        return ""
+    return " (NODE_FAIL: one of its nodes went away)" if found[1] == "NODE_FAIL" else f" ({found[1]})"
 
 
 def _state(job: str) -> str | None:

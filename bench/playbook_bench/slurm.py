@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from playbook.errors import ConfigError, LaunchError
@@ -31,6 +31,7 @@ from playbook_bench.launch import (
     held,
     judge,
     rank_environment,
+    read_summary,
     tail,
     write_config,
 )
@@ -41,6 +42,9 @@ _POLL_S = 0.25
 _TOOL_TIMEOUT_S = 60
 _END_OF_JOB_S = 120.0
 _SIGNALLED = 128
+_NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
+_TASK_KILLED = re.compile(r"error: (\S+: tasks? (\S+): (?:Killed|Out Of Memory))")
+_TASK_UNKNOWN = re.compile(r"StepId=\S+ tasks? (\S+): unknown")
 _RANK = """\
 trap : TERM
 export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"
@@ -169,22 +173,40 @@ class SrunLauncher:
                 hung = watch.look(clock)
             watch.look(clock)
         finally:
+            said = tail(spec.folder / "srun.log")  # before what ends here is killed
             end(process, self.allocation.job, spec.folder, self.grace_s)
         wall = time.monotonic() - clock
         if hung:
-            return Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall)
-        result = self._result(process.returncode, spec, started, wall)
+            return self._traced(Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall), said, spec.ranks)
+        result = self._result(process.returncode, said, spec, started, wall)
         if result.outcome not in ("ok", "nan", "refused"):
             wait_where_the_job_ends(self.allocation.job)
-        return result
+        return self._traced(result, said, spec.ranks)
 
-    def _result(self, code: int, spec: Spec, started: float, wall: float) -> Result:
+    def _traced(self, result: Result, said: str, ranks: int) -> Result:
+        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to it."""
+        if result.outcome not in ("hang", "crash", "killed"):
+            return result
+        why = self._lost_node(said, ranks) or lost_rank(said)
+        return replace(result, outcome="killed", message=f"{why}\n{result.message}") if why else result
+
+    def _lost_node(self, said: str, ranks: int) -> str:
+        """The first node of this step that Slurm has lost, with its ranks, or nothing."""
+        per_node = self.per_node(ranks)
+        hosts = self.allocation.hosts[: -(-ranks // per_node)]
+        for host, seen in lost_nodes(said, hosts):
+            first, last = hosts.index(host) * per_node, min((hosts.index(host) + 1) * per_node, ranks) - 1
+            return f"node {host} with rank {first}{f' to {last}' if last > first else ''} went away: {seen}"
+        return ""
+
+    def _result(self, code: int, said: str, spec: Spec, started: float, wall: float) -> Result:
         ranks = exits(spec.folder, spec.ranks)
-        said = tail(spec.folder / "srun.log")
         if not any(r.log.exists() or r.own is not None for r in ranks):
             wait_where_the_job_ends(self.allocation.job)
             raise LaunchError(f"srun could not start the ranks: {said.splitlines()[-1] if said else f'exit code {code}'}")
-        if code and not any(r.own for r in ranks):
+        # Where a node's daemon is gone srun may end with 0.
+        unknown = any(r.own is None for r in ranks) and read_summary(spec.written) is None
+        if (code or unknown) and not any(r.own for r in ranks):
             late = [str(r.index) for r in ranks if r.own is None]
             if len(late) < len(ranks):
                 text = f"rank {', '.join(late)} did not end within {self.drain_s:g} s of the others"
@@ -220,6 +242,27 @@ def exits(folder: Path, ranks: int) -> list[Ended]:
     decided = any(code is not None and code > 0 for code in codes)
     own = [None if code is not None and code < 0 and (decided or code == -signal.SIGTERM) else code for code in codes]
     return [Ended(index, code, folder / f"rank{index}.log") for index, code in enumerate(own)]
+
+
+def lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of these nodes that Slurm has lost, and by what that is seen: srun's own words, or the state of the node."""
+    failed = [(host, f"Slurm says 'Node failure on {host}'") for host in _NODE_FAILURE.findall(said) if host in hosts]
+    if failed:
+        return failed
+    lines = _tool(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]).splitlines()
+    states = [(host, state) for host, _, state in (line.partition(" ") for line in lines) if host in hosts]
+    return [(h, f"it does not respond, its state is '{state}'") for h, state in states if state.endswith("*") or state.startswith("down")]
+
+
+def lost_rank(said: str) -> str:
+    """The ranks that went away together with the shell in front of them, which wrote no code, by srun's words; or nothing."""
+    # What it says behind these lines is about ranks that it has killed itself.
+    before = re.split(r"First task exited|Terminating StepId", said)[0]
+    if found := _TASK_KILLED.search(before):
+        return f"rank {found[2]} went away: Slurm says '{found[1]}'"
+    if found := _TASK_UNKNOWN.search(said):
+        return f"rank {found[1]} went away: Slurm does not know what has become of it"
+    return ""
 
 
 def _code(path: Path) -> int | None:

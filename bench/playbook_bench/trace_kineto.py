@@ -29,6 +29,7 @@ _DETAIL = re.compile(r" \(.*\)$", re.DOTALL)
 _FSDP = "FSDP::"
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _MAX_US = 10**16
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
 
 
@@ -55,11 +56,30 @@ def read(path: Path) -> Timeline:
         raise PlaybookError(f"{path}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
     complete, forward_threads = _events(events, path)
     spans = [Span(e.thread, _range_name(e.name), e.start, e.end) for e in complete if e.category == "user_annotation" and _is_range(e)]
+    _check_one_rank(events, spans, path)
     stacks = Stacks(close_backward(spans))
     device = [e for e in complete if e.category in _DEVICE]
     if device:
         return _device_timeline(spans, stacks, complete, device, forward_threads)
     return _host_timeline(spans, stacks, complete, forward_threads)
+
+
+def _check_one_rank(raw: list[Any], spans: list[Span], path: Path) -> None:
+    """Threads, flows and correlations are numbers of one process: in a trace merged from several, work of one would lie in ranges of another."""
+    merged = "as where traces of several ranks were merged; expected the trace of one rank, as it was written"
+    work = [e for e in raw if isinstance(e, dict) and e.get("ph") == "X" and isinstance(e.get("cat"), str)]
+    processes = sorted({str(e["pid"])[:40] for e in work if e["cat"] in _HOST and "pid" in e})
+    if len(processes) > 1:
+        named = ", ".join(processes[:4])
+        raise PlaybookError(
+            f"{path}: holds the work of {len(processes)} processes (pid {named}); expected the trace of one rank, as it was written"
+        )
+    devices = {str(e["args"].get("device")) for e in work if e["cat"] == "kernel" and isinstance(e.get("args"), dict)}
+    if len(devices - {"None"}) > 1:
+        raise PlaybookError(f"{path}: holds kernels of {len(devices - {'None'})} GPUs, {merged}")
+    steps = sorted((s.start, s.end) for s in spans if s.name == "step")
+    if any(after[0] < before[1] for before, after in itertools.pairwise(steps)):
+        raise PlaybookError(f"{path}: holds two steps at the same time, {merged}")
 
 
 def _is_range(event: Event) -> bool:
@@ -93,6 +113,10 @@ def _parse(path: Path) -> Any:
     except RecursionError as e:
         raise PlaybookError(f"{path}: is nested too deeply to be a Chrome trace") from e
     except ValueError as e:
+        if isinstance(e, json.JSONDecodeError) and e.msg == "Extra data":
+            raise PlaybookError(
+                f"{path}: goes on behind its end, as where several processes wrote into one file; trace anew, each rank into its own"
+            ) from e
         raise PlaybookError(f"{path}: is not valid JSON ({str(e)[:120]}); the run may have ended before the trace was written") from e
 
 

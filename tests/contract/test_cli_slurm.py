@@ -196,6 +196,23 @@ def test_waiting_for_a_job_where_there_is_no_slurm_is_one_line(capsys, elsewhere
     assert err.startswith("error: Slurm's squeue is not on PATH")
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [("JobState=NODE_FAIL", " (NODE_FAIL: one of its nodes went away)"), ("JobState=CANCELLED", " (CANCELLED)"), ("gone", "")],
+)
+def test_how_a_job_without_a_result_ended_is_said(state, said, capsys, elsewhere, monkeypatch):
+    folder = elsewhere / ".playbook/results/jobs/confirm-1"
+    folder.mkdir(parents=True)
+    (folder / "7_submission.sh").touch()
+    for name, text in (("squeue", "exit 0"), ("scontrol", f"echo 'JobId=7 {state} Reason=None'")):
+        (elsewhere / name).write_text(f"#!/bin/sh\n{text}\n")
+        (elsewhere / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(elsewhere), prepend=":")
+    monkeypatch.setattr(cli_slurm, "_POLL_S", 0.01)
+    code, _, err = run(capsys, "confirm", "--launcher", "slurm", "--job", "7")
+    assert (code, err) == (5, f"job 7 ended without a result{said}; its log is {folder}/7_0_log.out\n")
+
+
 def test_a_missing_submitit_is_one_line(capsys, elsewhere, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     code, out, err = run(capsys, *W9, "--print")

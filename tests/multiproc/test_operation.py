@@ -64,6 +64,20 @@ checkpoint.Checkpointer.save = planted
 """
 
 
+GONE = """
+import shutil
+from pathlib import Path
+from playbook_trainer import checkpoint
+real = checkpoint.Checkpointer.save
+def planted(self, step, data):
+    done = real(self, step, data)
+    self.wait()
+    shutil.rmtree(self._config.output)
+    return done
+checkpoint.Checkpointer.save = planted
+"""
+
+
 FULL_AT_THE_START = """
 import resource, signal
 from playbook_trainer import metrics
@@ -212,6 +226,24 @@ def test_a_disk_that_is_full_at_the_start_takes_no_metrics(forks: Forks, tmp_pat
         f.write(b"\xff\x00")  # of a machine that lost power
     assert forks.run(words, 1, free_port()) == [0], forks.text(0)
     assert [r["step"] for r in steps(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_output_that_cannot_be_written_any_more_is_one_message(forks: Forks, tmp_path: Path) -> None:
+    """Its folder is removed while the run trains, or its disk is full from the start; the checkpoint before stays."""
+    out, saved = tmp_path / "out", tmp_path / "saved"
+    words = [TEXT, *QUICK, f"output={out}", f"checkpoint.dir={saved}", "checkpoint.every=2"]
+    for why, plant in (("No such file or directory", GONE), ("No space left on device", "")):
+        if not plant:
+            out.mkdir()
+            (out / "config.yaml").symlink_to("/dev/full")
+        assert forks.run(words, 1, free_port(), plant) == [2]
+        assert forks.text(0).splitlines()[-1] == (
+            f"error: output {out} cannot be written: {why}; mend that, or choose another folder: the same command goes on from the newest "
+            "checkpoint, if checkpoint.dir is set"
+        )
+        assert [p.name for p in saved.glob("step_*")] == ["step_00000002"]
+    (out / "config.yaml").unlink()
+    assert forks.run(words, 1, free_port()) == [0]
 
 
 def test_a_folder_that_takes_no_checkpoints_is_refused_before_training(tmp_path: Path) -> None:

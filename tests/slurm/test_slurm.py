@@ -49,7 +49,16 @@ def cluster(tmp_path):
 def in_an_allocation(environment, tmp_path, *words):
     """The lines that planted_series.py prints as a batch job on both nodes."""
     log = tmp_path / "log"
-    wrapped = ["sbatch", "--wait", "--nodes=2", "--exclusive", f"--output={log}", f"--chdir={tmp_path}", str(tmp_path / "job.sh")]
+    wrapped = [
+        "sbatch",
+        "--wait",
+        "--no-kill",
+        "--nodes=2",
+        "--exclusive",
+        f"--output={log}",
+        f"--chdir={tmp_path}",
+        str(tmp_path / "job.sh"),
+    ]
     script = " ".join(f"'{w}'" for w in (sys.executable, str(HERE / "planted_series.py"), *words))
     (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {script}\n", encoding="utf-8")
     done = subprocess.run(wrapped, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -114,6 +123,60 @@ def test_every_end_of_a_step_is_an_outcome_and_later_runs_go_on(environment, cas
     assert [series["status"] for series in found] == ["error", "error", "inconclusive", *["error"] * 4, "measured"]
     logs = list((tmp_path / "results").glob("*/work/*/*/rank1.log"))
     assert logs, "the logs of failed runs stay"
+
+
+def test_a_rank_whose_node_goes_down_is_not_said_to_hang(environment, case, tmp_path):
+    try:
+        (found,) = in_an_allocation(environment, tmp_path, case("dispatch_bytes_per_token_layer", 24), str(tmp_path / "results"), "node")
+    finally:
+        subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], env=environment, check=False)  # or it is back by itself
+        wait_for(lambda: idle(environment) == 2, 60)
+    ((outcome, message),) = found["outcomes"]
+    assert (outcome, message.splitlines()[0]) == ("killed", "node n2 with rank 1 went away: Slurm says 'Node failure on n2'")
+
+
+def idle(environment):
+    words = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.split().count("idle")
+
+
+LOCKS = """
+import os, socket, sys, time
+from pathlib import Path
+from playbook import locks
+socket.gethostname = lambda: os.environ["SLURMD_NODENAME"]
+who = locks.take(Path(sys.argv[1]))
+print(f"{os.environ['SLURMD_NODENAME']}: {who or 'took it'}", flush=True)
+time.sleep(0 if who else 5)
+"""
+
+
+def test_two_steps_of_a_job_do_not_share_a_folder_and_one_of_a_requeued_job_takes_it(environment, tmp_path):
+    """A process outside stands for a node that died and whose lock a file server goes on holding."""
+    (tmp_path / "locks.py").write_text(LOCKS, encoding="utf-8")
+    (tmp_path / "saved").mkdir()
+    step = f"srun --nodes=1 --ntasks=1 --exact --nodelist=%s '{sys.executable}' locks.py '{tmp_path}/saved' &"
+    wait = f"until [ -e '{tmp_path}/held' ]; do sleep 0.2; done"
+    lines = ["#!/bin/sh", wait, step % "n1", step % "n2", "wait", 'touch "ended${SLURM_RESTART_COUNT:-0}"', "sleep 100"]
+    (tmp_path / "job.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = ["sbatch", "--parsable", "--requeue", "--nodes=2", "--exclusive", "--open-mode=append", f"--output={tmp_path / 'log'}"]
+    number = subprocess.run(
+        [*words, f"--chdir={tmp_path}", "job.sh"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    dead = {**os.environ, "SLURM_JOB_ID": number, "SLURMD_NODENAME": "n9", "PYTHONPATH": environment["PYTHONPATH"]}
+    with subprocess.Popen([sys.executable, "-c", LOCKS.replace("else 5", "else 300"), str(tmp_path / "saved")], env=dead) as other:
+        wait_for(lambda: (tmp_path / "saved/.lock").exists() and (tmp_path / "saved/.lock").read_text(), 30)
+        (tmp_path / "held").touch()
+        wait_for(lambda: (tmp_path / "ended0").exists(), 60)
+        subprocess.run(["scontrol", "requeue", number], env=environment, check=True)
+        wait_for(lambda: (tmp_path / "ended1").exists(), 90)
+        other.kill()
+    subprocess.run(["scancel", number], env=environment, check=True)
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("n")]
+    kept = f"process {other.pid} on n9 of job {number}"
+    assert sorted(said[:2]) == [f"n1: {kept}", f"n2: {kept}"]
+    assert sorted("took it" in line for line in said[2:]) == [False, True]
+    assert f" of job {number}, restart 1" in next(line for line in said[2:] if "took it" not in line)
 
 
 def test_confirm_as_a_job_goes_on_after_it_was_queued_again(environment, cluster, tmp_path):

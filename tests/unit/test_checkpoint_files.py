@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -71,3 +72,24 @@ def test_a_byte_that_has_changed_in_a_tensor_is_noticed(tmp_path):
     (folder / "__0_0.distcp").write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
     with pytest.raises(dcp.CheckpointException, match="not as they were written"):
         dcp.load(pieces(), storage_reader=Reader(folder, read_index(folder)), planner=LoadPlanner(), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flipped_bits_in_a_file_of_tensors_are_refused_or_change_nothing(tmp_path):
+    header = Header(step=7, world_size=1, parallel={}, model={}, data={"row": 0})
+    dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)
+    folder = tmp_path / "step_00000007"
+    written = (folder / "__0_0.distcp").read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        at = rng.randrange(len(written))
+        (folder / "__0_0.distcp").write_bytes(written[:at] + bytes([written[at] ^ 1 << rng.randrange(8)]) + written[at + 1 :])
+        found = pieces(fill=-1.0)
+        try:
+            dcp.load(found, storage_reader=Reader(folder, read_index(folder)), planner=LoadPlanner(), no_dist=True)
+        except dcp.CheckpointException:
+            refused += 1
+        else:
+            assert torch.equal(torch.cat([t for _, t in found["model.a"].pieces]), torch.arange(12.0).reshape(4, 3))
+    assert refused > 50

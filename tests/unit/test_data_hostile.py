@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
 
 from playbook.errors import ConfigError, DataError
+from playbook_trainer.data import parquet
 from playbook_trainer.data.images import BadImage, header_size
 from playbook_trainer.data.loader import build_loader, check
-from playbook_trainer.data.webdataset import tar_samples
+from playbook_trainer.data.parquet import text_groups
+from playbook_trainer.data.webdataset import Member, tar_samples
 
 
 def hostile(kind: str, folder: Path) -> None:
@@ -154,6 +157,67 @@ def test_values_that_parquet_holds_and_python_cannot_are_named(tmp_path: Path, f
     write_parquet(tmp_path / "a.parquet", pa.Table.from_arrays(columns, names=["text"] * len(columns)), 5)
     with pytest.raises(DataError, match=r"a\.parquet.*(row 0: a value of text cannot be read|several columns named 'text')"):
         check(config(TEXT, data__path=str(tmp_path)))
+
+
+def test_a_row_group_that_would_fill_the_memory_of_a_worker_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its footer, and by the columns that are read alone."""
+    import pyarrow as pa
+
+    table = pa.table({"text": TEXTS, "image": [b"x" * 100_000] * len(TEXTS)})
+    write_parquet(tmp_path / "a.parquet", table.slice(0, 2), 5)
+    write_parquet(tmp_path / "b.parquet", table, 5)
+    assert text_groups([tmp_path / "b.parquet"], "text", "t").num_shards > 1
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 200)
+    message = r"b\.parquet: row group 0 holds 0\.\d MiB in text, and a worker holds one whole; expected at most .*with smaller row groups"
+    with pytest.raises(DataError, match=message):
+        text_groups([tmp_path / "a.parquet", tmp_path / "b.parquet"], "text", "t")
+
+
+def big_member(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -> None:
+    """A shard with one member that takes no room on the disk, behind a sample."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    with path.open("wb") as file:
+        for given, data in [("a.jpg", jpeg(0)), ("a.txt", b"a")]:
+            before = tarfile.TarInfo(given)
+            before.size = len(data)
+            file.write(before.tobuf() + data + b"\0" * (-len(data) % tarfile.BLOCKSIZE))
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(file.tell() + size + 2 * tarfile.BLOCKSIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("b.txt", tarfile.REGTYPE, r"x\.tar:b\.txt holds 64 MiB; expected a text of at most 16 MiB"),
+        ("b.json", tarfile.REGTYPE, r"x\.tar:b\.json holds 64 MiB; expected a text of at most 16 MiB"),
+        ("b", tarfile.XHDTYPE, r"x\.tar: a header before member 3 holds 64 MiB; expected at most 1 MiB"),
+        ("b", tarfile.XGLTYPE, r"x\.tar: a header before member 3 holds 64 MiB; expected at most 1 MiB"),
+        ("b", tarfile.GNUTYPE_LONGNAME, r"x\.tar: a header before member 3 holds 64 MiB; expected at most 1 MiB"),
+    ],
+)
+def test_members_that_would_fill_the_memory_of_a_worker_are_refused_unread(name: str, kind: bytes, message: str, tmp_path: Path) -> None:
+    big_member(tmp_path / "x.tar", name, 64 * 2**20, kind)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=message):
+            list(tar_samples([tmp_path / "x.tar"], "x").first(2))
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_image_in_a_shard_that_is_too_large_is_a_bad_one_of_that_kind(tmp_path: Path) -> None:
+    big_member(tmp_path / "x.tar", "b.jpg", 300 * 2**20)
+    image = Member(tmp_path / "x.tar", "b.jpg", 4096, 300 * 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadImage, match="more than 256 MiB") as found:
+            header_size(image)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert found.value.kind == "too_large"
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSONL", "b.txt.zst"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +28,7 @@ from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference, reading
 
 FORM = "torch_dist"
+READERS = [dcp.FileSystemReader, CachedMetadataFileSystemReader]
 
 
 def config(**parallel: Any) -> TrainerConfig:
@@ -88,7 +93,7 @@ def test_files_that_cannot_be_read_are_one_message(fault: BaseException, saver: 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("reader", [dcp.FileSystemReader, CachedMetadataFileSystemReader], ids=lambda r: r.__name__)
+@pytest.mark.parametrize("reader", READERS, ids=lambda r: r.__name__)
 @pytest.mark.parametrize("altered", ["__0_0.distcp", "common.pt"])
 def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
     reader: type, altered: str, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +118,107 @@ def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
     file.write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
     with pytest.raises(ConfigError, match=f"bytes of {altered} are not as they were written, by their checksum; remove it"):
         one.restore()
+
+
+class Hostile:
+    """A pickle of it makes a folder where it is opened."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def whole(saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Saves a tensor, an object and what all ranks have in common, as megatron-core's two formats do; then reads them with a reader."""
+
+    def write(_: MegatronSaver, folder: Path) -> None:
+        dcp.save({"a": torch.arange(12.0), "rate": (0.5, None)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        torch.save({"b": torch.arange(12.0)}, folder / "common.pt")
+
+    one = saver(tmp_path)
+    monkeypatch.setattr(MegatronSaver, "_write", write)
+    assert one.save(2, {"row": 0})
+
+    def read(reader: type) -> Any:
+        found: dict[str, Any] = {"a": torch.zeros(12), "rate": None}
+
+        def load(_: MegatronSaver, folder: Path) -> None:
+            dcp.load(found, storage_reader=reader(folder), no_dist=True)
+            found["b"] = torch.load(folder / "common.pt")["b"]
+
+        monkeypatch.setattr(MegatronSaver, "_load", load)
+        one.restore()
+        return found["a"].tolist(), found["rate"], found["b"].tolist()
+
+    return read
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", READERS, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("planted", [".metadata", "__0_0.distcp", "common.pt"])
+def test_a_hostile_checkpoint_runs_no_code(planted: str, reader: type, whole: Callable[..., Any], tmp_path: Path) -> None:
+    folder, marker = tmp_path / "step_00000002", tmp_path / "executed"
+    assert whole(reader)[1] == (0.5, None)
+    path, bomb = folder / planted, io.BytesIO()
+    with path.open("rb") as file:
+        index = pickle.load((folder / ".metadata").open("rb"))
+        content = file.read()
+    if planted == ".metadata":
+        index.planner_data = Hostile(marker)
+        path.write_bytes(pickle.dumps(index))
+    elif planted == "common.pt":
+        torch.save({"b": Hostile(marker)}, path)
+    else:  # the stretch of the file that holds the object
+        torch.save(Hostile(marker), bomb)
+        place = next(place for key, place in index.storage_data.items() if key.fqn == "rate")
+        place.offset, place.length = len(content), len(bomb.getvalue())
+        path.write_bytes(content + bomb.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    header = json.loads((folder / "checkpoint.json").read_text())
+    for name in ("sha256", "files"):  # who writes the one can write the other
+        header.pop(name)
+    (folder / "checkpoint.json").write_text(json.dumps(header))
+    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: .*; remove it") as said:
+        whole(reader)
+    assert not marker.exists()
+    assert "mkdir" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", READERS, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("sums", [True, False])
+def test_flipped_bits_are_refused_or_change_nothing(sums: bool, reader: type, whole: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000002"
+    if not sums:  # as older versions wrote it; there the index has no checksum
+        header = json.loads((folder / "checkpoint.json").read_text())
+        for name in ("sha256", "files"):
+            header.pop(name)
+        (folder / "checkpoint.json").write_text(json.dumps(header))
+    expected = whole(reader)
+    rng = random.Random(0)
+    names = [p.name for p in folder.iterdir() if p.name != "checkpoint.json"] if sums else [".metadata"]
+    passed = dict.fromkeys(names, 0)
+    for name in names:
+        written = (folder / name).read_bytes()
+        for _ in range(200):
+            at = rng.randrange(len(written))
+            (folder / name).write_bytes(written[:at] + bytes([written[at] ^ 1 << rng.randrange(8)]) + written[at + 1 :])
+            with suppress(ConfigError):
+                found = whole(reader)
+                assert found == expected or not sums
+                passed[name] += 1
+        (folder / name).write_bytes(written)
+    assert not sums or {name for name in names if passed[name]} <= {"__0_0.distcp"}, "in a file of tensors, between what is read"
+
+
+def test_a_file_that_is_gone_is_noticed(whole: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "step_00000002" / "common.pt").unlink()
+    with pytest.raises(ConfigError, match=r"common\.pt is missing; remove it"):
+        whole(dcp.FileSystemReader)
 
 
 def test_a_byte_that_has_changed_in_the_header_is_noticed(saver: Saver, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,53 @@ def test_ranks_that_slurm_could_not_start_did_not_end_well(tmp_path, monkeypatch
     config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
     with pytest.raises(LaunchError, match="task 0 launch failed: Slurmd could not connect IO"):
         SrunLauncher(TWO).run(Spec(config, 2, tmp_path / "run"))
+
+
+def test_the_ranks_of_a_node_that_went_away_are_named(tmp_path, monkeypatch):
+    planted_slurm(tmp_path, monkeypatch, "touch $F/rank0.log; exit 1", "n1 allocated\nn2 down*")
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    found = SrunLauncher(TWO, 8).run(Spec(config, 12, tmp_path / "run"))
+    assert found.message.startswith("node n2 with rank 8 to 11 went away")
+
+
+def planted_slurm(folder, monkeypatch, srun, sinfo="n1 allocated\nn2 allocated"):
+    """Slurm's commands as scripts: what a step does, and what is said of the nodes. `$F` is the run's folder."""
+    texts = {"srun": f"F={folder / 'run'}\n{srun}", "sinfo": f"cat <<'END'\n{sinfo}\nEND", "squeue": "echo RUNNING", "scancel": "exit 0"}
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+HUNG = 'touch $F/rank0.log $F/rank1.log; echo "code 6" > $F/rank0.log; echo 6 > $F/rank0.exit; exit 6'
+LATE = 'touch $F/rank0.log $F/rank1.log; echo 0 > $F/rank0.exit; echo "srun: First task exited 20s ago"; exit 143'
+
+
+@pytest.mark.parametrize(
+    ("srun", "sinfo", "outcome", "first"),
+    [
+        (f'echo "srun: error: Node failure on n2"; {HUNG}', "", "killed", "node n2 with rank 1 went away: Slurm says 'Node failure on n2'"),
+        (HUNG, "n1 mixed\nn2 allocated*", "killed", "node n2 with rank 1 went away: it does not respond, its state is 'allocated*'"),
+        (LATE, "n1 mixed\nn2 down*", "killed", "node n2 with rank 1 went away: it does not respond, its state is 'down*'"),
+        ("touch $F/rank0.log; exec sleep 60", "n1 down*\nn1 down*", "killed", "node n1 with rank 0 went away"),
+        (HUNG, "n1 mixed\nn2 draining", "hang", "rank 0 ended with exit code 6"),
+        (HUNG, "n1 mixed", "hang", "rank 0 ended with exit code 6"),
+        (LATE, "n1 mixed\nn2 allocated", "hang", "rank 1 did not end within 20 s of the others"),
+        ("touch $F/rank0.log; exec sleep 60", "n1 mixed\nn2 mixed", "hang", "no step for 1 s, after step 0"),
+        # The shell in front of a rank was killed with it, so that it has left no code.
+        (f'echo "srun: error: n2: task 1: Killed"; {LATE}', "", "killed", "rank 1 went away: Slurm says 'n2: task 1: Killed'"),
+        (f'echo "srun: error: n2: task 1: Out Of Memory"; {LATE}', "", "killed", "rank 1 went away: Slurm says 'n2: task 1: Out Of Memory'"),
+        (f'{LATE.replace("exit 143", "")}echo "srun: error: n2: task 1: Killed"; exit 137', "", "hang", "rank 1 did not end within 20 s"),
+        ("touch $F/rank0.log $F/rank1.log", "n1 mixed", "killed", "the step was ended from outside"),
+        ('touch $F/rank0.log; echo "srun: StepId=2.3 task 1: unknown"', "", "killed", "rank 1 went away: Slurm does not know what has become of it"),
+        (HUNG.replace("6", "4"), "n1 mixed\nn2 down*", "oom", "rank 0 ended with exit code 4"),
+    ],
+)  # fmt: skip
+def test_a_node_or_a_rank_that_went_away_is_no_hang(srun, sinfo, outcome, first, tmp_path, monkeypatch):
+    planted_slurm(tmp_path, monkeypatch, srun, sinfo)
+    config = trainer_config.load(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml", {})
+    found = SrunLauncher(TWO, grace_s=1.0).run(Spec(config, 2, tmp_path / "run", stall_s=1.0))
+    assert (found.outcome, found.message.splitlines()[0][: len(first)]) == (outcome, first)
 
 
 def test_an_allocation_is_needed():
@@ -233,18 +280,49 @@ def test_two_commands_do_not_share_a_journal(tmp_path):
         Journal(tmp_path, ["n1"]).settle({"A": Path("/results/a.json")})
 
 
-@pytest.mark.parametrize(("job", "host", "goes_on"), [("7", "n2", True), ("8", "n2", False), ("7", "n1", False), (None, "n2", False)])
-def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, host, goes_on, tmp_path, monkeypatch):
-    """A file server may hold the lock of a node that is gone; the same job on the same host is a second command in it."""
+@pytest.mark.parametrize(
+    ("job", "restart", "host", "goes_on"),
+    [
+        ("7", "1", "n2", True),
+        ("7", None, "n2", False),  # a second step of the same start, on another of its nodes
+        ("7", "0", "n2", False),
+        ("7", "x", "n2", False),
+        ("8", "1", "n2", False),
+        ("7", "1", "n1", False),  # the host lives, so a second command does on it
+        (None, None, "n2", False),
+    ],
+)
+def test_a_job_that_was_queued_again_takes_its_journal_from_a_node_that_died(job, restart, host, goes_on, tmp_path, monkeypatch):
+    """A file server may hold the lock of a node that is gone."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    line = [sys.executable, "-c", HOLDER, str(tmp_path), "n1"]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gone:
-        assert gone.stdout.readline() == "held\n"
+    with held(tmp_path, "n1"):
         monkeypatch.setattr("socket.gethostname", lambda: host)
         monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
-        with nullcontext() if goes_on else pytest.raises(StoreError, match=r"is in use by process .* on n1 of job 7"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart) if restart else None
+        with nullcontext() if goes_on else pytest.raises(StoreError, match=r"is in use by process .* on n1 of job 7;"):
             Journal(tmp_path, [host])
-        gone.kill()
+
+
+def test_of_two_steps_of_a_job_that_was_queued_again_one_takes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with held(tmp_path, "n1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with held(tmp_path, "n2") as first:
+            monkeypatch.setattr("socket.gethostname", lambda: "n3")
+            with pytest.raises(StoreError, match=rf"is in use by process {first.pid} on n2 of job 7, restart 1;"):
+                Journal(tmp_path, ["n3"])
+        Journal(tmp_path, ["n3"])
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+@contextmanager
+def held(folder, host):
+    """A process on that host that uses the folder as a journal, by whatever Slurm's variables say now."""
+    line = [sys.executable, "-c", HOLDER, str(folder), host]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):

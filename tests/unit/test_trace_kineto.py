@@ -163,6 +163,41 @@ def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path: Path, content: byt
         build(trace_kineto.read(path))
 
 
+def moved(events: list[dict[str, Any]], pid: Any = 1, later: float = 0.0) -> list[dict[str, Any]]:
+    """The events as those of another process, some milliseconds later."""
+    return [e | {"pid": pid, "ts": e["ts"] + later * 1000} for e in events]
+
+
+def test_a_trace_merged_from_several_ranks_is_refused(tmp_path: Path) -> None:
+    """Threads and correlations of one process would be taken for those of the other."""
+    one = ranges(event("cpu_op", "aten::mm", 2, 3))
+    for other in (moved(one, 2), moved(one, 2, 100), moved(one, "rank1 1"), moved([event("cpu_op", "aten::mm", 40, 50)], 2)):
+        with pytest.raises(PlaybookError, match=r"trace.json: holds the work of 2 processes \(pid 1, .*\); expected the trace of one rank"):
+            read(tmp_path, *one, *other)
+    with pytest.raises(PlaybookError, match="holds two steps at the same time, as where traces of several ranks were merged"):
+        read(tmp_path, *one, *moved(one, later=3))  # of containers, in each of which the rank is process 1
+    kernels = [*gpu("flash", MAIN, 2, 6, 7, 1), *gpu("flash", MAIN, 12, 16, 17, 2)]
+    for number, kernel in enumerate(k for k in kernels if k["cat"] == "kernel"):
+        kernel["args"]["device"], kernel["pid"] = number, number
+    with pytest.raises(PlaybookError, match="holds kernels of 2 GPUs"):
+        read(tmp_path, *one, *kernels)
+
+
+def test_what_kineto_writes_around_the_work_of_one_process_is_no_other_one(tmp_path: Path) -> None:
+    """The profiler's own spans have words for processes, what runs on a GPU has its number, and steps follow each other."""
+    one = ranges(event("cpu_op", "aten::mm", 2, 3))
+    around = [event("Trace", "PyTorch Profiler (0)", 0, 20) | {"pid": "Spans"}, event("gpu_user_annotation", "step", 0, 20) | {"pid": 0}]
+    kernel = [e | {"pid": 0} if e["cat"] == "kernel" else e for e in gpu("flash", MAIN, 2, 6, 7, 1)]
+    assert read(tmp_path, *one, *moved(one, later=20), *around, *kernel).measures == "gpu"
+
+
+def test_what_several_processes_wrote_into_one_file_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", ranges())
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(PlaybookError, match="goes on behind its end, as where several processes wrote into one file"):
+        trace_kineto.read(path)
+
+
 def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(PlaybookError, match="cannot be read"):
         trace_kineto.read(tmp_path / "none.json")

@@ -47,6 +47,7 @@ from playbook_trainer.data.resume import state_problem
 INDEX = "checkpoint.json"
 _FULL = ("unexpected pos", "iostream error")
 """What torch's writer of archives says where a disk is full."""
+_NOT_PLAIN = "Weights only load failed"
 _SEAL = b',"sha256":"'
 _NAME = re.compile(r"step_(\d{8})\Z")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
@@ -341,6 +342,10 @@ def cause(e: BaseException) -> str:
     rank, (first, _) = sorted(failures.items())[0] if failures else (None, (e, None))
     text = str((getattr(first, "strerror", None) if rank is None else None) or first).strip() or type(first).__name__
     line = text.splitlines()[0]
+    if text.startswith(_NOT_PLAIN):
+        # torch goes on with the advice to open it all the same.
+        named = re.search(r"GLOBAL (\S+)", text)
+        line = f"an object in it is none that a checkpoint holds{f' ({named[1]})' if named else ''}, and was not opened"
     if is_full(text):
         line = f"a file could not be written to its end, as where a disk or a quota is full ({line})"
     return line if rank is None else f"rank {rank}: {line}"

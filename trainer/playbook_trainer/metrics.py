@@ -12,7 +12,8 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from playbook.errors import DataError
 from playbook_trainer import tracker
 from playbook_trainer.config import TrainerConfig, config_sha, dump
 from playbook_trainer.ledger import FORMULA, Counts, Ledger, peak
@@ -100,10 +102,11 @@ class Recorder:
         self._timed = False
         if self.axes.world.rank == 0:
             self.out = Path(self.config.output)
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
-            (self.out / "summary.json").unlink(missing_ok=True)  # of a run before this one, which may crash
-            _keep_until(self.out / "metrics.jsonl", self.first_step)
+            with writing(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
+                (self.out / "summary.json").unlink(missing_ok=True)  # of a run before this one, which may crash
+                _keep_until(self.out / "metrics.jsonl", self.first_step)
             self.trackers = tracker.start(self.config, self.out)
 
     def begin_timed(self) -> None:
@@ -165,7 +168,7 @@ class Recorder:
                 for k in ("recompiles", "compile_seconds"):
                     self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
         if self.out is not None:
-            with (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
+            with writing(self.out), (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
                 f.writelines(json.dumps(r) + "\n" for r in rows)
         for row in rows:
             for each in self.trackers:
@@ -251,6 +254,22 @@ class Recorder:
         if self.out is not None:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Inside, what keeps a run's files from being written is one message.
+
+    Raises:
+        DataError: the disk is full, or the folder has gone or takes no files.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise DataError(
+            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the newest "
+            "checkpoint, if checkpoint.dir is set"
+        ) from e
 
 
 def _counts(stats: StepStats) -> Counts:
@@ -388,8 +407,9 @@ def write_summary(
     }
     path = recorder.out / "summary.json"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    temporary.rename(path)
+    with writing(recorder.out):
+        temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        temporary.rename(path)
     for each in recorder.trackers:
         each.close(figures(metrics))
 

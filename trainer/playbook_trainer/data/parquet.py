@@ -15,6 +15,9 @@ from playbook_trainer.data.vqa import Sample, question_answer, refuse_video
 OPEN_BYTES = 256 * 2**20
 """Row groups that one worker keeps at hand; at least one, however large."""
 
+MAX_GROUP_BYTES = 4 * 2**30
+"""A larger row group is refused: a worker would hold it whole, and one more for each further lane."""
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -44,6 +47,8 @@ def vqa_groups(files: Sequence[Path], name: str) -> Sharded[Sample]:
 def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> Sharded[Any]:
     parquet = _parquet()
     metadata = [_metadata(parquet, file) for file in files]
+    for file, m in zip(files, metadata, strict=True):
+        _check_size(file, m, columns)
     groups = [(f, g) for f, m in enumerate(metadata) for g in range(m.num_row_groups)]
     if not groups:
         raise DataError(f"{name} holds no row")
@@ -107,6 +112,20 @@ def _metadata(parquet: Any, file: Path) -> Any:
         return parquet.read_metadata(file)
     except (OSError, ValueError) as e:  # pyarrow's own errors are of these kinds
         raise DataError(f"{file} cannot be read as parquet: {e}") from e
+
+
+def _check_size(file: Path, metadata: Any, columns: list[str]) -> None:
+    """Refuse a row group, by the sizes in the file's footer, that would fill the memory of a worker."""
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        parts = (group.column(i) for i in range(group.num_columns))
+        sizes = [(c, p.total_uncompressed_size) for p in parts if (c := p.path_in_schema.partition(".")[0]) in columns]
+        total = sum(size for _, size in sizes)
+        if total > MAX_GROUP_BYTES:
+            raise DataError(
+                f"{file}: row group {g} holds {total / 2**20:.1f} MiB in {', '.join(dict.fromkeys(c for c, _ in sizes))}, and a worker holds one "
+                f"whole; expected at most {MAX_GROUP_BYTES / 2**20:g} MiB: write the file anew with smaller row groups, of some hundred rows"
+            )
 
 
 def _parquet() -> Any:

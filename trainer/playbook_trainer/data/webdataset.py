@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from playbook.errors import DataError
-from playbook_trainer.data.images import MAX_FILE_BYTES
+from playbook_trainer.data.images import MAX_FILE_BYTES, BadImage
 from playbook_trainer.data.streams import Mapped, Recent, Sharded
 from playbook_trainer.data.text import is_text
 from playbook_trainer.data.vqa import Sample, question_answer
@@ -31,6 +32,11 @@ UNREAD = ("avif", "bmp", "gif", "heic", "heif", "jp2", "jxl", "tif", "tiff")
 VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
 OPEN_MEMBERS = 200_000
 """Members of the shards whose indices one worker keeps at hand."""
+MAX_TEXT_BYTES = 16 * 2**20
+"""No question, answer or caption is longer; reading what is would fill the memory of a worker."""
+MAX_HEADER_BYTES = 2**20
+"""A long name, or what else a header adds to a member, which tarfile reads whole."""
+_ADDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,30 @@ class Member:
         return f"{self.tar}:{self.name}"
 
     def read(self) -> bytes:
-        """The member's bytes."""
+        """The member's bytes.
+
+        Raises:
+            BadImage: there are more than of any image.
+        """
+        if self.size > MAX_FILE_BYTES:
+            why = f"too_large: more than {MAX_FILE_BYTES >> 20} MiB"
+            raise BadImage(
+                "too_large", f"{self} cannot be used as an image ({why}); replace it, take its sample out, or set data.on_bad_image=skip"
+            )
         with self.tar.open("rb") as file:
-            return os.pread(file.fileno(), min(self.size, MAX_FILE_BYTES), self.offset)
+            return os.pread(file.fileno(), self.size, self.offset)
+
+
+class _Bounded(tarfile.TarInfo):
+    """A member whose additional headers are of the size that headers have."""
+
+    def _proc_member(self, archive: Any) -> Any:
+        if self.type in _ADDED and self.size > MAX_HEADER_BYTES:
+            raise DataError(
+                f"{archive.name}: a header before member {len(archive.members) + 1} holds {self.size >> 20} MiB; expected at most "
+                f"{MAX_HEADER_BYTES >> 20} MiB: the shard is broken, write it anew"
+            )
+        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def tar_samples(files: Sequence[Path], name: str) -> Sharded[Sample]:
@@ -65,7 +92,7 @@ def index(tar: Path) -> list[list[Member]]:
     """
     members, end = [], tar.stat().st_size
     try:
-        with tarfile.open(tar, "r:") as archive:
+        with tarfile.open(tar, "r:", tarinfo=_Bounded) as archive:
             for info in archive:
                 if info.isdir():
                     continue
@@ -125,6 +152,10 @@ def _json(member: Member) -> dict[str, object]:
 
 
 def _utf8(member: Member) -> str:
+    if member.size > MAX_TEXT_BYTES:
+        raise DataError(
+            f"{member} holds {member.size >> 20} MiB; expected a text of at most {MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample out"
+        )
     try:
         text = member.read().decode("utf-8")
     except UnicodeDecodeError as e:

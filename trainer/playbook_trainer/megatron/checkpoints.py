@@ -5,12 +5,13 @@
     <dir>/.writing-00000040/                being written
 
 Training waits until everything is written. A run resumes on another number of data-parallel ranks, but with the same tensor, pipeline and
-expert parallelism: that is what the optimizer's own format allows. Tensors are read by megatron-core and torch, which open pickles among their
-files, so a folder from someone else is as good as a program from them.
+expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see `pickles`
+for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
 import pickle
@@ -43,7 +44,7 @@ from playbook_trainer.checkpoint_files import (
     writing_folder,
 )
 from playbook_trainer.config import TrainerConfig, dump
-from playbook_trainer.megatron import wrap
+from playbook_trainer.megatron import pickles, wrap
 from playbook_trainer.megatron.weights import unwrapped
 from playbook_trainer.parallel.axes import Axes
 
@@ -58,6 +59,8 @@ class MegatronHeader(Header):
 
     schema_: Literal["megatron-checkpoint/1"] = Field(default="megatron-checkpoint/1", alias="schema")
     format: Literal["torch_dist", "fsdp_dtensor"]
+    files: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of every file but those of tensors, which keep checksums of their own; checkpoints of older versions have none."""
 
 
 class MegatronSaver:
@@ -88,7 +91,7 @@ class MegatronSaver:
 
         try:
             wrap.make_state(self._optim)
-            with checked(folder):
+            with checked(folder, header.files):
                 self._load(folder)
         except (torch.cuda.OutOfMemoryError, dist.DistError):
             raise  # the folder may be as good as ever
@@ -180,7 +183,13 @@ class MegatronSaver:
     def _finish(self, folder: Path, step: int, data: dict[str, Any]) -> None:
         told = dump(self._config)
         header = MegatronHeader(
-            step=step, world_size=self._axes.world.size, parallel=told["parallel"], model=told["model"], data=data, format=self._format
+            step=step,
+            world_size=self._axes.world.size,
+            parallel=told["parallel"],
+            model=told["model"],
+            data=data,
+            format=self._format,
+            files=hashes(folder),
         )
         write_durably(folder / INDEX, sealed(header.model_dump_json(by_alias=True).encode()))
         folder.rename(self._root / f"step_{step:08d}")
@@ -192,13 +201,24 @@ class MegatronSaver:
             shutil.rmtree(gone, ignore_errors=True)
 
 
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a checkpoint but those of tensors, by name."""
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".distcp")
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
 @contextmanager
-def checked(folder: Path) -> Iterator[None]:
-    """Inside this block, what torch's reader hands out of files of tensors is as it was written; megatron-core's reader is one, too.
+def checked(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
+    """Inside this block, what torch's reader hands out of files of tensors is as it was written, megatron-core's reader is one, too, and
+    torch reads the index and objects without running code.
 
     Raises:
-        ValueError, zipfile.BadZipFile: the state that all ranks have in common is not as it was written.
+        ValueError, zipfile.BadZipFile: the state that all ranks have in common, or the index, is not as it was written.
     """
+    found = hashes(folder)
+    for name in files:
+        if found.get(name) != files[name]:
+            raise ValueError(f"bytes of {name} are not as they were written, by their checksum" if name in found else f"{name} is missing")
     for common in folder.glob("*.pt"):
         with common.open("rb") as file:
             as_written(file, common.name)
@@ -212,7 +232,8 @@ def checked(folder: Path) -> Iterator[None]:
 
     reader._slice_file = slice_file
     try:
-        yield
+        with pickles.restricted():
+            yield
     finally:
         reader._slice_file = plain
 
