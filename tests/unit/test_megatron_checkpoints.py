@@ -88,7 +88,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
 )
 def test_files_that_cannot_be_read_are_one_message(fault: BaseException, saver: Saver, tmp_path: Path) -> None:
     assert saver(tmp_path).save(2, {"row": 0})
-    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: \w.*; remove it"):
+    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: \w.*; move it elsewhere"):
         saver(tmp_path, fault).restore()
 
 
@@ -116,7 +116,7 @@ def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
     values, written = torch.arange(3.0, 12.0).numpy().tobytes(), file.read_bytes()
     assert values in written
     file.write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
-    with pytest.raises(ConfigError, match=f"bytes of {altered} are not as they were written, by their checksum; remove it"):
+    with pytest.raises(ConfigError, match=f"bytes of {altered} are not as they were written, by their checksum; move it elsewhere"):
         one.restore()
 
 
@@ -150,6 +150,8 @@ def whole(saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             found["b"] = torch.load(folder / "common.pt")["b"]
 
         monkeypatch.setattr(MegatronSaver, "_load", load)
+        # megatron-core 0.19 keeps the index of a folder for as long as the process lives; a run reads one once.
+        getattr(reader, "clear_metadata_cache", lambda: None)()
         one.restore()
         return found["a"].tolist(), found["rate"], found["b"].tolist()
 
@@ -181,7 +183,7 @@ def test_a_hostile_checkpoint_runs_no_code(planted: str, reader: type, whole: Ca
     for name in ("sha256", "files"):  # who writes the one can write the other
         header.pop(name)
     (folder / "checkpoint.json").write_text(json.dumps(header))
-    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: .*; remove it") as said:
+    with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: .*; move it elsewhere") as said:
         whole(reader)
     assert not marker.exists()
     assert "mkdir" in str(said.value)
@@ -217,7 +219,7 @@ def test_flipped_bits_are_refused_or_change_nothing(sums: bool, reader: type, wh
 
 def test_a_file_that_is_gone_is_noticed(whole: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "step_00000002" / "common.pt").unlink()
-    with pytest.raises(ConfigError, match=r"common\.pt is missing; remove it"):
+    with pytest.raises(ConfigError, match=r"common\.pt is missing; move it elsewhere"):
         whole(dcp.FileSystemReader)
 
 

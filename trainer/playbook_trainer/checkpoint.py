@@ -208,7 +208,7 @@ def _read(state: State, folder: Path, index: Index) -> None:
             warnings.simplefilter("ignore")
             dcp.load(dict(state), storage_reader=Reader(folder, index), planner=LoadPlanner(), no_dist=True)
     except (OSError, dcp.CheckpointException) as e:
-        raise ConfigError(f"{folder} cannot be read: {cause(e)}; remove it to go on from an older checkpoint") from e
+        raise ConfigError(f"{folder} cannot be read: {cause(e)}; move it elsewhere to go on from an older checkpoint") from e
 
 
 def _local(param: Tensor) -> Tensor:

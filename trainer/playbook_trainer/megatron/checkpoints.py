@@ -96,7 +96,7 @@ class MegatronSaver:
         except (torch.cuda.OutOfMemoryError, dist.DistError):
             raise  # the folder may be as good as ever
         except (*_UNREADABLE, CheckpointingException) as e:
-            raise ConfigError(f"{folder} cannot be read: {cause(e)}; remove it to go on from an older checkpoint") from e
+            raise ConfigError(f"{folder} cannot be read: {cause(e)}; move it elsewhere to go on from an older checkpoint") from e
         self.latest = header.step
         return header
 
