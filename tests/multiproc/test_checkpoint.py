@@ -315,6 +315,24 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(saved: Path, forks: Forks
     assert forks.run([*line, "train.steps=3"], 1, free_port()) == [0]
 
 
+def test_two_runs_do_not_share_an_output(forks: Forks, tmp_path: Path) -> None:
+    """Their steps would stand among each other in one file, and each would end well."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("of the other\n")
+    line = [TEXT, *QUICK, f"output={out}", "train.steps=1", "train.warmup_steps=0"]
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert forks.run(line, 1, free_port()) == [2]
+        (said,) = [x for x in forks.text(0).splitlines() if x.startswith(f"error: output {out} is in use by process {other.pid} on ")]
+        assert "choose another folder" in said
+        assert sorted(p.name for p in out.iterdir()) == [".lock", "metrics.jsonl"]
+        assert (out / "metrics.jsonl").read_text() == "of the other\n"
+        other.kill()
+    assert forks.run(line, 1, free_port()) == [0]
+
+
 def test_a_checkpoint_is_not_taken_for_the_folder_of_all(saved: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from playbook import locks
 from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 
@@ -80,7 +81,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     if config.checkpoint.every and config.checkpoint.dir and rank == 0:
         hf.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     if rank == 0:
-        _check_output(Path(config.output))
+        _take_output(Path(config.output))
         if config.checkpoint.dir:
             traced = config.profile.nvtx or config.profile.kineto
             hold(Path(config.checkpoint.dir), None if traced else config.train.steps)
@@ -114,14 +115,20 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _check_output(folder: Path) -> None:
-    """Make the folder of the run's files now, rather than find after the model has been built that they have no place."""
+def _take_output(folder: Path) -> None:
+    """Make the folder of the run's files now, rather than find after the model has been built that they have no place, and keep other runs out of it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"output {folder} cannot be written: no permission; choose another folder")
+        who = locks.take(folder)
     except OSError as e:
         raise ConfigError(f"output {folder} cannot be written: {e.strerror or e}; choose another folder") from e
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"output {folder} cannot be written: no permission; choose another folder")
+    if who:
+        raise ConfigError(
+            f"output {folder} is in use by {who}, and two runs would mix their steps; wait until that has ended, or choose another folder "
+            f"(if its machine has died, remove {folder / locks.LOCK})"
+        )
 
 
 if __name__ == "__main__":
