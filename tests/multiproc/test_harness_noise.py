@@ -1,0 +1,91 @@
+"""The noise of a machine, from runs of one configuration against itself: kept, checked by a fresh pair, and measured anew where it misleads."""
+
+import functools
+import io
+import json
+
+import pytest
+from planted_case import FAKE, bench
+from typer.testing import CliRunner
+
+from playbook.cli import app
+from playbook_bench import aa, launch, report, store
+
+
+def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
+    plant()
+    noise = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert 0 < noise.deviation < 0.05
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.aa == noise.baseline
+    assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
+
+
+def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
+    """The first run of each pair is slower, as beside a neighbour that comes and goes."""
+    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(launch.LocalLauncher, FAKE))
+    words = ["bench", "aa", case(), "--profile", "cpu", "--results", str(tmp_path / "results")]
+    plant(baseline={"slower": 0.1, "launches": [1, 3, 5, 7]})
+    disturbed = CliRunner().invoke(app, words)
+    assert disturbed.exit_code == 3, disturbed.output
+    assert "contaminated" in disturbed.output
+    assert "not stored" in disturbed.output
+    assert not list((tmp_path / "results").rglob("*.json"))
+    plant()
+    clean = CliRunner().invoke(app, [*words, "--json"])
+    assert clean.exit_code == 0, clean.output
+    (stored,) = (tmp_path / "results").rglob("*.json")
+    assert json.loads(clean.stdout)["path"] == str(stored)
+
+
+def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
+    plant()
+    stored = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    plant(candidate={"slower": 0.5}, baseline={"slower": 0.1, "launches": [2]})
+    found = bench(case(), tmp_path)
+    now = found.evidence.measured.aa
+    assert len(now.runs) == len(stored.baseline.runs) + 2, "the pair that showed it stays in"
+    assert not any(r.role == "aa" for r in found.evidence.measured.runs)
+    assert found.evidence.derived.comparison.floor > 2 * stored.deviation
+    assert found.status == "measured"
+    assert store.replay(found.path)[0]
+
+
+def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise_is_stored(case, tmp_path, plant):
+    plant()
+    quiet = aa.run(case(), results=tmp_path / "quiet", command=FAKE, profile="cpu")
+    plant(baseline={"slower": 0.1, "launches": [4]})
+    odd = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert [r.pair for r in odd.baseline.runs] == [0, 0, None, None, 2, 2, 3, 3, 4, 4], "what was set aside stays on record"
+    assert odd.path is not None
+    assert odd.deviation < 2 * quiet.deviation
+    out = io.StringIO()
+    report.print_noise(odd, report.console(out))
+    assert "4 pairs" in out.getvalue()
+    assert "one pair was set aside" in " ".join(out.getvalue().split())
+    found = bench(case(), tmp_path)
+    assert found.evidence.measured.aa == odd.baseline, "it is not measured again by the next series"
+    assert found.evidence.derived.comparison.floor == pytest.approx(odd.deviation)
+    assert store.replay(found.path) == (True, [])
+
+
+def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tmp_path, plant):
+    """Two odd launches in ten are what this machine does: the floor has to hold them."""
+    plant(baseline={"slower": 0.1, "launches": [4, 9]})
+    found = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    assert [r.pair for r in found.baseline.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert found.deviation > 0.04
+
+
+def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_next_series(case, tmp_path, plant):
+    """A noise of before the rule, or of a series whose fresh pair was odd, would else hide effects until it expires."""
+    plant()
+    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    plant(baseline={"slower": 0.1, "launches": [2]})
+    assert bench(case(), tmp_path).evidence.derived.comparison.floor > 0.03, "the series that saw it keeps it"
+    plant()
+    for _ in range(2):
+        found = bench(case(), tmp_path)
+        assert found.evidence.derived.comparison.floor < 0.01
+        assert store.replay(found.path) == (True, [])
+    assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2, "measured anew once, then checked by a fresh pair"
