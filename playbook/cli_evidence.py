@@ -27,15 +27,16 @@ def evidence_list(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
 ) -> None:
     """List the records: those of this folder's runs and those in the repository."""
+    from playbook.cards import by_claim
     from playbook.evidence import EVIDENCE
     from playbook.validate import load_all
 
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     cards = load_all()
-    claims = _claims(cards)
+    claims = by_claim(cards)
     found = [r for r in reversed(records_here(cards, here(), results)) if r.schema == EVIDENCE]
-    rows = [{**_row(r, claims.get(r.claim or "")), **_origin(r)} for r in found]
+    rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(r)} for r in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -130,20 +131,15 @@ def _word(row: Mapping[str, Any]) -> str:
     return f"{row['status']}, stale" if row.get("stale") else str(row["status"])
 
 
-def _claims(cards: Mapping[str, Card]) -> dict[str, Claim | MechanismCheck]:
-    from playbook.cards import by_claim
-
-    return {claim: found for claim, (_, found) in by_claim(cards).items()}
-
-
 def _stale_file(path: Path) -> str | None:
     """Why the verdict in a file no longer speaks for the present, on this machine."""
+    from playbook.cards import by_claim
     from playbook.evidence import read_file
     from playbook.validate import load_all
 
-    cards = load_all()
-    record = read_file(path, cards, present(here()))
-    return record.stale(_today(), _claims(cards).get(record.claim or ""))
+    claims = by_claim(load_all())
+    record = read_file(path, claims, present(here()))
+    return record.stale(_today(), claims[record.claim][1] if record.claim in claims else None)
 
 
 def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from playbook.document import did_you_mean, read_bytes
 from playbook.errors import FileError, Finding, PlaybookError
 from playbook.moved import Here, moved
 
+Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
+"""Claims by id, each with the id of its card, as `playbook.cards.by_claim` gives them."""
 EVIDENCE, TRACE = "evidence/1", "trace/1"
 KNOWN = (EVIDENCE, TRACE, "baseline/1")
 MAX_BYTES = 64_000_000
@@ -181,9 +183,10 @@ def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, prese
     """
     found: dict[tuple[str, str], Record] = {}
     findings: list[Finding] = []
+    claims = None if cards is None else by_claim(cards)
     for path in _files(folders):
         try:
-            record = read_file(path, cards, present)
+            record = read_file(path, claims, present)
         except ValueError as e:
             findings.append(Finding(str(path), 1, 1, str(e)))
             continue
@@ -195,17 +198,17 @@ def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, prese
     return sorted(found.values(), key=lambda r: (r.created, r.id), reverse=True)
 
 
-def read_file(path: Path, cards: Mapping[str, Card] | None = None, present: Present | None = None) -> Record:
-    """The record in one file; the rest as `read`.
+def read_file(path: Path, claims: Claims | None = None, present: Present | None = None) -> Record:
+    """The record in one file; with `claims`, each with its card, one on any other claim speaks for none.
 
     Raises:
         ValueError: the file is no record; the message goes behind its path.
     """
     record = replace(_load(path), present=present or Present())
-    return record if cards is None else replace(record, foreign=_foreign(record, by_claim(cards)))
+    return record if claims is None else replace(record, foreign=_foreign(record, claims))
 
 
-def _foreign(record: Record, claims: Mapping[str, tuple[str, Claim | MechanismCheck]]) -> bool:
+def _foreign(record: Record, claims: Claims) -> bool:
     home = claims.get(record.claim or "")
     return record.claim is not None and not (home and speaks_for(record.get("measured", "claim"), *home))
 
