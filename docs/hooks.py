@@ -10,9 +10,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from typer.main import get_command
 
-from playbook import cli, site
-from playbook.cli_site import reference
+from playbook.cli import app
+from playbook.cli.site import reference
 from playbook.errors import PlaybookError
+from playbook.site import build
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
 LUNR = ("e=e+s+o.id}return e}", 'e=e+s+o.id+","}return e}')
@@ -28,7 +29,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     folders = [*(root / p for p in config.extra["results"]), *more]
     cards = root / config.extra["cards"] if "cards" in config.extra else None
     try:
-        made = site.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(get_command(cli.app)))
+        made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(get_command(app.app)))
     except PlaybookError as e:
         raise PluginError(str(e)) from e
     config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain

@@ -1,6 +1,6 @@
 """`python -m playbook` is `playbook`."""
 
-from playbook.cli import main
+from playbook.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-// Which layouts are possible, in the browser: a port of playbook/layout.py, layout_rules.py, plan.py and nearest.py, which name the source of
+// Which layouts are possible, in the browser: a port of playbook/planner/layout.py, layout_rules.py, plan.py and nearest.py, which name the source of
 // each rule. Models, choices and constants come from tables that Python writes; tests/site compares every sentence with Python's.
 var PlaybookLayout = (function () {
   "use strict";
@@ -9,7 +9,7 @@ var PlaybookLayout = (function () {
   const sorted = (names) => [...names].sort();
   const both = (names, of) => sorted(names.filter((n) => of.includes(n)));
 
-  // --- a plan from words, as playbook/plan.py reads them ---------------------------------------------------------------------------
+  // --- a plan from words, as playbook/planner/plan.py reads them ---------------------------------------------------------------------------
 
   function number(tables, key, text) {
     const least = key === "gbs" ? 0 : 1, most = key === "layers" ? tables.deepest : tables.largest, value = Number(text);
@@ -77,7 +77,7 @@ var PlaybookLayout = (function () {
   const lcm = (a, b) => a / gcd(a, b) * b;
   const minGpus = (p) => p.pp * lcm(p.tp * p.cp, p.ep * p.etp);
 
-  // --- rules on degrees: playbook/layout.py ----------------------------------------------------------------------------------------
+  // --- rules on degrees: playbook/planner/layout.py ----------------------------------------------------------------------------------------
 
   function broken(tables, p) {
     const low = ["gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "mbs"].filter((k) => p[k] < 1);
@@ -129,7 +129,7 @@ var PlaybookLayout = (function () {
     return [];
   }
 
-  // --- rules on features: playbook/layout_rules.py, in its order -------------------------------------------------------------------
+  // --- rules on features: playbook/planner/rules.py, in its order -------------------------------------------------------------------
 
   function labels(p, o, tables) {
     const given = {dispatcher: o.dispatcher ? [o.dispatcher] : [], cp_comm: o.cp_comm ? [o.cp_comm] : [], sharding: [o.sharding],
@@ -272,7 +272,7 @@ var PlaybookLayout = (function () {
 
   const RULES = [labels, splitSequence, widths, expertsGrid, pipeline, dispatcher, context, sharding, recompute, graphs, offload, overlap];
 
-  // --- the nearest legal layouts: playbook/nearest.py ------------------------------------------------------------------------------
+  // --- the nearest legal layouts: playbook/planner/nearest.py ------------------------------------------------------------------------------
 
   const round9 = (x) => Math.round(x * 1e9) / 1e9;
   const apart = (a, b) => round9(Math.abs(Math.log2(a) - Math.log2(b)));

@@ -1,4 +1,4 @@
-// Parameters, memory per rank and FLOPs per token, in the browser: a port of playbook/parameters.py, activations.py, pipeline.py, memory.py and
+// Parameters, memory per rank and FLOPs per token, in the browser: a port of playbook/planner/parameters.py, activations.py, pipeline.py, memory.py and
 // flops.py, which name the source of each formula. Constants come from tables that Python writes; tests/site compares the figures with Python's.
 var PlaybookMemory = (function (layout) {
   "use strict";

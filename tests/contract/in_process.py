@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from playbook import cli
+from playbook.cli import app
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
     with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
+        app.main(list(words))
     out, err = capsys.readouterr()
     return int(stop.value.code or 0), out, err

@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 
-from playbook import cli_check, validate
-from playbook.document import load
+from playbook.cards import load as validate
+from playbook.cards.load import check_cards, read_cards
+from playbook.cli import check
 from playbook.errors import FileError
 from playbook.paths import data_root
-from playbook.validate import check_cards, read_cards
+from playbook.yaml_files import load
 
 CARD = data_root("cards") / "moe-dispatcher-choice.yaml"
 
@@ -24,7 +25,7 @@ def place(text, needle):
 
 def findings(tmp_path, text, name=CARD.name):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    return [str(f) for f in cli_check.check_all([tmp_path])[2] if not f.warning]
+    return [str(f) for f in check.check_all([tmp_path])[2] if not f.warning]
 
 
 def alone(text):
@@ -86,7 +87,7 @@ def test_a_card_without_faults_has_no_findings(tmp_path, text):
 
 
 def test_a_card_that_replaces_itself_is_not_a_duplicate(tmp_path):
-    assert [str(f) for f in cli_check.check_all([CARD])[2] if not f.warning] == []
+    assert [str(f) for f in check.check_all([CARD])[2] if not f.warning] == []
 
 
 def test_a_name_that_differs_from_the_id_is_found(tmp_path, text):
@@ -165,8 +166,8 @@ CASE_FAULTS = [
 def case_findings(folder, text):
     """What is wrong with a case of this text."""
     (folder / "planted.yaml").write_text(text, encoding="utf-8")
-    cases, found = cli_check.read_cases(folder)
-    return [str(f) for f in found + [f for c in cases.values() for f in cli_check.check_case(c)]]
+    cases, found = check.read_cases(folder)
+    return [str(f) for f in found + [f for c in cases.values() for f in check.check_case(c)]]
 
 
 def test_a_case_without_faults_has_no_findings(tmp_path):
@@ -184,20 +185,20 @@ def test_a_planted_fault_in_a_case_is_found(tmp_path, old, new, says):
 def test_a_file_among_the_cases_that_is_none_is_a_finding(tmp_path):
     shutil.copy(data_root("cases") / "cp-dp-floor.yaml", tmp_path)
     (tmp_path / "readme.txt").write_text("x", encoding="utf-8")
-    cases, found = cli_check.read_cases(tmp_path)
+    cases, found = check.read_cases(tmp_path)
     assert list(cases) == ["cp-dp-floor"]
     assert [f.message for f in found] == ["is no case; only cases (*.yaml) belong here, move it elsewhere"]
 
 
 def test_trainer_keys_are_those_of_the_tree():
-    keys = cli_check.trainer_keys()
+    keys = check.trainer_keys()
     assert {"parallel.ep", "model.vision.depth", "model.preset", "train.compile.backend", "model", "backend"} <= keys
     assert "parallel.epp" not in keys
 
 
 def test_every_case_loads_alone():
     for path in sorted(data_root("cases").glob("*.yaml")):
-        assert load(path, cli_check.Case)[0].id == path.stem
+        assert load(path, check.Case)[0].id == path.stem
 
 
 DISPUTE = """
@@ -250,7 +251,7 @@ def of_another_repository(root, text, case):
     (root / "bench" / "cases" / "our-floor.yaml").write_text(case, encoding="utf-8")
     text = text.replace("case: moe-dispatcher-deepep-vs-alltoall", "case: our-floor")
     (root / "cards" / "planted.yaml").write_text(text, encoding="utf-8")
-    return [f for f in cli_check.check_all([root / "cards"])[2] if not f.warning]
+    return [f for f in check.check_all([root / "cards"])[2] if not f.warning]
 
 
 def test_a_card_is_checked_against_the_cases_that_lie_beside_it(tmp_path, text):

@@ -6,11 +6,11 @@ from itertools import combinations
 
 import pytest
 
-from playbook.cli_check import check_all, read_cases
-from playbook.layout import min_gpus
-from playbook.lint_base import overlap
+from playbook.cards.load import card_files, load_all
+from playbook.cli.check import check_all, read_cases
+from playbook.lint.base import overlap
 from playbook.paths import data_root
-from playbook.validate import card_files, load_all
+from playbook.planner.layout import min_gpus
 
 CARDS = load_all()
 CASES, _ = read_cases(data_root("cases"))

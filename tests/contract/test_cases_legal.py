@@ -6,12 +6,12 @@ import contextlib
 
 import pytest
 
+from playbook.cards.load import load_all
 from playbook.errors import ConfigError
-from playbook.validate import load_all
-from playbook_bench.case import LAUNCHED_KINDS, list_cases, load_case
-from playbook_bench.rules import named
-from playbook_bench.variants import resolve_all
-from playbook_trainer import checks
+from playbook.records.case import LAUNCHED_KINDS, list_cases, load_case
+from playbook_bench.judge.curve_rules import named
+from playbook_bench.run.variants import resolve_all
+from playbook_trainer.config import checks
 from playbook_trainer.megatron import checks as megatron
 
 CASES = [case for case in map(load_case, list_cases()) if case.kind in LAUNCHED_KINDS]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from playbook import cli
+from playbook.cli import app
 
 # fmt: off
 WANTED = [
@@ -83,7 +83,7 @@ WANTED = [
 
 def test_every_claim_is_in_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["cards", "list", "--claims", "--json"])
+        app.main(["cards", "list", "--claims", "--json"])
     assert not stop.value.code
     rows = json.loads(capsys.readouterr().out)
     held = [row["id"] for row in rows]

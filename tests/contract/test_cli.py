@@ -13,10 +13,11 @@ import pytest
 import typer
 from in_process import run
 
-from playbook import cli, paths
-from playbook.cli_site import commands
-from playbook.evidence import read, verdicts
+from playbook import paths
+from playbook.cli import app
+from playbook.cli.site import commands
 from playbook.paths import data_root, repo_root
+from playbook.records.read import read, verdicts
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
 
@@ -48,7 +49,7 @@ def computed_by_children():
 
 
 def test_every_command_says_what_it_is_for_and_documents_its_options():
-    found = list(commands(typer.main.get_command(cli.app), "playbook"))
+    found = list(commands(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
         *("version", "train", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
@@ -291,28 +292,28 @@ def test_site_build_writes_pages_for_cards_commands_and_metrics(capsys, tmp_path
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (None, None)])
 def test_budgets(text, seconds):
-    assert cli._seconds(text) == seconds
+    assert app._seconds(text) == seconds
 
 
 def test_every_command_is_in_the_readme():
     readme = (repo_root() / "README.md").read_text(encoding="utf-8")
-    for command in commands(typer.main.get_command(cli.app), "playbook"):
+    for command in commands(typer.main.get_command(app.app), "playbook"):
         assert command.name.split()[-1] in readme, command.name
 
 
 def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, monkeypatch):
     """As the site and the MCP server say it: a verdict on "at most 5 %" says nothing of "at most 1 %"."""
-    from playbook import validate
+    from playbook.cards import load
 
     def changed():
         _, out, _ = run(capsys, "evidence", "list", "--json")
         return {row["evidence"]: row["claim"] for row in json.loads(out) if "the claim has changed since" in row["stale"]}
 
     before = changed()
-    cards = validate.load_all()
+    cards = load.load_all()
     card = cards["moe-dispatcher-choice"]
     claims = [c.model_copy(update={"expect": c.expect.model_copy(update={"op": ">="})}) if c.id == "W9" else c for c in card.claims]
-    monkeypatch.setattr(validate, "load_all", lambda: cards | {card.id: card.model_copy(update={"claims": claims})})
+    monkeypatch.setattr(load, "load_all", lambda: cards | {card.id: card.model_copy(update={"claims": claims})})
     _, out, _ = run(capsys, "cards", "list", "--claims", "--json")
     stale = {row["id"]: row["stale"] for row in json.loads(out)}
     assert "the claim has changed since" in stale["W9"]
@@ -333,13 +334,14 @@ def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypa
 
 def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsys, elsewhere, monkeypatch):
     """As on the site and over MCP: a claim that is refuted on a GPU does not read as confirmed because a CPU ran it too."""
-    from playbook_bench import preflight, store
+    from playbook_bench.machine import detect
+    from playbook_bench.run import store
 
     known = store.load(next(r.path for r in verdicts(read([data_root("results")]), "T7.m")))
     there = known.measured.model_copy(update={"machine": known.measured.machine.model_copy(update={"name": "h200x8"})})
     refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
     store.write(store.evidence_of(there, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
-    monkeypatch.setattr(preflight, "performance_revision", lambda: 99)
+    monkeypatch.setattr(detect, "performance_revision", lambda: 99)
     _, out, _ = run(capsys, "cards", "show", "vlm-real-data", "--json")
     found = {v["machine"]: v for v in json.loads(out)["status"]["T7.m"]["verdicts"]}
     assert found["h200x8"]["status"] == "refuted"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from in_process import run
 
-from playbook import cli_exit
+from playbook.cli import exit_codes
 from playbook.paths import repo_root
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
@@ -33,7 +33,7 @@ def test_a_reader_that_left_is_neither_confirmed_nor_refuted(tmp_path, words):
         done = subprocess.run([*PLAYBOOK, *words], env=ENV, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (cli_exit.READER_LEFT, "")
+    assert (done.returncode, done.stderr) == (exit_codes.READER_LEFT, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -64,7 +64,7 @@ def test_no_accident_has_the_code_of_a_verdict(capsys, fault, code, says):
     def app(*words, **options):
         raise fault
 
-    assert cli_exit.run(app, []) == code
+    assert exit_codes.run(app, []) == code
     assert says in capsys.readouterr().err
 
 

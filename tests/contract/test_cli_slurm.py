@@ -10,11 +10,11 @@ import pytest
 import submitit
 from in_process import run
 
-from playbook import cli, cli_slurm
+from playbook.cli import app, slurm
 from playbook.paths import repo_root
-from playbook_bench import cluster
-from playbook_trainer import config as trainer_config
-from playbook_trainer import environment
+from playbook_bench.launch import cluster
+from playbook_trainer.config import environment
+from playbook_trainer.config import tree as trainer_config
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "slurm"
 TINY = str(repo_root() / "trainer/configs/qwen3_moe_tiny.yaml")
@@ -178,9 +178,9 @@ def test_a_job_that_reached_its_time_limit_too_often_says_so(monkeypatch, capsys
     def cut(*_, **__):
         raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
 
-    monkeypatch.setattr(cli, "app", cut)
+    monkeypatch.setattr(app, "app", cut)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert cli_slurm.Job(["train"], str(tmp_path))() == 5
+    assert slurm.Job(["train"], str(tmp_path))() == 5
     said = capsys.readouterr().err
     assert said.startswith("error: the job is given up (Job not requeued because: timed-out too many times.)")
     assert said.count("\n") == 1
@@ -208,7 +208,7 @@ def test_how_a_job_without_a_result_ended_is_said(state, said, capsys, elsewhere
         (elsewhere / name).write_text(f"#!/bin/sh\n{text}\n")
         (elsewhere / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(elsewhere), prepend=":")
-    monkeypatch.setattr(cli_slurm, "_POLL_S", 0.01)
+    monkeypatch.setattr(slurm, "_POLL_S", 0.01)
     code, _, err = run(capsys, "confirm", "--launcher", "slurm", "--job", "7")
     assert (code, err) == (5, f"job 7 ended without a result{said}; its log is {folder}/7_0_log.out\n")
 
@@ -228,7 +228,7 @@ def test_times_are_read_in_minutes(text, expected):
 
 
 def test_a_container_is_an_option_of_srun_and_its_own_python(monkeypatch):
-    from playbook_bench.slurm import Allocation
+    from playbook_bench.launch.slurm import Allocation
 
     monkeypatch.setattr(cluster, "allocation", lambda: Allocation("7", ("n1", "n2"), "10.0.0.1"))
     image = cluster.Container(image="nvcr.io/nvidia/pytorch:26.01-py3", mounts=["/shared:/shared", "/data:/data"])
@@ -243,7 +243,7 @@ def test_a_container_is_an_option_of_srun_and_its_own_python(monkeypatch):
 def test_a_cluster_file_that_ships_with_the_tests_fits_its_schema():
     from jsonschema import Draft202012Validator
 
-    from playbook import document
+    from playbook import yaml_files
 
     schema = json.loads((repo_root() / "schemas/cluster.schema.json").read_text(encoding="utf-8"))
-    assert not list(Draft202012Validator(schema).iter_errors(document.read(FIXTURES / "cluster.yaml")[0]))
+    assert not list(Draft202012Validator(schema).iter_errors(yaml_files.read(FIXTURES / "cluster.yaml")[0]))

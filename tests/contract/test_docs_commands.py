@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from playbook import cli_skills, skills_check
+from playbook.cli import skills
 from playbook.paths import repo_root
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.dry_run import dry_run
+from playbook.skills import check
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load, parse_overrides
 
 ROOT = repo_root()
 FORM = re.compile(r"\[|\.\.\.|^N$")
@@ -21,13 +22,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/trainer-file
 
 @pytest.fixture(scope="module")
 def known():
-    return cli_skills.known_here([])
+    return skills.known_here([])
 
 
 def problems(text, known):
     page = SimpleNamespace(body=lambda: enumerate(text.splitlines(), start=1))
-    found = [(line, words) for line, words in skills_check.command_lines(page) if not any(FORM.search(w) for w in words)]
-    told = [f"{line}: {what}" for line, words in found for what in skills_check._command(words, known, set())]
+    found = [(line, words) for line, words in check.command_lines(page) if not any(FORM.search(w) for w in words)]
+    told = [f"{line}: {what}" for line, words in found for what in check._command(words, known, set())]
     return [t for t in told if "Missing argument" not in t]  # a sentence names `playbook train --dry-run` and does not call it
 
 
@@ -39,7 +40,7 @@ def test_the_commands_of_the_pages_are_taken(path, known):
 def runs(text):
     """The trainer's runs that a page shows with a number of ranks, as configuration, overrides and ranks."""
     page = SimpleNamespace(body=lambda: enumerate(text.splitlines(), start=1))
-    for _, words in skills_check.command_lines(page):
+    for _, words in check.command_lines(page):
         given = {k: v for k, v in itertools.pairwise(words) if k.startswith("--")}
         if words[0] == "torchrun":
             yield (

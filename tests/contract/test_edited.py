@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import validate
-from playbook.cards import by_claim
-from playbook.cli_mcp import library_here
-from playbook.evidence import EVIDENCE, Present, read, verdicts
-from playbook.mcp import claim_answer
-from playbook.moved import Here
+from playbook.cards import load
+from playbook.cards.model import by_claim
+from playbook.cli.mcp import library_here
+from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
-from playbook_bench import edited as module
-from playbook_bench import preflight
-from playbook_bench.case import Rule, load_case
-from playbook_bench.edited import edited
+from playbook.records.case import Rule, load_case
+from playbook.records.read import EVIDENCE, Present, read, verdicts
+from playbook.records.staleness import Here
+from playbook_bench.judge import outdated as module
+from playbook_bench.judge.outdated import edited
+from playbook_bench.machine import detect
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 
@@ -168,14 +168,14 @@ def test_any_plain_data_has_an_answer(runs):
 
 def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shelf = validate.load_all()
+    shelf = load.load_all()
     claims = by_claim(shelf)
     records = read([data_root("results")], shelf, Present(edited=edited))
     every = (r for claim in claims for r in verdicts(records, claim) if r.get("measured", "runs"))
     speaking = next(r for r in every if not edited(r.data["measured"]))
     claim, measured = claims[speaking.claim][1], speaking.data["measured"]
-    monkeypatch.setattr(preflight, "here", lambda: Here(None, {}))
-    monkeypatch.setattr(preflight, "performance_revision", lambda: measured["runs"][0]["performance_revision"])
+    monkeypatch.setattr(detect, "here", lambda: Here(None, {}))
+    monkeypatch.setattr(detect, "performance_revision", lambda: measured["runs"][0]["performance_revision"])
     home, case, name = claims[claim.id][0], measured["case"]["id"], measured["profile"]
     original = module.load_case
     other = original(case)

@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import cli_check, lint
-from playbook.cards import Expect, Quantity
-from playbook.cli import main
-from playbook.cli_check import CASE_RULES, check_all
-from playbook.cli_lint import rule_rows
+from playbook.cards.load import read_cards
+from playbook.cards.model import Expect, Quantity
+from playbook.cli import check
+from playbook.cli.app import main
+from playbook.cli.check import CASE_RULES, check_all
+from playbook.cli.lint import rule_rows
 from playbook.errors import ConfigError
-from playbook.lint_base import gpus_named, overlap
-from playbook.lint_conflicts import effect
-from playbook.lint_figures import is_text_number, rounding
-from playbook.lint_labels import label_problems, table_for, tables
-from playbook.lint_layout import evaluate, layout_problems
+from playbook.lint import table
+from playbook.lint.base import gpus_named, overlap
+from playbook.lint.conflicts import effect
+from playbook.lint.figures import is_text_number, rounding
+from playbook.lint.labels import label_problems, table_for, tables
+from playbook.lint.layout import evaluate, layout_problems
 from playbook.paths import repo_root
-from playbook.validate import read_cards
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "lint"
 TODAY = "2026-11-21"
@@ -80,7 +81,7 @@ def test_contradictions_are_found_across_separate_checks():
     """A new card is judged against the cards that are there, not only against those named beside it."""
     second = FIXTURES / "13-one-key-two-values" / "planted"
     cards, shelf = read_cards([second / "domain-ranks.yaml"]), read_cards([second])
-    assert [f.rule for f in lint.run(cards, shelf, TODAY)] == ["conflict-decisions"]
+    assert [f.rule for f in table.run(cards, shelf, TODAY)] == ["conflict-decisions"]
 
 
 def test_a_relation_that_says_so_excuses_opposite_claims(tmp_path):
@@ -121,7 +122,7 @@ def test_a_decision_for_a_metric_that_a_claim_denies_is_found(tmp_path):
     (tmp_path / "two.yaml").write_text(memory_card("two", "Y2", "<=", "core_attn"), encoding="utf-8")
     cards = read_cards([tmp_path])
     assert not cards.findings
-    found = lint.run(cards, cards, TODAY)
+    found = table.run(cards, cards, TODAY)
     assert [(f.rule, Path(f.file).name) for f in found] == [("conflict-evidence", "one.yaml")]
 
 
@@ -136,15 +137,15 @@ def test_expired_evidence_is_a_warning():
 
 
 def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(tmp_path, monkeypatch):
-    records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(cli_check.data_root("results").glob("*/*.json"))]
+    records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(check.data_root("results").glob("*/*.json"))]
     record = next(r for r in records if ((r.get("measured") or {}).get("claim") or {}).get("id") == "T1")
     folder = tmp_path / "results" / "elsewhere"
     folder.mkdir(parents=True)
     for name, status, expires in (("a", "confirmed", "2030-01-01"), ("b", "not_applicable", "2040-01-01")):
         record["derived"]["verdict"]["status"], record["expires"] = status, expires
         (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
-    real = cli_check.data_root
-    monkeypatch.setattr(cli_check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
+    real = check.data_root
+    monkeypatch.setattr(check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
     found = [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
     assert found == ["the newest evidence of T1 expired on 2030-01-01; run `playbook confirm` again"]
     record["measured"]["claim"] |= {"card": "a-card-of-mine", "statement": "Something else."}
@@ -164,7 +165,7 @@ def test_a_figure_with_a_source_of_the_future_is_found(tmp_path):
     figure = "{name: mfu, value: {value: 20, unit: percent}, sources: [{title: Test, origin: ours, date: 2031-01}]}"
     (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", f"figures: [{figure}]\n"), encoding="utf-8")
     cards = read_cards([tmp_path])
-    assert [f.rule for f in lint.run(cards, cards, TODAY)] == ["source-date"]
+    assert [f.rule for f in table.run(cards, cards, TODAY)] == ["source-date"]
 
 
 @pytest.mark.parametrize(("model", "rules"), [("kimi_k2", []), ("deepseek_v3", []), ("qwen3_30b_a3b", ["label-incompatible"])])
@@ -173,7 +174,7 @@ def test_up_projections_are_recomputed_where_attention_is_latent(tmp_path, model
     family = f"families: [{{name: row, hardware: H200, model: {model}, gpus: 8, layout: {{tp: 1}}, settings: {settings}}}]\n"
     (tmp_path / "one.yaml").write_text(memory_card("one", "Y1", ">=", "moe_act", family), encoding="utf-8")
     cards = read_cards([tmp_path])
-    assert [f.rule for f in lint.run(cards, cards, TODAY)] == rules
+    assert [f.rule for f in table.run(cards, cards, TODAY)] == rules
 
 
 def many(folder, number):
@@ -230,7 +231,7 @@ def test_rule_ids_are_unique_and_documented():
 
 def test_every_rule_has_a_fixture_or_a_test_here():
     tested = set().union(*EXPECTED.values()) | {"conflict-evidence", "evidence-old", "source-date", "work-claim", "claim-unsettled"}
-    assert {r.id for r in lint.RULES} | {i for i, _ in CASE_RULES} == tested
+    assert {r.id for r in table.RULES} | {i for i, _ in CASE_RULES} == tested
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_a_claim_that_compares_nothing_or_unequal_work_is_found(tmp_path, compar
     (tmp_path / "one.yaml").write_text(text, encoding="utf-8")
     cards = read_cards([tmp_path])
     assert not cards.findings
-    assert rule in {f.rule for f in lint.run(cards, cards, TODAY)}
+    assert rule in {f.rule for f in table.run(cards, cards, TODAY)}
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------------------------

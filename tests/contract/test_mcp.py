@@ -20,15 +20,16 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
 
-from playbook import cli, memory
-from playbook.cli_mcp import library_here
+from playbook.cards.load import load_all
+from playbook.cli import app
+from playbook.cli.mcp import library_here
 from playbook.errors import PlaybookError
-from playbook.layout_rules import Options
-from playbook.mcp import MAX_CHARS, server
+from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
-from playbook.plan import Plan
-from playbook.shapes import MODELS
-from playbook.validate import load_all
+from playbook.planner import memory
+from playbook.planner.plan import Plan
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS
 
 TOOLS = {"search", "estimate_memory", "list_cards", "get_card", "get_claim", "list_evidence", "check_layout", "plan_confirmation"}
 LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}
@@ -435,10 +436,10 @@ def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_
 
 
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "playbook.mcp", raising=False)
+    monkeypatch.delitem(sys.modules, "playbook.mcp.server", raising=False)
     monkeypatch.setitem(sys.modules, "mcp.server", None)
     with pytest.raises(SystemExit) as stop:
-        cli.main(["mcp"])
+        app.main(["mcp"])
     assert stop.value.code == 2
     assert "pip install 'perf-playbook[mcp]'" in capsys.readouterr().err
 

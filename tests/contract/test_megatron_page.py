@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import repo_root
-from playbook.site_megatron import BARE, CONTEXT, SWITCHES, megatron_page
+from playbook.site.megatron import BARE, CONTEXT, SWITCHES, megatron_page
 
 GIB = 2**30
 

@@ -8,14 +8,15 @@ from datetime import date
 import in_process
 import pytest
 
-from playbook import validate
-from playbook.cards import by_claim
-from playbook.cli_mcp import library_here
-from playbook.evidence import read
-from playbook.mcp import claim_answer
-from playbook.moved import Here, moved
+from playbook.cards import load
+from playbook.cards.model import by_claim
+from playbook.cli.mcp import library_here
+from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
-from playbook_bench import edited, preflight
+from playbook.records.read import read
+from playbook.records.staleness import Here, moved
+from playbook_bench.judge import outdated
+from playbook_bench.machine import detect
 
 STRICT = {"machine": {"gpu": "NVIDIA H200", "driver": "580.1"}, "packages": {"torch": "2.11.0", "megatron-core": "0.19.2", "numpy": 7}}
 
@@ -42,7 +43,7 @@ def test_a_record_that_does_not_say_what_it_ran_with_is_left_alone(strict):
 @pytest.mark.parametrize(("torch", "gpu", "stale"), [("99.0", None, True), (None, None, False), ("99.0", "NVIDIA H200", False)])
 def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shelf = validate.load_all()
+    shelf = load.load_all()
     records = read([data_root("results")], shelf)
     ran = next(
         r
@@ -57,10 +58,10 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     packages = next(iter(ran.get("measured", "strict").values()))["packages"]
     home, claim = by_claim(shelf)[ran.claim]
     # Nothing else makes it stale.
-    monkeypatch.setattr(preflight, "performance_revision", lambda: ran.get("measured", "runs")[0]["performance_revision"])
-    monkeypatch.setattr(edited, "edited", lambda _: [])
+    monkeypatch.setattr(detect, "performance_revision", lambda: ran.get("measured", "runs")[0]["performance_revision"])
+    monkeypatch.setattr(outdated, "edited", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
-    monkeypatch.setattr(preflight, "here", lambda: current)
+    monkeypatch.setattr(detect, "here", lambda: current)
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
     by_terminal = next(" ".join(v["stale"]) for v in shown if v["machine"] == ran.machine)

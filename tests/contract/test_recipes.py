@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from playbook import cli, cli_recipes, document
+from playbook import yaml_files
+from playbook.cards.load import load_all
+from playbook.cli import app
+from playbook.cli import recipes as cli_recipes
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook.site_recipes import recipes_page
-from playbook.validate import load_all
-from playbook_trainer import recipes
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.dry_run import dry_run
+from playbook.site.recipes import recipes_page
+from playbook_trainer.config import recipes
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load, parse_overrides
 
 INDEX = recipes.index()
 FILES = sorted(p for p in recipes.folder().glob("*.yaml") if p.name != recipes.INDEX)
@@ -52,7 +54,7 @@ def test_every_file_is_in_the_index_once():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_fits_its_schema_and_names_it(path):
     schema = json.loads((data_root("schemas") / "trainer.schema.json").read_text(encoding="utf-8"))
-    assert not list(Draft202012Validator(schema).iter_errors(document.read(path)[0]))
+    assert not list(Draft202012Validator(schema).iter_errors(yaml_files.read(path)[0]))
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert (path.parent / first.removeprefix("# yaml-language-server: $schema=")).resolve() == (
         data_root("schemas") / "trainer.schema.json"
@@ -141,14 +143,14 @@ def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says(
 
 def test_the_list_names_files_that_load(capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["config", "list", "--json"])
+        app.main(["config", "list", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert not stop.value.code
     assert [row["title"] for row in rows] == [r.title for r in INDEX.recipes]
     for row, recipe in zip(rows, INDEX.recipes, strict=True):
         assert load(Path(row["file"])) == load(recipes.folder() / recipe.file)
     with pytest.raises(SystemExit):
-        cli.main(["config", "list"])
+        app.main(["config", "list"])
     assert "8 or 16" in capsys.readouterr().out
 
 

@@ -8,19 +8,21 @@ from pathlib import Path
 import in_process
 import pytest
 
-from playbook import validate
-from playbook.cards import by_claim
-from playbook.cli_mcp import library_here
-from playbook.cli_skills import stock_here
+from playbook.cards import load
+from playbook.cards.model import by_claim
+from playbook.cli.mcp import library_here
+from playbook.cli.skills import stock_here
 from playbook.errors import ConfigError, FileError, StoreError
-from playbook.evidence import EVIDENCE, content_sha, read, standings, verdicts
-from playbook.mcp import claim_answer, evidence_list
+from playbook.mcp.server import claim_answer, evidence_list
 from playbook.paths import data_root
-from playbook.skills_export import standing
-from playbook_bench import invariants, logic, store, verdict
-from playbook_bench.case import Activation, Case, list_cases, load_case
-from playbook_bench.records import ClaimRef, Evidence, seal
-from playbook_bench.series import noise_key
+from playbook.records.case import Activation, Case, list_cases, load_case
+from playbook.records.evidence import ClaimRef, Evidence, seal
+from playbook.records.read import EVIDENCE, content_sha, read, standings, verdicts
+from playbook.skills.export import standing
+from playbook_bench.judge import verdict
+from playbook_bench.run import store
+from playbook_bench.run.series import noise_key
+from playbook_bench.statements import invariants, table
 
 RECORDS = [r.path for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
@@ -210,7 +212,7 @@ def test_an_altered_record_is_not_judged_again(record, tmp_path):
 @pytest.mark.parametrize("name", [n for n in list_cases() if load_case(n).kind in ("arithmetic", "invariant")])
 def test_arithmetic_and_invariant_cases_give_a_verdict(name):
     case = load_case(name)
-    holds, sentence, figures = logic.run(case)
+    holds, sentence, figures = table.run(case)
     assert isinstance(holds, bool)
     assert sentence
     assert figures
@@ -228,14 +230,14 @@ def test_arithmetic_and_invariant_cases_give_a_verdict(name):
 )
 def test_arithmetic_that_cannot_be_done_is_a_mistake_in_the_case(function, arguments):
     with pytest.raises(ConfigError, match=f"case 'x': {function} does not take these arguments"):
-        logic.run(Case(id="x", kind="arithmetic", summary="s", function=function, arguments=arguments))
+        table.run(Case(id="x", kind="arithmetic", summary="s", function=function, arguments=arguments))
 
 
 def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
     case = Case(id="x", kind="invariant", summary="s", function="unequal_work_is_refused")
-    assert logic.run(case)[0]
+    assert table.run(case)[0]
     monkeypatch.setattr(invariants.verdict, "pair_gates", lambda *a, **k: [])
-    assert not logic.run(case)[0]
+    assert not table.run(case)[0]
 
 
 def changed(tmp_path, change):
@@ -269,7 +271,7 @@ def test_a_record_with_runs_of_no_variant_differs(tmp_path):
 @pytest.fixture
 def planted(tmp_path, monkeypatch, capsys):
     """What every reader says of a shipped claim without records, once a card from elsewhere has a confirmed one of that id; the claim is as shipped but for `changes`."""
-    shelf = validate.load_all()
+    shelf = load.load_all()
     tested = {store.load(path).measured.claim.id for path in RECORDS if store.load(path).measured.claim}
     name, (home, claim) = next((i, c) for i, c in by_claim(shelf).items() if i not in tested)
     every = (store.load(path) for path in RECORDS)

@@ -7,8 +7,8 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
-from playbook import document, schemas
-from playbook.cli import schema_models
+from playbook import schemas, yaml_files
+from playbook.cli.app import schema_models
 from playbook.paths import data_root
 
 FOLDERS = {"card": "cards", "case": "cases", "trainer": "configs"}
@@ -50,7 +50,7 @@ def test_a_schema_is_valid_and_closed(name):
 @pytest.mark.parametrize("path", sorted(p for folder in FOLDERS.values() for p in data_root(folder).glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_file_that_ships_fits_its_schema_and_names_it(path):
     name = next(n for n, folder in FOLDERS.items() if path.parent == data_root(folder))
-    errors = [e.message for e in Draft202012Validator(exported(name)).iter_errors(document.read(path)[0])]
+    errors = [e.message for e in Draft202012Validator(exported(name)).iter_errors(yaml_files.read(path)[0])]
     assert errors == []
     first = path.read_text(encoding="utf-8").splitlines()[0]
     prefix = "# yaml-language-server: $schema="
@@ -60,5 +60,5 @@ def test_every_file_that_ships_fits_its_schema_and_names_it(path):
 
 @pytest.mark.parametrize("change", [{"clams": []}, {"phase": "soon"}, {"claims": []}, {"id": "Not A Slug"}, {"symptoms": "one"}])
 def test_what_the_model_refuses_the_schema_refuses(change):
-    data = document.read(data_root("cards") / "moe-dispatcher-choice.yaml")[0]
+    data = yaml_files.read(data_root("cards") / "moe-dispatcher-choice.yaml")[0]
     assert list(Draft202012Validator(exported("card")).iter_errors({**data, **change}))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from playbook.cli import main
+from playbook.cli.app import main
 from playbook.errors import PlaybookError
-from playbook.skill_import import RULES, read_folder, summary
+from playbook.skills.foreign import RULES, read_folder, summary
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "skills"
 EXPECTED = [

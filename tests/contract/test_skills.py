@@ -12,14 +12,14 @@ import yaml
 from in_process import run
 from skills_ref import validate as reference_validate
 
-from playbook import cli
-from playbook.cards import Card
-from playbook.cli_skills import known_here, stock_here
+from playbook.cards.load import load_all
+from playbook.cards.model import Card
+from playbook.cli import app
+from playbook.cli.skills import known_here, stock_here
 from playbook.errors import FileError
 from playbook.paths import data_root
-from playbook.skills import index, load_skills, read_skill, read_skills
-from playbook.skills_check import FIGURE, check
-from playbook.validate import load_all
+from playbook.skills.check import FIGURE, check
+from playbook.skills.model import index, load_skills, read_skill, read_skills
 
 SHIPPED = sorted(p.name for p in data_root("skills").iterdir() if p.is_dir())
 
@@ -154,7 +154,7 @@ def test_numbers_with_a_unit_are_figures(text):
 
 
 def test_links_from_the_shipped_folder_may_reach_what_ships_and_nothing_else(tmp_path, monkeypatch, known):
-    from playbook import skills_check
+    from playbook.skills import check as skills_check
 
     monkeypatch.setattr(skills_check, "data_root", lambda kind: tmp_path if kind == "skills" else data_root(kind))
     assert findings(tmp_path, known, GOOD.replace("# Sample", "[a](../../docs/guide/verdicts.md#one-thing-changes)")) == []
@@ -223,7 +223,7 @@ def test_skills_are_listed(capsys):
 def exported(tmp_path_factory):
     out = tmp_path_factory.mktemp("away") / "skills"
     with pytest.raises(SystemExit) as stop:
-        cli.main(["skills", "export", str(out)])
+        app.main(["skills", "export", str(out)])
     assert not stop.value.code
     return out
 

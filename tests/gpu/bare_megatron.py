@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from playbook.errors import ConfigError
-from playbook_trainer.config import TrainerConfig, dump, load, parse_overrides
+from playbook_trainer.config.tree import TrainerConfig, dump, load, parse_overrides
 
 RESULT = "bare.json"
 

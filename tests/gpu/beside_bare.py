@@ -28,10 +28,10 @@ import bare_megatron  # noqa: E402
 from megatron_rows import ONE_KERNEL  # noqa: E402
 from megatron_table import LEFT_OUT, ended, measured, reason, run_forked, versions  # noqa: E402
 
-from playbook.site_megatron import pairs, ratio  # noqa: E402
-from playbook_bench import preflight  # noqa: E402
-from playbook_bench.case import Rule  # noqa: E402
-from playbook_trainer import template  # noqa: E402
+from playbook.records.case import Rule  # noqa: E402
+from playbook.site.megatron import pairs, ratio  # noqa: E402
+from playbook_bench.machine import detect  # noqa: E402
+from playbook_trainer import fork_server  # noqa: E402
 
 CONFIG = "trainer/configs/qwen3_30b_a3b_24l_megatron.yaml"
 FILE = "megatron-bare.jsonl"
@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run pairs that the file already holds")
     arguments = parser.parse_intermixed_args(argv)
     began, path = time.monotonic(), arguments.out / FILE
-    gpus = preflight.device_ids(preflight.detect())
-    if not gpus or not template.import_all("megatron"):
+    gpus = detect.device_ids(detect.detect())
+    if not gpus or not fork_server.import_all("megatron"):
         print("needs GPUs that no import has touched yet", file=sys.stderr)
         return 2
     print(f"{len(gpus)} GPUs, imports {time.monotonic() - began:.0f} s", flush=True)

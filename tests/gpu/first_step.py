@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 
 from megatron_table import run_forked  # noqa: E402
 
-from playbook_bench import preflight  # noqa: E402
-from playbook_trainer import template  # noqa: E402
+from playbook_bench.machine import detect  # noqa: E402
+from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.__main__ import main as train  # noqa: E402
-from playbook_trainer.config import load  # noqa: E402
+from playbook_trainer.config.tree import load  # noqa: E402
 
 EVERY_S = 0.02
 
@@ -100,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=None, help="one for each visible GPU, if not given")
     parser.add_argument("--limit", type=float, default=120, help="seconds")
     arguments = parser.parse_intermixed_args(argv)
-    gpus = preflight.device_ids(preflight.detect())
+    gpus = detect.device_ids(detect.detect())
     ranks = arguments.ranks or len(gpus) or 1
-    if not template.import_all(load(arguments.config).backend):
+    if not fork_server.import_all(load(arguments.config).backend):
         print("an import has touched a GPU; nothing can be forked", file=sys.stderr)
         return 2
     folder = Path(tempfile.mkdtemp(prefix="first-step-"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from playbook_bench.case import Rule
+from playbook.records.case import Rule
 
 CONFIG = "trainer/configs/qwen3_30b_a3b_24l.yaml"
 

@@ -34,12 +34,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(
 
 from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 
-from playbook_bench import launch, preflight, receipt, series  # noqa: E402
-from playbook_bench.case import Rule  # noqa: E402
-from playbook_bench.records import Observed  # noqa: E402
-from playbook_trainer import config as trainer  # noqa: E402
-from playbook_trainer import environment as variables  # noqa: E402
-from playbook_trainer import template  # noqa: E402
+from playbook.records.case import Rule  # noqa: E402
+from playbook.records.evidence import Observed  # noqa: E402
+from playbook_bench.judge import receipt  # noqa: E402
+from playbook_bench.launch import local  # noqa: E402
+from playbook_bench.machine import detect  # noqa: E402
+from playbook_bench.run import series  # noqa: E402
+from playbook_trainer import fork_server  # noqa: E402
+from playbook_trainer.config import environment as variables  # noqa: E402
+from playbook_trainer.config import tree as trainer  # noqa: E402
 
 FILES = dict.fromkeys(("cp", "cp2"), "megatron-cp.jsonl")
 FILE = "megatron-switches.jsonl"
@@ -73,9 +76,9 @@ def words(row: Row, folder: Path) -> list[str]:
 def start(row: Row, gpus: tuple[str, ...], fork: bool) -> Job:
     """All ranks of a row, on these GPUs."""
     job = Job(row, gpus, Path(tempfile.mkdtemp(prefix="megatron-row-")), forked=fork)
-    port = launch.free_port()
+    port = local.free_port()
     for rank in range(row.gpus):
-        start_rank = template.fork if fork else _spawn
+        start_rank = fork_server.fork if fork else _spawn
         job.pids.append(start_rank(words(row, job.folder), environment(rank, gpus, port), job.folder / f"rank{rank}.log"))
     return job
 
@@ -93,7 +96,7 @@ def environment(rank: int, gpus: Sequence[str], port: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         # The compiler's pool of processes would cost more than the few functions that it compiles.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(launch.import_paths()),
+        "PYTHONPATH": os.pathsep.join(local.import_paths()),
         "OMP_NUM_THREADS": "1",  # as torchrun sets
     }
 
@@ -110,20 +113,20 @@ def run_forked(
     arguments: list[str], gpus: Sequence[str], folder: Path, limit_s: float, run: Callable[[list[str]], int] | None = None
 ) -> Job:
     """Ranks by fork, one for each GPU, of the trainer or of `run`, with what the configuration asks of the environment; until all have ended."""
-    job, port = Job(None, tuple(gpus), folder), launch.free_port()
+    job, port = Job(None, tuple(gpus), folder), local.free_port()
     config = trainer.load(Path(arguments[0]), trainer.parse_overrides(arguments[1:]))
     for rank in range(len(gpus)):
         env = environment(rank, gpus, port)
         variables.apply(config, env)
-        job.pids.append(template.fork([*arguments, f"output={folder}"], env, folder / f"rank{rank}.log", run=run))
+        job.pids.append(fork_server.fork([*arguments, f"output={folder}"], env, folder / f"rank{rank}.log", run=run))
     while not is_done(job, limit_s):
         time.sleep(0.1)
     return job
 
 
-def ended(job: Job) -> list[launch.Ended]:
+def ended(job: Job) -> list[local.Ended]:
     """How its ranks ended."""
-    return [launch.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
+    return [local.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
 
 
 def is_done(job: Job, limit_s: float) -> bool:
@@ -152,7 +155,7 @@ def record(job: Job) -> dict[str, Any]:
     """The row as a JSON object."""
     row, ranks = job.row, ended(job)
     assert row is not None
-    result = launch.judge(ranks, job.folder, 0.0, time.monotonic() - job.began)
+    result = local.judge(ranks, job.folder, 0.0, time.monotonic() - job.began)
     out: dict[str, Any] = {
         "table": row.table,
         "group": row.group,
@@ -189,10 +192,10 @@ def measured(folder: Path, gpus: int, proof: Sequence[Rule]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that a row is about."""
-    return {k: v for k, v in preflight.versions().items() if k in ("torch", "megatron-core", "transformer-engine")}
+    return {k: v for k, v in detect.versions().items() if k in ("torch", "megatron-core", "transformer-engine")}
 
 
-def reason(ranks: Sequence[launch.Ended]) -> str:
+def reason(ranks: Sequence[local.Ended]) -> str:
     """Why a run failed, in one line without paths."""
     failed = next((r for r in ranks if r.own), ranks[0])
     lines = (
@@ -251,7 +254,7 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="a process of its own for each rank")
     arguments = parser.parse_args()
     began = time.monotonic()
-    devices = preflight.device_ids(preflight.detect())[: arguments.gpus]
+    devices = detect.device_ids(detect.detect())[: arguments.gpus]
     num_gpus = len(devices)
     held = {FILES.get(t, FILE): read(arguments.out / FILES.get(t, FILE)) for t in arguments.tables}
     todo = [
@@ -262,7 +265,7 @@ def main() -> int:
         and all(w in f"{r.group} {r.name}" for w in arguments.only)
         and (arguments.again or held[FILES.get(r.table, FILE)].get(key_of(r), {}).get("outcome") not in ("ok", "oom"))
     ]
-    fork = not arguments.no_fork and template.import_all("megatron")
+    fork = not arguments.no_fork and fork_server.import_all("megatron")
     print(
         f"{len(todo)} rows on {num_gpus} GPUs, {'forked' if fork else 'each a process'}, imports {time.monotonic() - began:.0f} s",
         flush=True,

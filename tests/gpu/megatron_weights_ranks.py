@@ -19,7 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-from playbook_trainer.megatron import mapping, weights
+from playbook_trainer.megatron import settings as mapping
+from playbook_trainer.megatron.state import weights
 
 WRAPPERS = {"megatron_fsdp": FullyShardedDataParallel, "fsdp2": TorchFullyShardedDataParallel}
 

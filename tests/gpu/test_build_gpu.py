@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from playbook.paths import data_root
-from playbook_trainer import recipes
-from playbook_trainer.config import load
+from playbook_trainer.config import recipes
+from playbook_trainer.config.tree import load
 
 pytestmark = pytest.mark.gpu
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
@@ -38,7 +38,7 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_a_rank_of_a_large_job_holds_what_was_said(name):
     pytest.importorskip("megatron.core")
-    from playbook_trainer.megatron.build import build
+    from playbook_trainer.megatron.probe import build
 
     path, overrides, world = JOBS[name]
     gc.collect()  # cycles of the job before would be freed while this one is measured

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import ROOT
 
-from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.data.loader import OF_PATCHES, build_loader
 
 pytestmark = pytest.mark.gpu

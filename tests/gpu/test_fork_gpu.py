@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench.fork import ForkLauncher
-from playbook_bench.launch import LocalLauncher, Spec
-from playbook_trainer.config import load, parse_overrides
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import LocalLauncher, Spec
+from playbook_trainer.config.tree import load, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [

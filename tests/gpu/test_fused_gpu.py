@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
-from playbook_trainer import adamw, halves
-from playbook_trainer.models import ops
+from playbook_trainer.torch import adamw, split_weights
+from playbook_trainer.torch.model import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 DEVICE = "cuda"
@@ -46,7 +46,7 @@ def state(size: int, moments: torch.dtype, grads: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
 def test_fused_update_equals_the_plain_one(size: int, moments: torch.dtype, grads: torch.dtype) -> None:
-    from playbook_trainer.models.kernels import adamw as kernel
+    from playbook_trainer.torch.kernels import adamw as kernel
 
     fused, plain, before = (state(size, moments, grads) for _ in range(3))
     scale = torch.tensor(0.37, device=DEVICE)
@@ -67,7 +67,7 @@ def test_fused_update_equals_the_plain_one(size: int, moments: torch.dtype, grad
 
 
 def test_fused_update_is_timed() -> None:
-    from playbook_trainer.models.kernels import adamw as kernel
+    from playbook_trainer.torch.kernels import adamw as kernel
 
     tensors, scale = state(1 << 28, torch.bfloat16, torch.float32), torch.ones((), device=DEVICE)
     fused = milliseconds(lambda: kernel.update(*tensors, scale, GROUP, 5))
@@ -79,14 +79,14 @@ def in_halves(tensors: list[Tensor]) -> list[Tensor]:
     """The state of `state` with weights in two halves, and gradients in 16 bits: upper half, gradient, moments, lower half."""
     p, g, m, v = (t.clone() for t in tensors)
     high, low = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
-    halves.split(p, high, low, v)
+    split_weights.split(p, high, low, v)
     return [high, g.bfloat16(), m, v, low]
 
 
 @pytest.mark.parametrize("size", [1, 2047, 2049, 1_000_003])
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
 def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(size: int, moments: torch.dtype) -> None:
-    from playbook_trainer.models.kernels import adamw as kernel
+    from playbook_trainer.torch.kernels import adamw as kernel
 
     whole = state(size, moments, torch.bfloat16)
     # Weights between two of 16 bits, of both signs, which an update of zero leaves there.
@@ -100,7 +100,7 @@ def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(siz
         kernel.update(*whole, scale, group, step)
         kernel.update(*split[:4], scale, group, step, split[4])
         high, _, m, v, low = split
-        apart = int((halves.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
+        apart = int((split_weights.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
         ties = int(v.signbit().sum())
         print(f"{size} {moments} step {step}: {apart} weights differ, {ties} ties were rounded down")
         assert apart == 0
@@ -111,7 +111,7 @@ def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(siz
 
 
 def test_fused_update_of_halves_is_timed() -> None:
-    from playbook_trainer.models.kernels import adamw as kernel
+    from playbook_trainer.torch.kernels import adamw as kernel
 
     tensors, scale = state(1 << 28, torch.bfloat16, torch.float32), torch.ones((), device=DEVICE)
     *four, low = in_halves(tensors)
@@ -122,7 +122,7 @@ def test_fused_update_of_halves_is_timed() -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
 def test_fused_activation_against_float64(rows: int, width: int) -> None:
-    from playbook_trainer.models.kernels.swiglu import swiglu
+    from playbook_trainer.torch.kernels.swiglu import swiglu
 
     torch.manual_seed(0)
     h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
@@ -141,7 +141,7 @@ def test_fused_activation_against_float64(rows: int, width: int) -> None:
 
 
 def test_fused_activation_is_timed() -> None:
-    from playbook_trainer.models.kernels.swiglu import swiglu
+    from playbook_trainer.torch.kernels.swiglu import swiglu
 
     h = torch.randn(262_144, 1536, device=DEVICE).to(torch.bfloat16).requires_grad_()
     grad = torch.randn(262_144, 768, device=DEVICE).to(torch.bfloat16)
@@ -153,7 +153,7 @@ def test_fused_activation_is_timed() -> None:
 
 @pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (129, 2, 2048), (64, 1, 33), (300, 6, 640)])
 def test_gradients_of_a_weighted_sum_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.models.kernels import permute
+    from playbook_trainer.torch.kernels import permute
 
     torch.manual_seed(0)
     n, k, width = shape
@@ -192,7 +192,7 @@ def test_router_product_on_tensor_cores_against_float64() -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (1000, 768), (33, 100), (7, 1536), (0, 128)])
 def test_weighted_activation_against_float64(rows: int, width: int) -> None:
-    from playbook_trainer.models.kernels.swiglu import weighted_swiglu
+    from playbook_trainer.torch.kernels.swiglu import weighted_swiglu
 
     torch.manual_seed(0)
     h = torch.randn(rows, 2 * width, device=DEVICE).to(torch.bfloat16)
@@ -211,7 +211,7 @@ def test_weighted_activation_against_float64(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("shape", [(50, 8, 256), (1, 4, 96), (64, 1, 33)])
 def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.models.kernels import permute
+    from playbook_trainer.torch.kernels import permute
 
     torch.manual_seed(0)
     n, k, width = shape
@@ -227,7 +227,7 @@ def test_joined_rows_against_float64(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2048), (1000, 2048), (33, 1152), (3, 5, 128), (0, 64)])
 def test_fused_norm_against_float64(shape: tuple[int, ...]) -> None:
-    from playbook_trainer.models.kernels.norm import norm
+    from playbook_trainer.torch.kernels.norm import norm
 
     torch.manual_seed(0)
     x, grad = (torch.randn(shape, device=DEVICE).to(torch.bfloat16) for _ in range(2))
@@ -245,7 +245,7 @@ def test_fused_norm_against_float64(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 32, 128), (700, 4, 128), (33, 6, 64), (0, 8, 64)])
 def test_fused_norm_with_rotation_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.models.kernels.norm import norm_rotate
+    from playbook_trainer.torch.kernels.norm import norm_rotate
 
     torch.manual_seed(0)
     n, _, size = shape
@@ -265,7 +265,7 @@ def test_fused_norm_with_rotation_against_float64(shape: tuple[int, int, int]) -
 
 
 def test_fused_norms_are_timed() -> None:
-    from playbook_trainer.models.kernels.norm import norm, norm_rotate
+    from playbook_trainer.torch.kernels.norm import norm, norm_rotate
 
     x, grad = (torch.randn(32_768, 2048, device=DEVICE).to(torch.bfloat16) for _ in range(2))
     weight = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
@@ -290,8 +290,8 @@ def test_fused_norms_are_timed() -> None:
     ("shape", "width"), [((50, 16, 72), 128), ((50, 16, 72), 72), ((7, 12, 64), 64), ((1, 3, 20), 64), ((0, 16, 72), 128)]
 )
 def test_turned_queries_and_keys_against_the_plain_path(shape: tuple[int, int, int], width: int) -> None:
-    from playbook_trainer.models.kernels.turn import split_turned
-    from playbook_trainer.models.vision import rotate
+    from playbook_trainer.torch.kernels.turn import split_turned
+    from playbook_trainer.torch.model.vision import rotate
 
     torch.manual_seed(0)
     patches, heads, size = shape
@@ -312,7 +312,7 @@ def test_turned_queries_and_keys_against_the_plain_path(shape: tuple[int, int, i
 
 def test_attention_of_filled_heads_is_that_of_the_heads() -> None:
     """Heads of 72, which cuDNN gets filled up to 128: by `attend`, or by the vision tower beforehand; flash takes them as they are. With times."""
-    from playbook_trainer.models.attention import attend
+    from playbook_trainer.torch.model.attention import attend
 
     torch.manual_seed(0)
     # A last document of another length keeps the call on the packed path.
@@ -339,7 +339,7 @@ def test_attention_of_filled_heads_is_that_of_the_heads() -> None:
 
 def test_grouped_products_leave_multiprocessors_to_collectives(tmp_path: Path) -> None:
     """Fewer blocks, the same values to the last bit."""
-    from playbook_trainer.parallel.setup import leave_multiprocessors
+    from playbook_trainer.torch.build import leave_multiprocessors
 
     torch.manual_seed(0)
     x, w = torch.randn(4096, 512, device=DEVICE).bfloat16(), torch.randn(8, 512, 1024, device=DEVICE).bfloat16()
@@ -385,7 +385,7 @@ def test_fused_router_keeps_what_it_needs_and_serves_a_layer() -> None:
 
 def test_fused_router_in_a_graph() -> None:
     """Captured with the product before it, as `train.cuda_graphs: [moe_router]` does: each replay chooses anew."""
-    from playbook_trainer.models.kernels.route import route
+    from playbook_trainer.torch.kernels.route import route
 
     torch.manual_seed(0)
 
@@ -412,7 +412,7 @@ def test_fused_router_in_a_graph() -> None:
 
 def test_fused_router_is_timed() -> None:
     """By the kernels' own time: launching them takes longer than running the fused ones."""
-    from playbook_trainer.models.kernels.route import route
+    from playbook_trainer.torch.kernels.route import route
 
     torch.manual_seed(0)
     scores, grad = torch.randn(32_768, 128, device=DEVICE), torch.randn(32_768, 8, device=DEVICE)

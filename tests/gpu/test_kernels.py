@@ -6,10 +6,10 @@ import pytest
 import torch
 from measures import relative
 
-from playbook_trainer.config import ModelConfig
-from playbook_trainer.models import attention_blocks as blocks
-from playbook_trainer.models.attention import _plain, attend
-from playbook_trainer.models.decoder import Experts, Options
+from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.torch.model import attention_blocks as blocks
+from playbook_trainer.torch.model.attention import _plain, attend
+from playbook_trainer.torch.model.decoder import Experts, Options
 
 pytestmark = pytest.mark.gpu
 

@@ -71,7 +71,7 @@ def _group() -> Iterator[None]:
 
 
 def configuration(name: str, kernels: str, **more: Any) -> Any:
-    from playbook_trainer.config import load
+    from playbook_trainer.config.tree import load
 
     if kernels == "transformer_engine":
         pytest.importorskip("transformer_engine")
@@ -96,7 +96,7 @@ def rounded(config: Any, folder: Path, bias: float = 1.0) -> dict[str, torch.Ten
     """Weights that BF16 holds exactly, in the folder too; a `bias` that is large against the scores settles which experts are chosen."""
     import parity
 
-    from playbook_trainer.models import hf
+    from playbook_trainer.huggingface import weights as hf
 
     state = {
         name: t * (bias if name.endswith("router.bias") else 0.25 if "router" in name else 1.0)
@@ -128,7 +128,7 @@ def ours(config: Any, folder: Path, documents: list[Any]) -> tuple[torch.Tensor,
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron import weights
+    from playbook_trainer.megatron.state import weights
 
     chunks = built(config)
     weights.load(chunks, config.model, folder)
@@ -195,8 +195,8 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", ["dense", "moe", "loop", "prediction"])
 def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from playbook_trainer.megatron import weights
-    from playbook_trainer.models import hf
+    from playbook_trainer.huggingface import weights as hf
+    from playbook_trainer.megatron.state import weights
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     monkeypatch.setitem(MODELS, "loop", {**MODELS["moe"], "moe.experts": "loop"})
@@ -212,8 +212,8 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, kernels: str, tmp_path: Pat
 
 
 def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
-    from playbook_trainer.megatron import weights
-    from playbook_trainer.models import hf
+    from playbook_trainer.huggingface import weights as hf
+    from playbook_trainer.megatron.state import weights
 
     config = configuration("dense", "transformer_engine", **{"precision.fp8": "tensorwise", "megatron.fp8_param": True})
     given = rounded(config, tmp_path / "m")
@@ -232,8 +232,9 @@ def test_weights_in_8_bits_leave_in_16(tmp_path: Path) -> None:
 def test_parameters_that_are_shared_out_are_saved_whole(kind: str, tmp_path: Path) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from playbook_trainer.megatron import mapping, weights
-    from playbook_trainer.models import hf
+    from playbook_trainer.huggingface import weights as hf
+    from playbook_trainer.megatron import settings as mapping
+    from playbook_trainer.megatron.state import weights
 
     config = configuration("moe", "transformer_engine", **{"megatron.data_parallel": kind})
     given = rounded(config, tmp_path / "m")
@@ -256,7 +257,7 @@ def test_multi_token_prediction_gives_every_parameter_a_gradient(kernels: str, m
     import megatron_ranks
     import parity
 
-    from playbook_trainer.megatron import weights
+    from playbook_trainer.megatron.state import weights
 
     monkeypatch.setitem(MODELS, "prediction", {**MODELS["deepseek"], "model.mtp_layers": 1})
     config = configuration("prediction", kernels)

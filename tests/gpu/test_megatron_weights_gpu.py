@@ -37,12 +37,12 @@ def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tm
         pytest.skip(f"needs {gpus} GPUs")
     import parity
 
-    from playbook_trainer.config import load, parse_overrides
-    from playbook_trainer.models import hf
+    from playbook_trainer.config.tree import load, parse_overrides
+    from playbook_trainer.huggingface import weights
 
     config = load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides(MODEL)).model
     given = {name: t.bfloat16().float() for name, t in parity.random_state(config).items()}
-    hf.save_safetensors(config, given, tmp_path / "given")
+    weights.save_safetensors(config, given, tmp_path / "given")
     chosen = {name: words for name, (ranks, words) in LAYOUTS.items() if ranks == gpus}
     jobs = [{"name": name, "words": [*MODEL, *words], "weights": str(tmp_path / "given")} for name, words in chosen.items()]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
@@ -50,5 +50,5 @@ def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tm
     results = run([str(tmp_path / "jobs.json")], gpus, timeout=240, command=script)
     assert [r[0] for r in results] == [0] * gpus, results[0][1] + results[0][2][-4000:]
     for name in chosen:
-        found = hf.load_safetensors(config, tmp_path / name)
+        found = weights.load_safetensors(config, tmp_path / name)
         assert all(torch.equal(found[key].float(), given[key]) for key in given), name

@@ -27,10 +27,10 @@ WORDS = [
 SAVE_AGAIN = """
 import sys
 from pathlib import Path
-from playbook_trainer import loop, optimizer
-from playbook_trainer.checkpoint import Checkpointer
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.parallel import axes as layout, setup
+from playbook_trainer import loop; from playbook_trainer.torch import optimizer
+from playbook_trainer.torch.checkpoint import Checkpointer
+from playbook_trainer.config.tree import load, parse_overrides
+from playbook_trainer.torch.parallel import axes as layout; from playbook_trainer.torch import build as setup
 first, second = (load(Path(sys.argv[1]), parse_overrides([*sys.argv[3:], f"checkpoint.dir={d}"])) for d in sys.argv[2].split(":"))
 device = loop.start(first, 0, 1)
 axes = layout.build(1, 0, first.parallel)
@@ -147,7 +147,7 @@ def test_utilisation_names_its_peak(recompute: str, tmp_path: Path) -> None:
     print(
         json.dumps({k: found[k] for k in ("peak", "mfu", "hfu", "flops_per_step")}), [r["ranks"] for r in steps(tmp_path) if "ranks" in r]
     )
-    assert found["peak"] is not None, "the peak of this GPU is not in playbook/peaks.py"
+    assert found["peak"] is not None, "the peak of this GPU is not in playbook/planner/peaks.py"
     assert 0.02 < found["mfu"] <= found["hfu"] < 1
     if recompute == "full":
         assert 1.15 < found["hfu"] / found["mfu"] < 1.5

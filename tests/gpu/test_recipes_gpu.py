@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from playbook.paths import repo_root
-from playbook_trainer import recipes
-from playbook_trainer.config import load
-from playbook_trainer.dry_run import dry_run
+from playbook_trainer.config import recipes
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.slow]
 GIB = 1 << 30

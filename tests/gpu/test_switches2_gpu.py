@@ -15,8 +15,8 @@ from measures import milliseconds, relative
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
 
-from playbook_trainer.models import fp8
-from playbook_trainer.models.offload import Trip
+from playbook_trainer.torch.model import fp8
+from playbook_trainer.torch.model.offload import Trip
 
 # What torch.compile warns about is not what is tested here.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -119,7 +119,7 @@ def test_8_bit_linear_is_timed(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_8_bit_experts_are_timed() -> None:
-    from playbook_trainer.models.decoder import grouped_product
+    from playbook_trainer.torch.model.decoder import grouped_product
 
     rows, experts, k, n = 65_536, 128, 2048, 1536
     x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
 
 from playbook_trainer.data.batch import IGNORE
-from playbook_trainer.models import attention
-from playbook_trainer.parallel import dispatch
-from playbook_trainer.parallel.axes import Axis
-from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
+from playbook_trainer.torch.model import attention
+from playbook_trainer.torch.parallel import dispatch
+from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
 
 @pytest.mark.parametrize("shape", [(33, 1000, 64), (256, 151_936, 64), (7, 4097, 32)])
 def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
-    from playbook_trainer.models.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
 
     torch.manual_seed(0)
     n, width, size = shape
@@ -54,7 +54,7 @@ def test_fused_loss_against_float64(shape: tuple[int, int, int]) -> None:
 
 
 def test_fused_loss_is_timed() -> None:
-    from playbook_trainer.models.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
 
     x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in ((8192, 2048), (151_936, 2048)))
     labels = torch.randint(0, 151_936, (8192,), device=DEVICE)

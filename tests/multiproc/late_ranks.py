@@ -8,7 +8,7 @@ from ranks import leave
 
 from playbook_trainer import loop
 from playbook_trainer.__main__ import main
-from playbook_trainer.metrics import Recorder
+from playbook_trainer.observe.metrics import Recorder
 
 LATE_S = 0.2
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook_trainer import checks
-from playbook_trainer.config import TrainerConfig, load, parse_overrides
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"moe": "qwen3_moe_tiny", "dense": "qwen3_tiny", "vl-moe": "qwen3_vl_moe_tiny", "vl-dense": "qwen3_vl_tiny"}

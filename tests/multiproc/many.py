@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from nodes import place
 
-from playbook_trainer import checks, environment
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.environment import Platform
+from playbook_trainer.config import checks, environment
+from playbook_trainer.config.environment import Platform
+from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.loop import train
 
 _PR_SET_PDEATHSIG = 1

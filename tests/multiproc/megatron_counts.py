@@ -16,8 +16,9 @@ from typing import Any
 import megatron_shim
 import torch
 
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.megatron import build, engine, weights
+from playbook_trainer.config.tree import load, parse_overrides
+from playbook_trainer.megatron import engine, probe
+from playbook_trainer.megatron.state import weights
 
 
 def tensor_bytes(_: torch.device) -> int:
@@ -37,11 +38,11 @@ def main() -> None:
     megatron_shim.install()
     weights.initialise = lambda *_: None  # only sizes are asked for
     engine.require = lambda *_: None  # there is no GPU, which is what the shim is for
-    build.allocated = tensor_bytes
+    probe.allocated = tensor_bytes
     found: list[dict[str, Any]] = []
     for job in json.load(sys.stdin):
         config = load(Path(job["config"]), parse_overrides(job["words"]))
-        found.append(asdict(build.build(config, job["world"], torch.device("cpu"), job["stage"])))
+        found.append(asdict(probe.build(config, job["world"], torch.device("cpu"), job["stage"])))
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 

@@ -13,10 +13,11 @@ import warnings
 import megatron_shim
 import torch
 
-from playbook_trainer import recipes
-from playbook_trainer.config import TrainerConfig, load
-from playbook_trainer.dry_run import dry_run
-from playbook_trainer.megatron import build, engine, groups, weights
+from playbook_trainer.config import recipes
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import TrainerConfig, load
+from playbook_trainer.megatron import engine, groups, probe
+from playbook_trainer.megatron.state import weights
 
 NOWHERE = torch.device("meta")
 PLAIN = {
@@ -27,7 +28,7 @@ PLAIN = {
 
 def counted(config: TrainerConfig, world: int, stage: int) -> int:
     """Parameters that the first rank of a stage holds."""
-    with build.alone(stage * world // config.parallel.pp, world), NOWHERE:
+    with probe.alone(stage * world // config.parallel.pp, world), NOWHERE:
         groups.initialise(config)
         engine.seed(config)
         chunks = engine.build_chunks(config, engine.transformer_config(config), NOWHERE)
@@ -42,7 +43,7 @@ def main() -> None:
     weights.initialise = lambda *_: None
     found = {}
     for file in json.load(sys.stdin):
-        config, _ = build.buildable(load(recipes.folder() / file, PLAIN))
+        config, _ = probe.buildable(load(recipes.folder() / file, PLAIN))
         world = recipes.find(file).gpus[0]
         stages = dry_run(config, world).stages
         found[file] = [(counted(config, world, s.stage), s.parameters) for s in dict.fromkeys((stages[0], stages[-1]))]

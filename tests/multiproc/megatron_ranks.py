@@ -36,15 +36,16 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from playbook_bench.launch import free_port
-from playbook_trainer.config import ModelConfig, TrainerConfig, load, parse_overrides
+from playbook_bench.launch.local import free_port
+from playbook_trainer.config.tree import ModelConfig, TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.megatron import mapping, weights
-from playbook_trainer.megatron.model import build_text
-from playbook_trainer.megatron.pieces import held
-from playbook_trainer.models import hf
-from playbook_trainer.models.hf_rules import sizes, slices
-from playbook_trainer.parallel.weights import collect, senders
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.huggingface.names import sizes, slices
+from playbook_trainer.megatron import settings as mapping
+from playbook_trainer.megatron.model.gpt import build_text
+from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron.state.boxes import held
+from playbook_trainer.torch.weights import collect, senders
 
 PACKS = ((7, 19, 38), (30, 1, 33))
 """Lengths of the documents of two rows of 64 tokens."""

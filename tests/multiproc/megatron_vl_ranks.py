@@ -28,14 +28,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from playbook.paths import data_root
-from playbook_bench.launch import free_port
-from playbook_trainer.config import TrainerConfig, load, parse_overrides
+from playbook_bench.launch.local import free_port
+from playbook_trainer.config.tree import TrainerConfig, load, parse_overrides
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.megatron import mapping, vision_language, weights
-from playbook_trainer.models import hf
-from playbook_trainer.parallel import sequence
-from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.context import _filled
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.megatron import settings as mapping
+from playbook_trainer.megatron.model import vision_language
+from playbook_trainer.megatron.state import weights
+from playbook_trainer.torch.parallel import sequence
+from playbook_trainer.torch.parallel.axes import Axes, Axis
+from playbook_trainer.torch.parallel.context import _filled
 
 TOKENS = 192
 COMMON = ["backend=megatron", "megatron.kernels=local", f"data.seq_len={TOKENS}"]

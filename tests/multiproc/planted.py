@@ -137,7 +137,7 @@ def fake(config, planted):
 
 def disable_dispatcher():
     """The configuration still says allgather; the trainer takes the other path, as a silent fallback would."""
-    from playbook_trainer.parallel import dispatch
+    from playbook_trainer.torch.parallel import dispatch
 
     dispatch.DISPATCHERS["allgather"] = dispatch.DISPATCHERS["alltoall"]
 

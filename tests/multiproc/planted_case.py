@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from playbook_bench import confirm
+from playbook_bench.run import confirm
 
 HERE = Path(__file__).parent
 FAKE = (sys.executable, str(HERE / "planted.py"))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from nodes import place
 
-from playbook_bench.launch import free_port
+from playbook_bench.launch.local import free_port
 
 __all__ = ["ROOT", "free_port", "leave", "run", "start", "steps", "summary"]
 

@@ -21,8 +21,8 @@ import bare_megatron
 import beside_bare
 
 from playbook.errors import ConfigError
-from playbook.site_megatron import pairs
-from playbook_trainer import checks, config
+from playbook.site.megatron import pairs
+from playbook_trainer.config import checks, tree
 from playbook_trainer.megatron import checks as megatron
 
 TINY = [
@@ -54,7 +54,7 @@ def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path)
     assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said
     # As likely any token as another, on both sides: the first loss is the logarithm of the vocabulary.
     expected = math.log(
-        config.load(Path(beside_bare.words(beside_bare.SETTINGS["all-to-all"], [], 2)[0]), config.parse_overrides(TINY)).model.vocab_size
+        tree.load(Path(beside_bare.words(beside_bare.SETTINGS["all-to-all"], [], 2)[0]), tree.parse_overrides(TINY)).model.vocab_size
     )
     assert all(r["losses"][0] == pytest.approx(expected, rel=0.2) and len(r["losses"]) == 5 for r in rows)
     assert all(r["tokens_per_s_per_gpu"] > 0 for r in rows)
@@ -81,7 +81,7 @@ def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path)
 def test_every_setting_is_a_legal_configuration_that_the_bare_side_can_say(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "installed", lambda module: True)
     words = beside_bare.words(beside_bare.SETTINGS[setting], [], 4)
-    resolved = config.load(Path(words[0]), config.parse_overrides(words[1:]))
+    resolved = tree.load(Path(words[0]), tree.parse_overrides(words[1:]))
     checks.check(resolved, 4)
     bare_megatron.refuse(resolved)
     assert resolved.train.global_batch_size == 4 * resolved.train.micro_batch_size
@@ -107,7 +107,7 @@ def test_every_setting_is_a_legal_configuration_that_the_bare_side_can_say(setti
 def test_the_bare_side_refuses_what_it_would_leave_out(word: str) -> None:
     words = beside_bare.words(beside_bare.SETTINGS["all-to-all"], [word], 4)
     with pytest.raises(ConfigError, match=word.split("=")[0].replace(".", r"\.")):
-        bare_megatron.refuse(config.load(Path(words[0]), config.parse_overrides(words[1:])))
+        bare_megatron.refuse(tree.load(Path(words[0]), tree.parse_overrides(words[1:])))
 
 
 def test_the_ratio_is_of_whole_pairs() -> None:

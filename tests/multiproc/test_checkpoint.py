@@ -287,7 +287,7 @@ def test_checkpoints_of_another_run_are_not_overwritten(saved: Path, tmp_path: P
 HOLDER = """
 import sys
 from pathlib import Path
-from playbook import locks
+from playbook import files as locks
 assert not locks.take(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

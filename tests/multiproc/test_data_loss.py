@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from ranks import ROOT, run, steps, summary
 
-from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.rows import make_rows
 from playbook_trainer.exit_codes import REFUSED
-from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import setup
+from playbook_trainer.torch import build
+from playbook_trainer.torch.parallel import axes as layout
 
 VISION = ROOT / "trainer" / "configs" / "qwen3_vl_moe_tiny.yaml"
 # Small images and short rows: two to four samples a row, whose answers differ in length, so ranks and micro-batches differ in labels.
@@ -28,7 +28,7 @@ def each_alone(rows: list[list[Document]]) -> tuple[float, float, list[int]]:
     """Loss per label and gradient norm of one step, and the labels of each row; every document is a batch of its own."""
     config = load(VISION, parse_overrides([*COMMON, "data.pad=false"]))
     axes = layout.build(1, 0, config.parallel)
-    model = setup.build(config, axes, torch.device("cpu")).double()
+    model = build.build(config, axes, torch.device("cpu")).double()
     model.activation_dtype = torch.float64
     total, labels = torch.zeros((), dtype=torch.float64), []
     for row in rows:

@@ -13,7 +13,9 @@ import pytest
 from test_harness_gate import FAKE, case, repo, worktrees  # noqa: F401
 
 from playbook.errors import ConfigError, LaunchError
-from playbook_bench import bisect, gate, invariants, launch
+from playbook_bench.launch import local
+from playbook_bench.run import bisect, gate
+from playbook_bench.statements import invariants
 
 EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
@@ -72,7 +74,7 @@ def test_a_signal_between_two_gates_leaves_no_worktree(repo: Any, tmp_path: Path
     monkeypatch.setattr(gate, "run", ended)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or without a handler of bisect's own it would end this process
     try:
-        with pytest.raises(launch.Interrupted):
+        with pytest.raises(local.Interrupted):
             run(repo, tmp_path, "HEAD~1")
     finally:
         signal.signal(signal.SIGTERM, before)

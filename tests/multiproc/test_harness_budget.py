@@ -12,12 +12,14 @@ from planted_case import bench
 from rich.console import Console
 
 from playbook.errors import StoreError
-from playbook.evidence import read
-from playbook.site_cards import Shelf
-from playbook.site_evidence import evidence_page
-from playbook.site_text import NBSP
-from playbook_bench import confirm, launch, preflight, report, store
-from playbook_bench.journal import Journal
+from playbook.records.read import read
+from playbook.site.cards import Shelf
+from playbook.site.evidence import evidence_page
+from playbook.site.text import NBSP
+from playbook_bench.launch import local
+from playbook_bench.machine import detect
+from playbook_bench.run import confirm, report, store
+from playbook_bench.run.journal import Journal
 
 STEPS = 16
 """With so many the planted noise of an uninterrupted series has no drift by chance, after which it would start over."""
@@ -33,7 +35,7 @@ class Noting(confirm.Quiet):
         self.notes.append(text)
 
 
-class Stretched(launch.LocalLauncher):
+class Stretched(local.LocalLauncher):
     """One launch, the first if not said otherwise, says that it took as long as `first`, as one that fills compile caches does."""
 
     first, which = 0.0, "000-"
@@ -63,7 +65,7 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     path = case(steps=STEPS)
     cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
-    monkeypatch.setattr(confirm, "LocalLauncher", launch.LocalLauncher)
+    monkeypatch.setattr(confirm, "LocalLauncher", local.LocalLauncher)
     # Enough for two launches of 90 s, and for nothing if what the first command has spent were taken off: a budget is for its own command.
     whole = bench(path, tmp_path, budget_s=190.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
@@ -107,15 +109,15 @@ def stopped_at_launch_14(path, tmp_path, monkeypatch, exported=None):
     """The folders of all launches, of this command and of the next."""
     launched = []
 
-    class StopsOnce(launch.LocalLauncher):
+    class StopsOnce(local.LocalLauncher):
         def run(self, spec, on_step=None):
             launched.append(spec.folder.name)
             if len(launched) == 14:
-                raise launch.Interrupted(signal.SIGTERM)
+                raise local.Interrupted(signal.SIGTERM)
             return super().run(spec, on_step)
 
     monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
-    with pytest.raises(launch.Interrupted):
+    with pytest.raises(local.Interrupted):
         bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], exported))
     return launched
 
@@ -189,17 +191,17 @@ def test_runs_with_other_exported_variables_are_neither_one_series_nor_its_noise
     plant()
     path = case(steps=STEPS)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    stopped_at_launch_14(path, tmp_path, monkeypatch, exported=preflight.exported())
+    stopped_at_launch_14(path, tmp_path, monkeypatch, exported=detect.exported())
     (stored,) = (tmp_path / "results" / "baselines" / "cpu").glob("*.json")
     blocking = store.load_baseline(stored)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
     with pytest.raises(StoreError, match=r"had CUDA_LAUNCH_BLOCKING=1; set the environment as it was then, or name another folder"):
-        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], preflight.exported()))
+        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], detect.exported()))
     alone = bench(path, tmp_path).evidence.measured
     assert alone.aa.created >= blocking.created
     assert not {r.run_id for r in alone.aa.runs} & {r.run_id for r in blocking.runs}, "the stored noise is another environment's"
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], preflight.exported())).evidence.measured
+    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], detect.exported())).evidence.measured
     assert sum(r.role == "measure" for r in again.runs) == 8
 
 

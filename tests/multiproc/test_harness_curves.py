@@ -3,7 +3,7 @@
 import pytest
 from planted_case import FAKE, only
 
-from playbook_bench import confirm, report, store
+from playbook_bench.run import confirm, report, store
 
 CURVE = """
 id: planted-curve

@@ -19,8 +19,8 @@ import pytest
 from planted_case import FAKE, REAL, bench, only
 
 from playbook.errors import PlaybookError
-from playbook_bench import aa, confirm, report, store
-from playbook_bench.telemetry import Ticks
+from playbook_bench.machine.telemetry import Ticks
+from playbook_bench.run import aa, confirm, report, store
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
 def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
     plant()
     counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
-    monkeypatch.setattr("playbook_bench.series.ticks", lambda: next(counts))
+    monkeypatch.setattr("playbook_bench.run.series.ticks", lambda: next(counts))
     out, found = io.StringIO(), bench(case(), tmp_path)
     assert {r.telemetry["stolen_percent"] for r in found.evidence.measured.runs} == {15.0}
     report.print_outcome(found, report.console(out))
@@ -275,7 +275,7 @@ def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(ca
         clock, limits = {"p5": 1500.0, "p50": 1695.0, "p95": 1980.0}, {"power": 91.0, "heat": 0.0}
         return {"clock_sm_mhz": clock, "throttle_reasons": ["0x4"], "limited_percent": limits, "window": [start, end]}
 
-    monkeypatch.setattr("playbook_bench.telemetry.Telemetry.between", read)
+    monkeypatch.setattr("playbook_bench.machine.telemetry.Telemetry.between", read)
     out, found = io.StringIO(), bench(case(), tmp_path)
     runs = found.evidence.measured.runs
     # The planted summary says 0.1 s of start-up, 0.2 s of warm-up, 0.3 s of timed steps, and 0.6 s in all.
@@ -291,7 +291,7 @@ def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(ca
 
 def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, plant, monkeypatch):
     plant(baseline={"fault": "crash", "at": 4}, candidate={"fault": "crash", "at": 4})
-    monkeypatch.setattr("playbook_bench.telemetry.Telemetry.between", lambda self, start, end: {"throttle_reasons": ["0x48"]})
+    monkeypatch.setattr("playbook_bench.machine.telemetry.Telemetry.between", lambda self, start, end: {"throttle_reasons": ["0x48"]})
     runs = bench(case(), tmp_path).evidence.measured.runs
     assert [r.telemetry["over"] for r in runs] == ["launch"] * len(runs)
 
@@ -307,7 +307,7 @@ def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
 
 # Interruptions: a harness of its own, so that it can be stopped.
 
-HARNESS = "import sys; from playbook_bench import confirm; confirm.bench_run(sys.argv[1], results=sys.argv[2], command=sys.argv[3:], profile='cpu')"
+HARNESS = "import sys; from playbook_bench.run import confirm; confirm.bench_run(sys.argv[1], results=sys.argv[2], command=sys.argv[3:], profile='cpu')"
 
 
 def start(case, tmp_path, mark, plant):
@@ -364,8 +364,8 @@ time.sleep(600)
 LAUNCH = """
 import sys
 from pathlib import Path
-from playbook_bench.launch import LocalLauncher, Spec, interruptible
-from playbook_trainer.config import load
+from playbook_bench.launch.local import LocalLauncher, Spec, interruptible
+from playbook_trainer.config.tree import load
 config = load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {})
 with interruptible():
     LocalLauncher((sys.executable, "-c", sys.argv[2]), grace_s=60).run(Spec(config, 1, Path(sys.argv[1]), timeout_s=1))
@@ -387,8 +387,8 @@ def test_a_signal_while_a_hang_is_being_ended_leaves_no_process(tmp_path):
 SRUN = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from playbook_bench import slurm
-from playbook_bench.launch import interruptible
+from playbook_bench.launch import slurm
+from playbook_bench.launch.local import interruptible
 folder = Path(sys.argv[1])
 process = slurm.start([sys.executable, "-c", sys.argv[2]], folder, os.environ)
 with interruptible():

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench import confirm, fork
-from playbook_bench.fork import ForkLauncher
-from playbook_bench.launch import LocalLauncher, Spec
-from playbook_trainer.config import load, parse_overrides
+from playbook_bench.launch import forked
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import LocalLauncher, Spec
+from playbook_bench.run import confirm
+from playbook_trainer.config.tree import load, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["train.steps=4", "train.warmup_steps=1", "train.deterministic=true", "data.seq_len=32", "train.global_batch_size=2"]
@@ -143,7 +144,7 @@ class Late(confirm.Quiet):
 
     def launch(self, number, total, spec):
         if number == self.number:
-            self.monkeypatch.setattr(fork, "IMPORT_S", 0.0)
+            self.monkeypatch.setattr(forked, "IMPORT_S", 0.0)
 
 
 @pytest.mark.parametrize(("number", "ways", "detail"), [(1, {None}, ""), (2, {None, "fork"}, "differs in launch: fork, fresh processes")])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import ConfigError
-from playbook_bench import bisect, gate, preflight
-from playbook_bench.case import Activation, Case, Delta, Receipt, Rule
-from playbook_bench.launch import LocalLauncher
+from playbook.records.case import Activation, Case, Delta, Receipt, Rule
+from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.machine import detect
+from playbook_bench.run import bisect, gate
 
 FAKE = (sys.executable, str(Path(__file__).parent / "planted.py"))
 
@@ -214,7 +215,7 @@ def test_a_worktree_made_inside_a_hook_leaves_the_commit_alone(repo, monkeypatch
     with gate.worktree(repo.root, "HEAD~1") as tree:
         assert not (tree / "added").exists()
         assert len(bisect.commits(repo.root, "HEAD~1", "HEAD")) == 1
-    assert preflight.commit(repo.root) is not None
+    assert detect.commit(repo.root) is not None
     assert index.read_bytes() == before
 
 

@@ -8,8 +8,9 @@ import pytest
 from planted_case import FAKE, bench
 from typer.testing import CliRunner
 
-from playbook.cli import app
-from playbook_bench import aa, launch, report, store
+from playbook.cli.app import app
+from playbook_bench.launch import local
+from playbook_bench.run import aa, report, store
 
 
 def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
@@ -23,7 +24,7 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
 
 def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
     """The first run of each pair is slower, as beside a neighbour that comes and goes."""
-    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(launch.LocalLauncher, FAKE))
+    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(local.LocalLauncher, FAKE))
     words = ["bench", "aa", case(), "--profile", "cpu", "--results", str(tmp_path / "results")]
     plant(baseline={"slower": 0.1, "launches": [1, 3, 5, 7]})
     disturbed = CliRunner().invoke(app, words)

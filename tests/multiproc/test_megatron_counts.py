@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ranks import ROOT
 
-from playbook_trainer import recipes
-from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.config import recipes
+from playbook_trainer.config.tree import load, parse_overrides
 
 pytest.importorskip("megatron.core")
 

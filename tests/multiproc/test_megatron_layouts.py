@@ -17,8 +17,8 @@ from ranks import ROOT, steps, summary
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from parity import random_state
 
-from playbook_trainer.config import load, parse_overrides
-from playbook_trainer.models import hf
+from playbook_trainer.config.tree import load, parse_overrides
+from playbook_trainer.huggingface import weights
 
 MOE, DENSE, VISION = (f"trainer/configs/{name}.yaml" for name in ("qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"))
 MCORE = tuple(int(n) for n in version("megatron-core").split(".")[:2])
@@ -149,10 +149,10 @@ def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> N
     config = load(ROOT / MOE, parse_overrides(list(words)))
     biases = 8 + torch.arange(config.model.num_experts) / 100
     state = random_state(config.model)
-    hf.save_safetensors(config.model, {k: biases if k.endswith("router.bias") else v for k, v in state.items()}, given)
+    weights.save_safetensors(config.model, {k: biases if k.endswith("router.bias") else v for k, v in state.items()}, given)
     job = Job("read", 1, (MOE, *words, f"init.weights={given}", f"checkpoint.export={left}"))
     assert train_all([job], tmp_path, timeout=180, script=ROOT / "tests/multiproc/megatron_many.py") == {"read": None}
-    found = [v for k, v in hf.load_safetensors(config.model, left).items() if k.endswith("router.bias")]
+    found = [v for k, v in weights.load_safetensors(config.model, left).items() if k.endswith("router.bias")]
     assert len(found) == 2
     assert all((bias - biases).abs().max() < 2.1e-3 for bias in found)
 

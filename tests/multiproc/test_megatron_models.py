@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 import parity
 
-from playbook_trainer.config import ModelConfig
-from playbook_trainer.models import hf
-from playbook_trainer.parallel.sharding import initial_value
+from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.torch.parallel.sharding import initial_value
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed")
 
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model(name: str) -> ModelConfig:
-    from playbook_trainer.config import load, parse_overrides
+    from playbook_trainer.config.tree import load, parse_overrides
 
     return load(ROOT / "trainer/configs/qwen3_moe_tiny.yaml", parse_overrides(MODELS[name])).model
 

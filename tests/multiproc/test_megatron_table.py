@@ -15,8 +15,8 @@ import megatron_table
 from megatron_rows import CONFIG, TABLES, Row, rows
 
 from playbook.paths import repo_root
-from playbook_bench.case import Rule
-from playbook_trainer import checks, config
+from playbook.records.case import Rule
+from playbook_trainer.config import checks, tree
 from playbook_trainer.megatron import checks as megatron
 
 TINY = {
@@ -36,7 +36,7 @@ TINY = {
 @pytest.mark.parametrize("row", rows(), ids=lambda r: f"{r.table}-{r.group}-{r.name}".replace(" ", "-"))
 def test_every_row_is_a_legal_configuration(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "installed", lambda module: True)
-    resolved = config.load(repo_root() / CONFIG, config.parse_overrides(megatron_table.words(row, Path("out"))[1:]))
+    resolved = tree.load(repo_root() / CONFIG, tree.parse_overrides(megatron_table.words(row, Path("out"))[1:]))
     assert resolved.backend == "megatron"
     checks.check(resolved, row.gpus)
 

@@ -15,8 +15,8 @@ from layout_runs import Job, difference, train_all
 from ranks import ROOT, summary
 
 from playbook.paths import data_root
-from playbook_trainer.config import ModelConfig, load
-from playbook_trainer.models import hf
+from playbook_trainer.config.tree import ModelConfig, load
+from playbook_trainer.huggingface import weights
 
 pytest.importorskip("megatron.core")
 
@@ -66,7 +66,7 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 def far(folder: Path, name: str) -> dict[str, float]:
     """The relative distance of every gradient from the torch backend's."""
     config = model(JOBS[name][0])
-    ours, expected = (hf.load_safetensors(config, folder / n) for n in (name, f"reference-{JOBS[name][0]}"))
+    ours, expected = (weights.load_safetensors(config, folder / n) for n in (name, f"reference-{JOBS[name][0]}"))
     assert all(e.norm() > 0 for e in expected.values())
     return {n: float((ours[n] - e).norm() / e.norm()) for n, e in expected.items()}
 
@@ -87,7 +87,7 @@ def test_loss_and_gradients_equal_those_of_the_torch_backend(name: str, trained:
 def test_weights_come_back_bit_by_bit(saved: str, trained: Path) -> None:
     found(trained, saved)
     config = model(JOBS[saved][0])
-    ours, expected = (hf.load_safetensors(config, trained / n) for n in (f"saved-{saved}", f"weights-{JOBS[saved][0]}"))
+    ours, expected = (weights.load_safetensors(config, trained / n) for n in (f"saved-{saved}", f"weights-{JOBS[saved][0]}"))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(ours[name], tensor), name

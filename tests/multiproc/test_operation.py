@@ -17,8 +17,8 @@ import yaml
 from forking import Forks
 from ranks import free_port, run, steps, summary
 
-from playbook_bench.launch import LocalLauncher, Spec
-from playbook_trainer.config import load
+from playbook_bench.launch.local import LocalLauncher, Spec
+from playbook_trainer.config.tree import load
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 VISION = "trainer/configs/qwen3_vl_tiny.yaml"
@@ -53,7 +53,7 @@ engine.forward_backward = planted
 
 FULL = """
 import os, resource, signal
-from playbook_trainer import checkpoint
+from playbook_trainer.torch import checkpoint
 real = checkpoint.Checkpointer.save
 def planted(self, step, data):
     if step == 4 and os.environ["RANK"] == "1":
@@ -67,7 +67,7 @@ checkpoint.Checkpointer.save = planted
 GONE = """
 import shutil
 from pathlib import Path
-from playbook_trainer import checkpoint
+from playbook_trainer.torch import checkpoint
 real = checkpoint.Checkpointer.save
 def planted(self, step, data):
     done = real(self, step, data)
@@ -80,7 +80,7 @@ checkpoint.Checkpointer.save = planted
 
 FULL_AT_THE_START = """
 import resource, signal
-from playbook_trainer import metrics
+from playbook_trainer.observe import metrics
 real = metrics._keep_until
 def planted(path, step):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -351,7 +351,7 @@ def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
 
 SLOW_EXPERTS = """
 import os, time
-from playbook_trainer.models import decoder
+from playbook_trainer.torch.model import decoder
 real = decoder.Experts._loop
 def planted(self, *args):
     if os.environ["RANK"] == "1":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench import short_runs
+from playbook_bench.statements import short_runs
 
 
 def test_the_whole_configuration_reaches_the_tracker() -> None:

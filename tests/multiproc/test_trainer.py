@@ -12,7 +12,7 @@ import yaml
 from ranks import ROOT, run, steps, summary
 
 from playbook_trainer.__main__ import main
-from playbook_trainer.metrics import SHOWN_DATA
+from playbook_trainer.observe.metrics import SHOWN_DATA
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"
 

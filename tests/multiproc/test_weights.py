@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 import parity
 
-from playbook_trainer.models import hf
+from playbook_trainer.huggingface import weights
 
 CASES = {
     "moe-ep2-dp2": ("qwen3_moe_tiny", 4, ["parallel.ep=2"]),
@@ -32,8 +32,8 @@ CASES = {
 
 def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
     config = parity.tiny(name)
-    hf.save_safetensors(config, parity.random_state(config), folder)
-    return load_file(folder / hf.SINGLE)
+    weights.save_safetensors(config, parity.random_state(config), folder)
+    return load_file(folder / weights.SINGLE)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +81,7 @@ def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: P
     code, _, err = run([*words, "model.num_layers=2"])[0]
     assert code == 2
     assert "model.num_layers" in err
-    save_file({k: v for k, v in given.items() if "layers.3" not in k}, tmp_path / "in" / hf.SINGLE)
+    save_file({k: v for k, v in given.items() if "layers.3" not in k}, tmp_path / "in" / weights.SINGLE)
     code, _, err = run(words)[0]
     assert code == 2
     assert "missing: model.layers.3" in err
@@ -101,7 +101,7 @@ def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> N
     for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    found = load_file(tmp_path / "two-weights" / hf.SINGLE)
+    found = load_file(tmp_path / "two-weights" / weights.SINGLE)
     moved = {name.removeprefix("model.").split(".")[0] for name in given if not torch.equal(found[name], given[name])}
     assert moved == ({"language_model"} if "vision" in frozen else {"visual"})
     counts = summary(tmp_path / "two")
@@ -125,5 +125,5 @@ def test_a_place_for_weights_that_cannot_be_written_is_refused_before_training(t
 def test_looking_at_a_place_for_weights_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for place in (tmp_path / "new" / "deep", tmp_path / "there"):
-        hf.refuse_unwritable(place)
+        weights.refuse_unwritable(place)
     assert [p.name for p in tmp_path.rglob("*")] == ["there"]

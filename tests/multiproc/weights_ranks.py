@@ -7,18 +7,18 @@ from pathlib import Path
 import torch.distributed as dist
 from ranks import leave
 
-from playbook_trainer import checks
-from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.loop import start
-from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import setup, weights
+from playbook_trainer.torch import build, weights
+from playbook_trainer.torch.parallel import axes as layout
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 config = load(Path(sys.argv[1]), parse_overrides(sys.argv[3:]))
 checks.check(config, world)
 device = start(config, rank, world)
 axes = layout.build(world, rank, config.parallel)
-model = setup.build(config, axes, device)
+model = build.build(config, axes, device)
 files = weights.load(model, axes, Path(config.init.weights))
 held = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model.parameters())
 sys.stdout.write(f"{files.bytes_read} {held}\n")

@@ -20,11 +20,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from playbook import cli, search
+from playbook.cards import search
+from playbook.cards.load import load_all
+from playbook.cards.terms import Facts, facts, stated, terms
+from playbook.cli import app
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
-from playbook.search_terms import Facts, facts, stated, terms
-from playbook.validate import load_all
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 TOP = 10
@@ -256,7 +257,7 @@ def test_the_command_says_how_to_learn_where_claims_stand(capsys: pytest.Capture
     """Its lines may quote claims that nothing has shown."""
     for words, expected in ((["search", "oom at 128k on h100"], "playbook cards show"), (["search", "sourdough bread recipe"], "")):
         with pytest.raises(SystemExit):
-            cli.main(words)
+            app.main(words)
         out = capsys.readouterr().out
         assert expected in out
         assert bool(out) == bool(expected)
@@ -265,6 +266,6 @@ def test_the_command_says_how_to_learn_where_claims_stand(capsys: pytest.Capture
 def test_the_command_refuses_what_is_too_long_and_prints_an_empty_list(capsys: pytest.CaptureFixture[str]) -> None:
     for words, code, out in ((["search", "x y " * 5000], 2, ""), (["search", "sourdough bread recipe", "--json"], 0, "[]\n")):
         with pytest.raises(SystemExit) as stop:
-            cli.main(words)
+            app.main(words)
         assert (stop.value.code or 0) == code
         assert capsys.readouterr().out == out

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook import cards
-from playbook.evidence import content_sha
+from playbook.cards import model
 from playbook.paths import data_root, repo_root
-from playbook_bench.records import (
+from playbook.records.evidence import (
     Check,
     ClaimRef,
     Comparison,
@@ -32,7 +31,8 @@ from playbook_bench.records import (
     Verdict,
     seal,
 )
-from playbook_bench.store import render
+from playbook.records.read import content_sha
+from playbook_bench.run.store import render
 
 ID = "01JD0000000000000000000001"
 CARD = """\
@@ -71,10 +71,10 @@ pitfalls:
 
 def claim_ref(card_folder: Path, card_id: str = "fixture-card", claim_id: str = "X1") -> ClaimRef:
     """A claim, by default the fixture's, as the harness copies it into a record."""
-    from playbook.validate import read_cards
+    from playbook.cards.load import read_cards
 
     card = next(e.card for e in read_cards([card_folder / f"{card_id}.yaml"]).loaded)
-    claim: cards.Claim = next(c for c in card.claims if c.id == claim_id)
+    claim: model.Claim = next(c for c in card.claims if c.id == claim_id)
     return ClaimRef(
         id=claim.id,
         card=card.id,

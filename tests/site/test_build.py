@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from site_tree import ID, build, make_tree, reseal
 
-from playbook.validate import load_all
+from playbook.cards.load import load_all
 
 FETCHED = {
     ("script", "src"),
@@ -93,7 +93,7 @@ def test_numbers_link_to_their_record(built: Path) -> None:
 
 
 def test_reference_pages_come_from_their_tables(built: Path) -> None:
-    from playbook_bench.metrics import METRICS
+    from playbook_bench.judge.metrics import METRICS
 
     shown = words(built / "_generated" / "metrics.html")
     assert all(name in shown for name in METRICS)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from playbook import flops, memory, parameters, pipeline
 from playbook.errors import ConfigError
-from playbook.layout import min_gpus
-from playbook.layout_rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, RECOMPUTE, SHARDING
-from playbook.nearest import nearest
 from playbook.paths import repo_root
-from playbook.plan import Plan, parse
-from playbook.shapes import MODELS
-from playbook.site_calculator import tables
+from playbook.planner import flops, memory, parameters, pipeline
+from playbook.planner.layout import min_gpus
+from playbook.planner.nearest import nearest
+from playbook.planner.plan import Plan, parse
+from playbook.planner.rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, RECOMPUTE, SHARDING
+from playbook.planner.shapes import MODELS
+from playbook.site.calculator import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from site_tree import ID, claim_ref, evidence, render, reseal
 
-from playbook import site
 from playbook.errors import FileError
-from playbook.evidence import Present, content_sha, read
-from playbook.site_text import NBSP, percent, quantity, text
+from playbook.records.read import Present, content_sha, read
+from playbook.site import build
+from playbook.site.text import NBSP, percent, quantity, text
 
 TODAY = date(2026, 11, 21)
 
 
-def generate(tree: Path, today: date = TODAY) -> site.Site:
-    return site.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today)
+def generate(tree: Path, today: date = TODAY) -> build.Site:
+    return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=today)
 
 
 def page(tree: Path, name: str) -> str:
@@ -140,7 +140,7 @@ def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -
 
 def test_every_card_and_every_claim_has_its_place(tree: Path) -> None:
     made = generate(tree)
-    from playbook.validate import load_all
+    from playbook.cards.load import load_all
 
     matrix, index = page(tree, "_generated/claims.md"), page(tree, "cards/index.md")
     assert set(load_all()) < set(made.cards)
@@ -180,7 +180,7 @@ def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -
     assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
     whole = page(tree, "llms-full.txt")
     assert "; avoid train.recompute_modules: " in whole
-    from playbook.validate import load_all
+    from playbook.cards.load import load_all
 
     for dispute in (d for card in load_all().values() for d in card.disputes):
         assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole

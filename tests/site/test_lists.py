@@ -13,19 +13,20 @@ import pytest
 import typer
 from site_tree import ID, LENGTHS, SWEEP, add_sweep
 
-from playbook import cli, site
-from playbook.cli_site import reference
-from playbook.shapes import MODELS
-from playbook.site_api import entries
-from playbook.site_models import plan_of, settings
-from playbook.site_text import NBSP
-from playbook.validate import load_all
+from playbook.cards.load import load_all
+from playbook.cli import app
+from playbook.cli.site import reference
+from playbook.planner.shapes import MODELS
+from playbook.site import build
+from playbook.site.api import entries
+from playbook.site.models import plan_of, settings
+from playbook.site.text import NBSP
 
 TODAY = date(2026, 11, 21)
 
 
-def generate(tree: Path, **more: object) -> site.Site:
-    return site.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=TODAY, **more)
+def generate(tree: Path, **more: object) -> build.Site:
+    return build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=TODAY, **more)
 
 
 def page(tree: Path, name: str) -> str:
@@ -126,12 +127,12 @@ def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> N
 
 
 def test_api_pages_have_public_names_and_no_private_ones(tree: Path) -> None:
-    generate(tree, reference=reference(typer.main.get_command(cli.app)))
+    generate(tree, reference=reference(typer.main.get_command(app.app)))
     shown = page(tree, "_generated/api-playbook.md")
     assert "{ #playbook-memory-estimate }" in shown
     assert "*Raises:* ConfigError" in shown
     assert "playbook-memory-_stage" not in shown
-    assert "playbook.site" not in shown
+    assert "playbook.site.build" not in shown
     assert "playbook&#95;bench&#46;stats" in page(tree, "_generated/api-playbook-bench.md").replace(".", "&#46;")
     index = page(tree, "_generated/api.md")
     assert "api-playbook-trainer.md#playbook-trainer-config" in index

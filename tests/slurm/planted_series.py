@@ -13,7 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-from playbook_bench import cluster, confirm
+from playbook_bench.launch import cluster
+from playbook_bench.run import confirm
 
 PLANTED = (sys.executable, str(Path(__file__).parents[1] / "multiproc" / "planted.py"))
 

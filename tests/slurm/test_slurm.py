@@ -11,9 +11,9 @@ import pytest
 from planted_case import CASE
 from planted_case import FAKE as PLANTED
 
-from playbook.evidence import read
 from playbook.paths import repo_root
-from playbook_bench import confirm, store
+from playbook.records.read import read
+from playbook_bench.run import confirm, store
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -143,7 +143,7 @@ def idle(environment):
 LOCKS = """
 import os, socket, sys, time
 from pathlib import Path
-from playbook import locks
+from playbook import files as locks
 socket.gethostname = lambda: os.environ["SLURMD_NODENAME"]
 who = locks.take(Path(sys.argv[1]))
 print(f"{os.environ['SLURMD_NODENAME']}: {who or 'took it'}", flush=True)

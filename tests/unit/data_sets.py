@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from playbook.paths import data_root
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.rows import make_rows
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"

@@ -19,13 +19,13 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from playbook.document import read
 from playbook.paths import data_root
-from playbook_trainer.config import ModelConfig, load
+from playbook.yaml_files import read
+from playbook_trainer.config.tree import ModelConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
-from playbook_trainer.models import hf
-from playbook_trainer.models.decoder import Decoder
-from playbook_trainer.models.positions import Grid, mrope_positions, vision_index
+from playbook_trainer.huggingface import weights
+from playbook_trainer.torch.model.decoder import Decoder
+from playbook_trainer.torch.model.positions import Grid, mrope_positions, vision_index
 
 MODELS = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
@@ -62,7 +62,7 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights that excite everything: norms away from one, biases away from zero, and far enough from a top-k tie."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for rule in hf.rules(config):
+    for rule in weights.rules(config):
         noise = torch.randn(rule.shape, generator=generator)
         is_scale = "norm" in rule.ours and rule.ours.endswith("weight")
         state[rule.ours] = 1 + 0.2 * noise if is_scale else noise * (1.0 if "router" in rule.ours else 0.06)
@@ -183,7 +183,7 @@ def their_gradients(config: ModelConfig, model: Any) -> dict[str, torch.Tensor]:
     """Their gradients under our names. In memory, transformers stacks experts as we do."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     out = {}
-    for rule in hf.rules(config):
+    for rule in weights.rules(config):
         first = next(iter(rule.theirs))
         if rule.ours.endswith("router.bias"):
             continue  # no gradient moves it

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from playbook.paths import data_root
-from playbook_trainer.config import load
-from playbook_trainer.models import ops
-from playbook_trainer.models.decoder import Moe, Options
-from playbook_trainer.models.kernels.route import route
-from playbook_trainer.parallel.setup import operators
+from playbook_trainer.config.tree import load
+from playbook_trainer.torch.build import operators
+from playbook_trainer.torch.kernels.route import route
+from playbook_trainer.torch.model import ops
+from playbook_trainer.torch.model.decoder import Moe, Options
 
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 # Tokens, experts, experts per token.

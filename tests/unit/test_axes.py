@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 from grids import rank_axes
 
-from playbook_trainer.config import ParallelConfig
-from playbook_trainer.parallel.axes import groups
-from playbook_trainer.parallel.sharding import counts_in_norm, is_partial_over_tp
+from playbook_trainer.config.tree import ParallelConfig
+from playbook_trainer.torch.parallel.axes import groups
+from playbook_trainer.torch.parallel.sharding import counts_in_norm, is_partial_over_tp
 
 
 def test_folding_by_hand():

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from test_verdict import make_run, series
 
-from playbook.cards import Comparison, Expect, Quantity
+from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
-from playbook_bench import confirm, rules, stats, store, verdict
-from playbook_bench.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
-from playbook_bench.records import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
+from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
+from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
+from playbook_bench.judge import curve_rules, statistics, verdict
+from playbook_bench.run import confirm, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
 SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
@@ -134,9 +135,9 @@ def test_the_interval_follows_from_the_figures_of_the_record():
         measured.runs[i] = make_run("4", i // 3, i, seconds=math.exp(-0.2 - noise), config_sha="4", observed=SEEN)
     curve = verdict.derive(measured).curve
     (last,) = curve.contrasts
-    half = stats.t_quantile(curve.alpha_contrast, curve.freedom) * last.used / math.sqrt(curve.blocks)
+    half = statistics.t_quantile(curve.alpha_contrast, curve.freedom) * last.used / math.sqrt(curve.blocks)
     assert (last.low, last.high) == pytest.approx((math.expm1(last.mean - half), math.expm1(last.mean + half)))
-    assert half == pytest.approx(stats.t_quantile(curve.alpha_contrast, curve.blocks - 1) * last.deviation / math.sqrt(curve.blocks))
+    assert half == pytest.approx(statistics.t_quantile(curve.alpha_contrast, curve.blocks - 1) * last.deviation / math.sqrt(curve.blocks))
 
 
 def test_a_value_that_does_not_fit_is_data_only_where_the_claim_says_so():
@@ -211,8 +212,8 @@ def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
 
 def test_two_variants_get_the_paired_interval():
     differences = [0.1, 0.12, 0.09, 0.13]
-    paired = stats.interval(differences, 0.05, 0.01)
-    (found,) = stats.simultaneous([[0.0, d] for d in differences], [[-1.0, 1.0]], 0.05, 0.01)
+    paired = statistics.interval(differences, 0.05, 0.01)
+    (found,) = statistics.simultaneous([[0.0, d] for d in differences], [[-1.0, 1.0]], 0.05, 0.01)
     assert (found.mean, found.low, found.high) == pytest.approx((paired.mean, paired.low, paired.high))
 
 
@@ -246,11 +247,11 @@ def test_a_rule_that_the_case_cannot_answer_is_said():
         (expect("knee", at=[2, 4]), "4 cannot be one"),
         (Expect(op="excludes"), "needs 'infeasible'"),
     ):
-        assert any(text in p for p in rules.problems(wanted, names, "sweep")), text
-    assert not rules.problems(expect("best", at=[4]), names, "sweep")
-    assert not rules.problems(expect("knee", at=[2]), names, "sweep")
+        assert any(text in p for p in curve_rules.problems(wanted, names, "sweep")), text
+    assert not curve_rules.problems(expect("best", at=[4]), names, "sweep")
+    assert not curve_rules.problems(expect("knee", at=[2]), names, "sweep")
     with pytest.raises(ConfigError, match="no rule for an interaction"):
-        rules.asked(rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
+        curve_rules.asked(curve_rules.question(expect("band"), ["a", "b", "c", "d"], 0.0), interaction=True)
 
 
 # How often a rule errs, over whole series: three looks, the error rate shared among looks and contrasts.
@@ -262,8 +263,8 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
     """Shares of simulated series that end confirmed and refuted. Launches are normal on logarithms; blocks share a level and drift."""
     rng = np.random.default_rng(seed)
     names = ["l", "a", "b", "ab"] if interaction else [str(2**i) for i in range(len(gains))]
-    q = rules.question(wanted, names, math.log1p(wanted.margin.value / 100))
-    contrasts = rules.asked(q, interaction)
+    q = curve_rules.question(wanted, names, math.log1p(wanted.margin.value / 100))
+    contrasts = curve_rules.asked(q, interaction)
     weights = np.array([[c.weights.get(n, 0.0) for n in names] for c in contrasts])
     k, last = len(names), LOOKS[-1]
     noise = rng.normal(0, 1, (SERIES, last, k)) * np.array(deviations)
@@ -277,14 +278,14 @@ def simulate(gains, wanted, deviations, seed, interaction=False, drift=0.0):
         residual = rows - rows.mean(1, keepdims=True) - rows.mean(2, keepdims=True) + rows.mean((1, 2), keepdims=True)
         freedom = (k - 1) * (n - 1)
         pooled = np.sqrt((residual**2).sum((1, 2)) / freedom)[:, None]
-        t, t_own = (stats.t_quantile(0.05 / len(LOOKS) / len(contrasts), f) for f in (freedom, n - 1))
+        t, t_own = (statistics.t_quantile(0.05 / len(LOOKS) / len(contrasts), f) for f in (freedom, n - 1))
         half = np.maximum(t * pooled * np.linalg.norm(weights, axis=1), t_own * d.std(1, ddof=1)) / math.sqrt(n)
         low, high = d.mean(1) - half, d.mean(1) + half
         if n == 4:  # the simulation and the harness compute the same intervals
-            ours = stats.simultaneous(rows[0], weights, 0.05 / len(LOOKS))
+            ours = statistics.simultaneous(rows[0], weights, 0.05 / len(LOOKS))
             assert [i.low for i in ours] + [i.high for i in ours] == pytest.approx([*low[0], *high[0]])
         for s in np.flatnonzero(outcome == 0):
-            status = rules.decide(q, list(zip(low[s], high[s], strict=True)), interaction)
+            status = curve_rules.decide(q, list(zip(low[s], high[s], strict=True)), interaction)
             outcome[s] = {True: 1, False: -1, None: 0}[status]
     return float((outcome == 1).mean()), float((outcome == -1).mean())
 

@@ -19,12 +19,12 @@ from PIL import Image
 
 from playbook.errors import DataError
 from playbook.paths import data_root
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageRef, decode, header_size
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.data.parquet import Encoded
+from playbook_trainer.data.sources.parquet import Encoded
 
 VL = "qwen3_vl_moe_tiny"
 MUTATED = 1000

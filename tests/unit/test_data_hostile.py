@@ -14,11 +14,11 @@ import pytest
 from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.data import parquet
 from playbook_trainer.data.images import BadImage, header_size
 from playbook_trainer.data.loader import build_loader, check
-from playbook_trainer.data.parquet import text_groups
-from playbook_trainer.data.webdataset import Member, tar_samples
+from playbook_trainer.data.sources import parquet
+from playbook_trainer.data.sources.parquet import text_groups
+from playbook_trainer.data.sources.webdataset import Member, tar_samples
 
 
 def hostile(kind: str, folder: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from playbook.errors import DataError
 from playbook.paths import data_root
-from playbook_trainer.config import VisionConfig
+from playbook_trainer.config.tree import VisionConfig
 from playbook_trainer.data.images import ImageRef, decode, header_size, patches_into, target_size
 
 # COCO 2017: https://cocodataset.org. val2017.zip has 815,585,330 bytes for 5,000 images.

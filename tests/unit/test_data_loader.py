@@ -19,7 +19,7 @@ from PIL import Image
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root, repo_root
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.loader import build_loader
 
@@ -232,7 +232,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
 @pytest.mark.timeout(60)
 def test_workers_die_with_a_killed_rank() -> None:
     program = (
-        "import sys; from pathlib import Path; from playbook_trainer.config import load\n"
+        "import sys; from pathlib import Path; from playbook_trainer.config.tree import load\n"
         "from playbook_trainer.data.loader import build_loader\n"
         "loader = build_loader(load(Path(sys.argv[1]), {'data.num_workers': 2}), dp_rank=0, dp_size=1)\n"
         "steps = iter(loader); next(steps); print('ready', flush=True); sys.stdin.read()\n"

@@ -15,12 +15,12 @@ from PIL import Image
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.loader import check, data_sha
 from playbook_trainer.data.order import order_key, permute
-from playbook_trainer.data.plan import Lane, Packing
+from playbook_trainer.data.packing import Lane, Packing
 from playbook_trainer.data.rows import make_rows
-from playbook_trainer.data.text import read_documents
+from playbook_trainer.data.sources.text import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"

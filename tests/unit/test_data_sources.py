@@ -15,13 +15,13 @@ import pytest
 from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, text_source, vqa_source, words_of
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer import checks
-from playbook_trainer.config import GeneratedConfig, TrainerConfig
-from playbook_trainer.data.generated import GeneratedText, GeneratedVqa, PoolImage
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import GeneratedConfig, TrainerConfig
 from playbook_trainer.data.images import header_size
 from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.rows import make_rows
-from playbook_trainer.data.streams import Flat, Sharded
+from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, PoolImage
+from playbook_trainer.data.sources.streams import Flat, Sharded
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "huggingface"])

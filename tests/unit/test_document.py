@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from playbook import document
+from playbook import yaml_files
 from playbook.errors import FileError
 
 
-class Inner(document.Strict):
+class Inner(yaml_files.Strict):
     size: int
     name: str = "x"
 
 
-class Outer(document.Strict):
+class Outer(yaml_files.Strict):
     inner: Inner
     items: list[Inner] = Field(default_factory=list)
     ratio: float = 0.0
@@ -27,8 +27,8 @@ class Outer(document.Strict):
 def findings(text):
     """What is wrong with a file of this content."""
     try:
-        data, marks = document.parse(text, "f.yaml")
-        document.validate(data, marks, Outer, "f.yaml")
+        data, marks = yaml_files.parse(text, "f.yaml")
+        yaml_files.validate(data, marks, Outer, "f.yaml")
     except FileError as e:
         return [str(f) for f in e.findings]
     return []
@@ -68,10 +68,10 @@ def test_deep_nesting_is_refused_and_does_not_crash():
 
 def test_files_that_cannot_be_read_are_findings(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")
-    (tmp_path / "big.yaml").write_bytes(b"#" * (document.MAX_BYTES + 1))
+    (tmp_path / "big.yaml").write_bytes(b"#" * (yaml_files.MAX_BYTES + 1))
     for name, says in (("latin.yaml", "UTF-8"), ("big.yaml", "at most"), ("none.yaml", "cannot be read"), (".", "cannot be read")):
         with pytest.raises(FileError, match=says):
-            document.read(tmp_path / name)
+            yaml_files.read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_read_are_findings(tmp_path):
     ],
 )
 def test_scalars_follow_the_core_schema(text, value):
-    found = document.parse_scalar(text)
+    found = yaml_files.parse_scalar(text)
     assert found == value
     assert type(found) is type(value)
 
@@ -102,13 +102,13 @@ def test_scalars_follow_the_core_schema(text, value):
 def test_any_text_parses_or_is_a_finding(text):
     data, marks = None, {(): (1, 1)}
     with contextlib.suppress(FileError):
-        data, marks = document.parse(text, "f")
+        data, marks = yaml_files.parse(text, "f")
     assert set(marks) >= {()}
     assert data is None or isinstance(data, dict | list | str | int | float | bool)
 
 
 @pytest.mark.parametrize("number", [".inf", "-.INF", ".nan", "1e999"])
 def test_a_number_that_is_not_finite_is_no_number(number):
-    data, marks = document.parse(f"inner: {{size: 1}}\nratio: {number}\n", "f.yaml")
+    data, marks = yaml_files.parse(f"inner: {{size: 1}}\nratio: {number}\n", "f.yaml")
     with pytest.raises(FileError, match=r"f\.yaml:2:1: 'ratio': input should be a finite number"):
-        document.validate(data, marks, Outer, "f.yaml")
+        yaml_files.validate(data, marks, Outer, "f.yaml")

@@ -10,17 +10,17 @@ import sys
 import pytest
 import torch
 
-from playbook import cli
+from playbook.cli import app
 from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root
-from playbook_bench import logic
-from playbook_bench.case import load_case
-from playbook_trainer.config import load
-from playbook_trainer.dry_run import dry_run
+from playbook.records.case import load_case
+from playbook_bench.statements import table
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load
 from playbook_trainer.export.render import TARGETS
-from playbook_trainer.models.decoder import Decoder, Options
-from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.sharding import initial_value
+from playbook_trainer.torch.model.decoder import Decoder, Options
+from playbook_trainer.torch.parallel.axes import Axes, Axis
+from playbook_trainer.torch.parallel.sharding import initial_value
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
@@ -31,7 +31,7 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in
 def command(capsys, *words):
     """Exit code, stdout and stderr of `playbook train --dry-run`."""
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--dry-run", *words])
+        app.main(["train", "--dry-run", *words])
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 
@@ -201,7 +201,7 @@ def test_a_number_that_means_nothing_is_one_line_wherever_the_configuration_is_r
     file = str(data_root("configs") / "qwen3_vl_tiny.yaml")
     for words in (["train", "--dry-run", file, word], *(["config", "export", file, word, "--to", target] for target in TARGETS)):
         with pytest.raises(SystemExit) as stop:
-            cli.main(words)
+            app.main(words)
         out, err = capsys.readouterr()
         assert (stop.value.code, out) == (2, ""), words
         assert key.rsplit(".", 1)[-1] in err
@@ -238,7 +238,7 @@ def test_the_other_backend_is_counted_by_its_own_rules():
 )
 def test_what_cannot_be_built_is_one_line(capsys, words, says):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", *words])
+        app.main(["train", *words])
     out, err = capsys.readouterr()
     assert (stop.value.code, out) == (2, "")
     assert says in err
@@ -247,8 +247,8 @@ def test_what_cannot_be_built_is_one_line(capsys, words, says):
 
 def test_the_claim_fails_where_a_fault_is_none():
     case = load_case("dry-run-of-1024-gpus")
-    holds, sentence, figures = logic.run(case)
+    holds, sentence, figures = table.run(case)
     assert holds, sentence
     assert len(figures["refused"]) == len(case.arguments["illegal"])
     wrong = case.model_copy(update={"arguments": {**case.arguments, "illegal": [{"train.steps": 30}]}})
-    assert not logic.run(wrong)[0]
+    assert not table.run(wrong)[0]

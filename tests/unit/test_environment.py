@@ -7,8 +7,9 @@ import torch
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer import environment, loop
-from playbook_trainer.config import load
+from playbook_trainer import loop
+from playbook_trainer.config import environment
+from playbook_trainer.config.tree import load
 
 TINY = data_root("configs") / "qwen3_moe_tiny.yaml"
 FSDP = {"backend": "megatron", "megatron.data_parallel": "megatron_fsdp"}

@@ -9,9 +9,9 @@ import pytest
 from test_store import long_run, record
 
 from playbook.errors import FileError
-from playbook.evidence import Present, read, verdicts
-from playbook.moved import Here
-from playbook_bench import store
+from playbook.records.read import Present, read, verdicts
+from playbook.records.staleness import Here
+from playbook_bench.run import store
 
 TODAY = date(2026, 2, 1)
 

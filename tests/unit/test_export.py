@@ -14,10 +14,10 @@ from typing import get_args
 
 import pytest
 
-from playbook import cli
+from playbook.cli import app
 from playbook.paths import data_root, repo_root
-from playbook_trainer import recipes
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config import recipes
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export import sheet as sheets
 from playbook_trainer.export.render import TARGETS, export
 from playbook_trainer.export.sheet import leaves
@@ -256,7 +256,7 @@ def test_every_override_is_a_field_that_megatron_bridge_has(parsed):
 
 def run(capsys, *words):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["config", "export", *words])
+        app.main(["config", "export", *words])
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from playbook.paths import data_root
-from playbook_trainer.config import load
+from playbook_trainer.config.tree import load
 from playbook_trainer.export.render import export
 
 CONFIGS = data_root("configs")

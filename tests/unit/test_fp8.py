@@ -8,11 +8,11 @@ import torch
 from test_switches import TEXT, build, document_batch
 
 from playbook.errors import ConfigError
-from playbook_trainer import checks
-from playbook_trainer.config import load
-from playbook_trainer.models import fp8
-from playbook_trainer.models.decoder import Options
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import load
+from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.torch.model import fp8
+from playbook_trainer.torch.model.decoder import Options
 
 CPU = torch.device("cpu")
 HALF = 2.0**-4

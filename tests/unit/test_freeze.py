@@ -8,14 +8,14 @@ import torch
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
-from playbook_trainer import checks
-from playbook_trainer.config import load
-from playbook_trainer.config_labels import FREEZABLE
-from playbook_trainer.models.decoder import Decoder
-from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.pipeline import forward_backward
-from playbook_trainer.parallel.setup import freeze, part_of
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.config import checks
+from playbook_trainer.config.labels import FREEZABLE
+from playbook_trainer.config.tree import load
+from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.torch.build import freeze, part_of
+from playbook_trainer.torch.model.decoder import Decoder
+from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.torch.parallel.pipeline import forward_backward
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 VISION = data_root("configs") / "qwen3_vl_moe_tiny.yaml"
@@ -73,7 +73,7 @@ def test_ranges_of_the_backward_pass_close(frozen):
         def pop(self, name):
             opened.remove(name)
 
-    from playbook_trainer.nvtx import listening
+    from playbook_trainer.observe.ranges import listening
 
     model = parity.ours(CONFIG, STATE)
     freeze(model, frozen)

@@ -7,9 +7,9 @@ import math
 import pytest
 from test_verdict import STEPS, make_case, make_run
 
-from playbook_bench import gates, metrics, stats
-from playbook_bench.case import Delta, Guardrails, Loss
-from playbook_bench.records import Baseline, Gate, Run, Sample
+from playbook.records.case import Delta, Guardrails, Loss
+from playbook.records.evidence import Baseline, Gate, Run, Sample
+from playbook_bench.judge import guards, metrics, statistics
 
 SECONDS = metrics.get("step_seconds")
 FOR_A_REASON = {"reason": "as planted"}
@@ -46,7 +46,7 @@ def test_pairs_are_the_measured_ones_that_are_whole_in_the_order_of_their_number
         make_run("baseline", 0, 5, role="aa"),
         make_run("candidate", None, 6),
     ]
-    assert [(a.run_id, b.run_id) for a, b in gates.pairs_of(runs)] == [("baseline0", "candidate1"), ("baseline2", "candidate3")]
+    assert [(a.run_id, b.run_id) for a, b in guards.pairs_of(runs)] == [("baseline0", "candidate1"), ("baseline2", "candidate3")]
 
 
 def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number() -> None:
@@ -63,7 +63,7 @@ def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number(
         recompiles(1.0, pair=4, position=8),
         recompiles(2.0, pair=4, position=9),
     ]
-    assert gates.aa_differences(runs, metrics.get("recompiles")) == [-1.0, -2.0]
+    assert guards.aa_differences(runs, metrics.get("recompiles")) == [-1.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number(
 )
 def test_variants_differ_in_what_the_case_declares(configs: dict, fields: dict, expected: tuple[bool, str]) -> None:
     pairs = [*pair(), *pair({}, fields)]
-    assert said(gates.configurations(make_case(), configs, pairs)) == expected
+    assert said(guards.configurations(make_case(), configs, pairs)) == expected
 
 
 STRICT = {
@@ -116,7 +116,7 @@ def test_every_run_has_one_environment_but_for_what_is_declared(
     seen: list[str], delta: Delta, allowed: tuple[str, ...], expected: tuple[bool, str]
 ) -> None:
     runs = [make_run(run_id=f"r{i}", strict_sha=sha) for i, sha in enumerate(seen)]
-    assert said(gates.environment(make_case(delta=delta), STRICT, runs, allowed)) == expected
+    assert said(guards.environment(make_case(delta=delta), STRICT, runs, allowed)) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_every_run_has_one_environment_but_for_what_is_declared(
 def test_all_launches_of_a_series_are_made_in_one_way(ways: list[str | None], expected: tuple[bool, str]) -> None:
     """The second is that of an A/A pair, of which no run is compared here."""
     strict = {name: {"launch": way} if way else {} for name, way in zip(("s", "of a/a"), ways, strict=True)}
-    assert said(gates.environment(make_case(), strict, [make_run()])) == expected
+    assert said(guards.environment(make_case(), strict, [make_run()])) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_all_launches_of_a_series_are_made_in_one_way(ways: list[str | None], ex
     ],
 )
 def test_variants_read_the_same_data(delta: Delta, shas: tuple, expected: tuple[bool, str]) -> None:
-    assert said(gates.data(make_case(delta=delta), pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))) == expected
+    assert said(guards.data(make_case(delta=delta), pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))) == expected
 
 
 DIFFERENT = (False, "parameter counts differ between runs")
@@ -168,7 +168,7 @@ DIFFERENT = (False, "parameter counts differ between runs")
 )
 def test_variants_train_the_same_parameters(delta: Delta, counts: tuple, of: tuple, expected: tuple[bool, str]) -> None:
     fields = [{"num_parameters": n, "trained_parameters": t, "parameters_of": o} for (n, t), o in zip(counts, of, strict=True)]
-    assert said(gates.parameters(make_case(delta=delta), pair(*fields))) == expected
+    assert said(guards.parameters(make_case(delta=delta), pair(*fields))) == expected
 
 
 RATE = "useful_tokens_per_s_per_gpu"
@@ -188,9 +188,9 @@ UNDECLARED = "useful tokens per step differ by 20.0 %; declare delta.work with a
 )
 def test_unequal_work_is_compared_only_where_declared_and_by_its_unit(metric: str, delta: Delta, expected: tuple[bool, str]) -> None:
     case, metric_ = make_case(metric, delta=delta), metrics.get(metric)
-    assert said(gates.work(case, metric_, [*pair({}, {"tokens": 80}), *pair()])) == expected
-    assert said(gates.work(case, metric_, pair({"tokens": 80}))) == expected
-    assert said(gates.work(case, metric_, pair())) == (True, "")
+    assert said(guards.work(case, metric_, [*pair({}, {"tokens": 80}), *pair()])) == expected
+    assert said(guards.work(case, metric_, pair({"tokens": 80}))) == expected
+    assert said(guards.work(case, metric_, pair())) == (True, "")
 
 
 def steps(count: int, loss: float = 2.0) -> list[Sample]:
@@ -200,14 +200,14 @@ def steps(count: int, loss: float = 2.0) -> list[Sample]:
 @pytest.mark.parametrize(("baseline", "candidate"), [(1, 2), (2, 3)])
 def test_work_and_losses_are_means_over_the_steps_of_a_run(baseline: int, candidate: int) -> None:
     found = pair({"samples": steps(baseline)}, {"samples": steps(candidate)})
-    assert gates.work(make_case(), SECONDS, found).ok
-    assert said(gates.loss(make_case(), found)) == (True, "mean losses differ by 0 %, at most 1 % is allowed")
+    assert guards.work(make_case(), SECONDS, found).ok
+    assert said(guards.loss(make_case(), found)) == (True, "mean losses differ by 0 %, at most 1 % is allowed")
 
 
 def test_runs_that_timed_nothing_did_no_work() -> None:
     still = [s.model_copy(update={"timed": False}) for s in steps(2)]
-    assert gates.work(make_case(), SECONDS, pair({"samples": still}, {"samples": still})).ok
-    assert not gates.work(make_case(), SECONDS, pair({"samples": still})).ok
+    assert guards.work(make_case(), SECONDS, pair({"samples": still}, {"samples": still})).ok
+    assert not guards.work(make_case(), SECONDS, pair({"samples": still})).ok
 
 
 def without_loss(run: Run) -> Run:
@@ -232,39 +232,39 @@ def losing(*losses: float) -> list[tuple[Run, Run]]:
     ],
 )
 def test_the_worst_pair_of_losses_counts(pairs: list[tuple[Run, Run]], expected: tuple[bool, str]) -> None:
-    assert said(gates.loss(make_case(guardrails=Guardrails(loss=Loss(relative=0.25))), pairs)) == expected
+    assert said(guards.loss(make_case(guardrails=Guardrails(loss=Loss(relative=0.25))), pairs)) == expected
 
 
 def test_two_losses_of_nothing_are_equal() -> None:
-    assert gates.loss(make_case(), pair({"samples": steps(2, 0.0)}, {"samples": steps(2, 0.0)})).ok
+    assert guards.loss(make_case(), pair({"samples": steps(2, 0.0)}, {"samples": steps(2, 0.0)})).ok
 
 
 def test_losses_that_are_not_compared_say_why() -> None:
     case = make_case(guardrails=Guardrails(loss=Loss(relative=None, reason="another objective")))
-    assert said(gates.loss(case, losing(9.0))) == (True, "not compared: another objective")
+    assert said(guards.loss(case, losing(9.0))) == (True, "not compared: another objective")
 
 
 def test_noise_needs_two_pairs_on_record() -> None:
     none = (False, "no A/A pairs of this machine are on record for this case")
     for aa in (None, stored(), stored(0.01)):
-        gate, floor = gates.noise(SECONDS, [], aa)
+        gate, floor = guards.noise(SECONDS, [], aa)
         assert (said(gate), floor) == (none, 0.0)
-    assert gates.noise(SECONDS, [], stored(0.01, -0.01))[0].ok
+    assert guards.noise(SECONDS, [], stored(0.01, -0.01))[0].ok
 
 
 def test_the_floor_is_what_is_on_record_and_the_series_own_pairs_are_tested_against_it() -> None:
-    gate, floor = gates.noise(SECONDS, [], stored(0.03, -0.04))
+    gate, floor = guards.noise(SECONDS, [], stored(0.03, -0.04))
     assert floor == pytest.approx(math.sqrt((0.03**2 + 0.04**2) / 2))
     assert said(gate) == (True, "same configuration against itself: -0.50 % over 2 pairs, deviation 3.54 %")
-    gate, floor = gates.noise(SECONDS, stored(0.06, 0.06, 0.06).runs, stored(*[0.01, -0.01] * 4))
+    gate, floor = guards.noise(SECONDS, stored(0.06, 0.06, 0.06).runs, stored(*[0.01, -0.01] * 4))
     assert floor == pytest.approx(0.01)
     assert said(gate) == (False, "same configuration against itself: +6.00 % over 3 pairs, deviation 1.00 %")
-    assert not gates.noise(SECONDS, [], stored(0.06, 0.0601, 0.0599, 0.06))[0].ok
+    assert not guards.noise(SECONDS, [], stored(0.06, 0.0601, 0.0599, 0.06))[0].ok
 
 
 def test_the_deviation_of_step_time_is_that_of_stored_pairs() -> None:
-    assert gates.step_deviation(None) == gates.step_deviation(stored()) == 0.0
-    assert gates.step_deviation(stored(0.03, -0.03)) == pytest.approx(0.03)
+    assert guards.step_deviation(None) == guards.step_deviation(stored()) == 0.0
+    assert guards.step_deviation(stored(0.03, -0.03)) == pytest.approx(0.03)
 
 
 def drifting(share: float) -> list[Run]:
@@ -283,13 +283,13 @@ def drifting(share: float) -> list[Run]:
 
 def test_a_variant_that_drifts_is_named_with_its_slope() -> None:
     still, slower = drifting(0.0), drifting(0.01)
-    gate = gates.steady(list(zip(still, slower, strict=True)), 0.001)
-    found = stats.trend([[s.seconds for s in r.samples] for r in slower], stats.STEADY_ALPHA / 2)
+    gate = guards.steady(list(zip(still, slower, strict=True)), 0.001)
+    found = statistics.trend([[s.seconds for s in r.samples] for r in slower], statistics.STEADY_ALPHA / 2)
     percent = f"candidate {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]"
     assert said(gate) == (False, percent)
     assert found.slope == pytest.approx(0.01 / (1 + 0.01 * 19.5), rel=0.1)
-    assert said(gates.steady(list(zip(slower, still, strict=True)), 0.001)) == (False, percent.replace("candidate", "baseline"))
-    assert said(gates.steady(list(zip(still, still, strict=True)), 0.001)) == (True, "")
+    assert said(guards.steady(list(zip(slower, still, strict=True)), 0.001)) == (False, percent.replace("candidate", "baseline"))
+    assert said(guards.steady(list(zip(still, still, strict=True)), 0.001)) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -316,4 +316,4 @@ def test_a_variant_that_drifts_is_named_with_its_slope() -> None:
     ],
 )
 def test_a_run_without_usable_figures_says_which(metric: str, fields: dict, says: str | None) -> None:
-    assert gates.complete(make_run(**fields), metrics.get(metric)) == says
+    assert guards.complete(make_run(**fields), metrics.get(metric)) == says

@@ -14,8 +14,8 @@ import megatron_table
 import session
 from session import TASKS, Task
 
+from playbook.cards.load import read_cards
 from playbook.paths import data_root
-from playbook.validate import read_cards
 
 SLEEP = "python -c 'import os,sys,time; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], flush=True); time.sleep({0}); sys.exit({1})'"
 

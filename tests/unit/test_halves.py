@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from playbook_trainer import adamw, halves
-from playbook_trainer.config import OptimizerConfig
-from playbook_trainer.optimizer import Shard, make
+from playbook_trainer.config.tree import OptimizerConfig
+from playbook_trainer.torch import adamw, split_weights
+from playbook_trainer.torch.optimizer import Shard, make
 
 
 def bits(values: Tensor) -> Tensor:
@@ -33,9 +33,9 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
     second = torch.rand(whole.shape).to(moments)
     second[::3] = 0
     high, low, signed = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16), second.clone()
-    halves.split(whole, high, low, signed)
+    split_weights.split(whole, high, low, signed)
     assert torch.equal(bits(high), bits(whole.bfloat16()))
-    assert torch.equal(bits(halves.join(high, low, signed)), bits(whole))
+    assert torch.equal(bits(split_weights.join(high, low, signed)), bits(whole))
     assert torch.equal(bits(signed.abs()), bits(second))
     ties = (bits(whole) & 0x1FFFF) == 0x8000
     assert torch.equal(signed.signbit(), ties)
@@ -44,9 +44,9 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
 def test_what_is_no_number_stays_none():
     found = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1]).int().view(torch.float32)
     high, low, second = found.bfloat16(), torch.empty(4, dtype=torch.int16), torch.ones(4)
-    halves.split(found, high, low, second)
+    split_weights.split(found, high, low, second)
     assert high.isnan().all()
-    assert halves.join(high, low, second).isnan().all()
+    assert split_weights.join(high, low, second).isnan().all()
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])

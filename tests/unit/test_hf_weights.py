@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from playbook import parameters
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config import model_names
-from playbook_trainer.model_config import YarnConfig
-from playbook_trainer.models import hf
-from playbook_trainer.models.decoder import Decoder
-from playbook_trainer.shape import shape_of
+from playbook.planner import parameters
+from playbook_trainer.config.model import YarnConfig
+from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.tree import model_names
+from playbook_trainer.huggingface import weights
+from playbook_trainer.torch.model.decoder import Decoder
 
 MAKE = {
     "text-moe": lambda: parity.tiny("qwen3_moe_tiny"),
@@ -46,9 +46,9 @@ def assert_identical(found, expected):
 
 def rewrite(folder, change):
     """Change the tensors of a single-file checkpoint."""
-    tensors = load_file(folder / hf.SINGLE)
+    tensors = load_file(folder / weights.SINGLE)
     change(tensors)
-    save_file(tensors, folder / hf.SINGLE)
+    save_file(tensors, folder / weights.SINGLE)
 
 
 @every_kind
@@ -58,7 +58,7 @@ def test_rules_name_exactly_the_parameters_of_the_model(make):
 
 def assert_every_parameter(config):
     """By name and shape where the torch backend has the model, else by number. The bias of a router is no parameter: no gradient moves it."""
-    table = {rule.ours: rule.shape for rule in hf.rules(config) if not rule.ours.endswith("router.bias")}
+    table = {rule.ours: rule.shape for rule in weights.rules(config) if not rule.ours.endswith("router.bias")}
     if config.attention == "mla":
         assert sum(map(math.prod, table.values())) == parameters.total(shape_of(config))
         return
@@ -75,25 +75,25 @@ def test_every_shipped_size_has_rules_for_every_parameter(name):
 def test_multi_token_prediction_is_one_more_layer_with_copies_of_embedding_and_head():
     config = parity.deepseek()
     state = parity.random_state(config)
-    out = hf.to_hf(config, state)
+    out = weights.to_hf(config, state)
     assert torch.equal(out["model.layers.4.embed_tokens.weight"], out["model.embed_tokens.weight"])
     assert torch.equal(out["model.layers.4.shared_head.head.weight"], out["lm_head.weight"])
     assert torch.equal(out["model.layers.4.self_attn.kv_b_proj.weight"], state["mtp.0.attn.kv_b_proj.weight"])
-    assert_identical(hf.from_hf(config, out), state)
+    assert_identical(weights.from_hf(config, out), state)
 
 
 @pytest.mark.parametrize("change", [{"qk_norm": False}, {"router_score": "softmax", "router_bias": False}, {"shared_expert_ffn_size": 0}])
 def test_a_model_that_transformers_lacks_is_refused_by_name(change):
     with pytest.raises(ConfigError, match="DeepSeek-V3 has no counterpart of"):
-        hf.hf_config(parity.deepseek(**change))
+        weights.hf_config(parity.deepseek(**change))
 
 
 def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
     config = parity.deepseek(mtp_layers=0)
-    hf.save_safetensors(config, parity.random_state(config), tmp_path / "m")
+    weights.save_safetensors(config, parity.random_state(config), tmp_path / "m")
     stretched = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
     with pytest.raises(ConfigError, match="rope_type"):
-        hf.check_folder(stretched, tmp_path / "m")
+        weights.check_folder(stretched, tmp_path / "m")
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_a_folder_of_other_rotary_frequencies_is_refused(tmp_path):
 def test_stretched_rotary_frequencies_are_compared_as_transformers_computes_them(change, message, tmp_path):
     """A file need not say all of them, and says more than one model's settings: what it leaves out, transformers fills in."""
     config = parity.deepseek(mtp_layers=0, yarn=YarnConfig(factor=4, original_seq_len=64))
-    hf.save_safetensors(config, parity.random_state(config), tmp_path)
+    weights.save_safetensors(config, parity.random_state(config), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     rope = {**settings["rope_parameters"], **change}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_parameters": {k: v for k, v in rope.items() if v is not None}}))
     if message is None:
-        hf.check_folder(config, tmp_path)
+        weights.check_folder(config, tmp_path)
     else:
         with pytest.raises(ConfigError, match=message):
-            hf.check_folder(config, tmp_path)
+            weights.check_folder(config, tmp_path)
 
 
 @every_kind
@@ -127,27 +127,27 @@ def test_stretched_rotary_frequencies_are_compared_as_transformers_computes_them
 def test_the_way_out_and_back_is_exact(make, dtype, tmp_path):
     config = make()
     state = {name: t.to(dtype) for name, t in parity.random_state(config).items()}
-    assert_identical(hf.from_hf(config, hf.to_hf(config, state)), state)
-    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=100_000)
+    assert_identical(weights.from_hf(config, weights.to_hf(config, state)), state)
+    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=100_000)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
-    assert_identical(hf.load_safetensors(config, tmp_path / "m"), state)
+    assert_identical(weights.load_safetensors(config, tmp_path / "m"), state)
 
 
 @every_kind
 def test_we_read_what_transformers_reads_and_writes(make, tmp_path):
     config = make()
     state = parity.random_state(config)
-    hf.save_safetensors(config, state, tmp_path / "ours")
+    weights.save_safetensors(config, state, tmp_path / "ours")
     model = parity.theirs(config, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
-    assert (tmp_path / "theirs" / hf.INDEX).exists()
-    assert_identical(hf.load_safetensors(config, tmp_path / "theirs"), state)
+    assert (tmp_path / "theirs" / weights.INDEX).exists()
+    assert_identical(weights.load_safetensors(config, tmp_path / "theirs"), state)
 
 
 def test_published_vision_language_layout_has_inputs_before_outputs():
     config = parity.tiny("qwen3_vl_moe_tiny", expert_ffn_size=48)
     state = parity.random_state(config)
-    out = hf.to_hf(config, state)
+    out = weights.to_hf(config, state)
     base = "model.language_model.layers.1.mlp.experts."
     assert out[f"{base}gate_up_proj"].shape == (8, 64, 96)
     assert out[f"{base}down_proj"].shape == (8, 48, 64)
@@ -157,7 +157,7 @@ def test_published_vision_language_layout_has_inputs_before_outputs():
 
 def test_text_layout_keeps_each_expert_apart(text):
     config, state = text
-    out = hf.to_hf(config, state)
+    out = weights.to_hf(config, state)
     w13 = state["layers.2.moe.experts.w13"]
     assert torch.equal(out["model.layers.2.mlp.experts.5.gate_proj.weight"], w13[5, :64])
     assert torch.equal(out["model.layers.2.mlp.experts.5.up_proj.weight"], w13[5, 64:])
@@ -166,7 +166,7 @@ def test_text_layout_keeps_each_expert_apart(text):
 
 def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_path):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path / "m")
+    weights.save_safetensors(config, state, tmp_path / "m")
 
     def spoil(tensors):
         del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
@@ -175,7 +175,7 @@ def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_pa
 
     rewrite(tmp_path / "m", spoil)
     with pytest.raises(ConfigError) as error:
-        hf.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(config, tmp_path / "m")
     message = str(error.value)
     assert "1 missing: model.layers.0.mlp.experts.3.up_proj.weight" in message
     assert "1 unexpected: model.layers.0.mlp.extra" in message
@@ -184,10 +184,10 @@ def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_pa
 
 def test_a_wrong_preset_gives_a_short_message(text, tmp_path):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path / "m")
+    weights.save_safetensors(config, state, tmp_path / "m")
     (tmp_path / "m" / "config.json").unlink()
     with pytest.raises(ConfigError, match="more") as error:
-        hf.load_safetensors(config.model_copy(update={"num_layers": 40}), tmp_path / "m")
+        weights.load_safetensors(config.model_copy(update={"num_layers": 40}), tmp_path / "m")
     assert len(str(error.value)) < 2000
 
 
@@ -195,7 +195,7 @@ def test_a_state_that_is_not_the_models_is_refused_on_the_way_out(text):
     config, state = text
     state.pop("norm.weight")
     with pytest.raises(ConfigError, match=r"1 missing: norm\.weight"):
-        hf.to_hf(config, state)
+        weights.to_hf(config, state)
 
 
 @pytest.mark.parametrize(
@@ -204,47 +204,47 @@ def test_a_state_that_is_not_the_models_is_refused_on_the_way_out(text):
 )
 def test_an_index_may_only_name_files_of_its_own_folder(text, tmp_path, place):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
-    index = json.loads((tmp_path / "m" / hf.INDEX).read_text())
+    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "m" / weights.INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = place
-    (tmp_path / "m" / hf.INDEX).write_text(json.dumps(index))
+    (tmp_path / "m" / weights.INDEX).write_text(json.dumps(index))
     save_file({"lm_head.weight": state["head.weight"]}, tmp_path / "secret.safetensors")
     with pytest.raises(ConfigError, match="in the same folder"):
-        hf.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(config, tmp_path / "m")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
 def test_an_unreadable_index_is_refused(text, tmp_path, content):
-    (tmp_path / hf.INDEX).write_text(content)
+    (tmp_path / weights.INDEX).write_text(content)
     with pytest.raises(ConfigError, match="fetch it again"):
-        hf.load_safetensors(text[0], tmp_path)
+        weights.load_safetensors(text[0], tmp_path)
 
 
 def test_an_index_that_misplaces_a_tensor_is_refused(text, tmp_path):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
-    index = json.loads((tmp_path / "m" / hf.INDEX).read_text())
+    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "m" / weights.INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.embed_tokens.weight"]
-    (tmp_path / "m" / hf.INDEX).write_text(json.dumps(index))
+    (tmp_path / "m" / weights.INDEX).write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"lm_head\.weight"):
-        hf.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(config, tmp_path / "m")
 
 
 def test_missing_and_damaged_files_are_refused(text, tmp_path):
     config, state = text
     with pytest.raises(ConfigError, match=r"lacks model\.safetensors"):
-        hf.load_safetensors(config, tmp_path)
-    (tmp_path / hf.SINGLE).write_bytes(b"\x80\x04pickle")
+        weights.load_safetensors(config, tmp_path)
+    (tmp_path / weights.SINGLE).write_bytes(b"\x80\x04pickle")
     with pytest.raises(ConfigError, match="no readable safetensors file"):
-        hf.load_safetensors(config, tmp_path)
-    hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+        weights.load_safetensors(config, tmp_path)
+    weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
     lost = next((tmp_path / "m").glob("model-00002-*"))
     lost.unlink()
     with pytest.raises(ConfigError, match=lost.name):
-        hf.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(config, tmp_path / "m")
     lost.write_bytes((tmp_path / "m" / lost.name.replace("00002", "00001")).read_bytes()[:-100])
     with pytest.raises(ConfigError, match="no readable safetensors file"):
-        hf.load_safetensors(config, tmp_path / "m")
+        weights.load_safetensors(config, tmp_path / "m")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files")
@@ -256,29 +256,29 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(text, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(DataError, match=r"m: the weights could not be written: .*File too large.*make room"):
-            hf.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
+            weights.save_safetensors(config, state, tmp_path / "m", max_shard_bytes=300_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list((tmp_path / "m").iterdir())
-    hf.save_safetensors(config, state, tmp_path / "m")
+    weights.save_safetensors(config, state, tmp_path / "m")
 
 
 def test_weights_are_never_written_over(text, tmp_path):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path)
+    weights.save_safetensors(config, state, tmp_path)
     with pytest.raises(ConfigError, match="already holds weights"):
-        hf.save_safetensors(config, state, tmp_path)
+        weights.save_safetensors(config, state, tmp_path)
 
 
 def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_path):
     config, state = text
     other = {name: torch.zeros_like(t) for name, t in state.items()}
-    hf.save_safetensors(config, state, tmp_path / "m")
-    hf.save_safetensors(config, other, tmp_path / "shards", max_shard_bytes=300_000)
+    weights.save_safetensors(config, state, tmp_path / "m")
+    weights.save_safetensors(config, other, tmp_path / "shards", max_shard_bytes=300_000)
     for path in (tmp_path / "shards").glob("*.safetensors*"):
         path.rename(tmp_path / "m" / path.name)
     theirs = parity.theirs(config, tmp_path / "m").state_dict()["model.norm.weight"]
-    assert torch.equal(hf.load_safetensors(config, tmp_path / "m")["norm.weight"], theirs)
+    assert torch.equal(weights.load_safetensors(config, tmp_path / "m")["norm.weight"], theirs)
     assert torch.equal(theirs, state["norm.weight"])
 
 
@@ -298,35 +298,35 @@ def test_of_a_file_and_shards_the_one_is_read_that_transformers_reads(text, tmp_
 )
 def test_a_folder_that_transformers_computes_otherwise_is_refused(kind, other, message, tmp_path):
     config = MAKE[kind]()
-    hf.save_safetensors(config, parity.random_state(config), tmp_path)
+    weights.save_safetensors(config, parity.random_state(config), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | other))
     with pytest.raises(ConfigError, match=message):
-        hf.load_safetensors(config, tmp_path)
+        weights.load_safetensors(config, tmp_path)
 
 
 def test_weights_of_experts_are_not_taken_for_normalised_where_the_file_does_not_say_so(tmp_path):
     config = MAKE["text-moe"]()
-    hf.save_safetensors(config, parity.random_state(config), tmp_path)
+    weights.save_safetensors(config, parity.random_state(config), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     del settings["norm_topk_prob"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"norm_topk_prob False, here True \(model\.norm_topk_prob\)"):
-        hf.load_safetensors(config, tmp_path)
+        weights.load_safetensors(config, tmp_path)
 
 
 def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_prediction_layers_that_it_only_counts(tmp_path):
     config = MAKE["deepseek"]()
     state = parity.random_state(config)
-    hf.save_safetensors(config, state, tmp_path)
+    weights.save_safetensors(config, state, tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
-    hf.check_folder(config, tmp_path)
-    assert_identical(hf.load_safetensors(config, tmp_path), state)
+    weights.check_folder(config, tmp_path)
+    assert_identical(weights.load_safetensors(config, tmp_path), state)
     whole = parity.deepseek(mtp_layers=1)
-    hf.save_safetensors(whole, parity.random_state(whole), tmp_path / "published")
+    weights.save_safetensors(whole, parity.random_state(whole), tmp_path / "published")
     with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.4\."):
-        hf.check_folder(config, tmp_path / "published")
+        weights.check_folder(config, tmp_path / "published")
 
 
 @pytest.mark.parametrize(
@@ -340,18 +340,18 @@ def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_predictio
 )
 def test_a_checkpoint_of_another_computation_is_refused(text, tmp_path, change, message):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path)
+    weights.save_safetensors(config, state, tmp_path)
     with pytest.raises(ConfigError, match=message):
-        hf.load_safetensors(config.model_copy(update=change), tmp_path)
+        weights.load_safetensors(config.model_copy(update=change), tmp_path)
 
 
 def test_a_config_json_of_transformers_4_is_understood(text, tmp_path):
     config, state = text
-    hf.save_safetensors(config, state, tmp_path)
+    weights.save_safetensors(config, state, tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     del settings["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_scaling": None, "rope_theta": config.rope_theta}))
-    assert_identical(hf.load_safetensors(config, tmp_path), state)
+    assert_identical(weights.load_safetensors(config, tmp_path), state)
     (tmp_path / "config.json").write_text(json.dumps({**settings, "rope_scaling": None, "rope_theta": 5.0}))
     with pytest.raises(ConfigError, match="rope_theta"):
-        hf.load_safetensors(config, tmp_path)
+        weights.load_safetensors(config, tmp_path)

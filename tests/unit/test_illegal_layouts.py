@@ -6,8 +6,8 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer import checks
-from playbook_trainer.config import load, parse_overrides
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import load, parse_overrides
 
 MOE, DENSE, VISION = "qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny"
 ILLEGAL = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import layout
+from playbook.planner import layout
 
 TINY = {"heads": 4, "kv_heads": 2, "layers": 4, "experts": 8, "seq_len": 256, "micro_batch_size": 1, "global_batch_size": 8}
 power = st.sampled_from([1, 2, 4, 8])

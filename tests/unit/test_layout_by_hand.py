@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from playbook import activations, communication, memory, pipeline
-from playbook.layout_rules import Options
-from playbook.plan import Plan, parse
-from playbook.shapes import MODELS, Vision
+from playbook.planner import activations, communication, memory, pipeline
+from playbook.planner.plan import Plan, parse
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS, Vision
 
 
 def plan_of(model: str, words: str) -> Plan:

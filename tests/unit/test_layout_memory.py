@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from playbook import activations, communication, memory, parameters, pipeline
 from playbook.errors import ConfigError
-from playbook.layout_rules import Options
-from playbook.plan import Plan, parse
-from playbook.shapes import MODELS
+from playbook.planner import activations, communication, memory, parameters, pipeline
+from playbook.planner.plan import Plan, parse
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS
 
 # Peak allocated GiB on four H200s: Qwen3-30B-A3B, megatron-core 0.19.2, bf16 moments and gradients, distributed optimizer with bf16
 # remainders as master copy. The first two rows are those that the one fitted constant comes from.

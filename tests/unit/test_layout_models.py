@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import flops, parameters
 from playbook.paths import data_root
-from playbook.shapes import MODELS
+from playbook.planner import flops, parameters
+from playbook.planner.shapes import MODELS
 
 # Billions of parameters: decoder with both embeddings, and those that one token meets.
 TOTALS = {

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from playbook import pipeline
 from playbook.errors import ConfigError
+from playbook.planner import pipeline
 
 
 def simulated(pp: int, stage: int, m: int, v: int) -> int:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook import placement
 from playbook.errors import ConfigError
+from playbook.planner import placement
 
 HOST = {"domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from playbook import layout
 from playbook.errors import ConfigError
-from playbook.layout_rules import Options
-from playbook.nearest import nearest
-from playbook.plan import KEYS, Plan, parse
-from playbook.shapes import MODELS
+from playbook.planner import layout
+from playbook.planner.nearest import nearest
+from playbook.planner.plan import KEYS, Plan, parse
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS
 
 # Each row: a model, a plan that breaks one rule, what the rule says, and the same plan repaired.
 BROKEN = [

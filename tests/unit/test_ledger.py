@@ -10,15 +10,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from playbook import flops, parameters, peaks
-from playbook.shapes import MODELS
-from playbook_trainer import ledger
-from playbook_trainer.config import load
+from playbook.planner import flops, parameters, peaks
+from playbook.planner.shapes import MODELS
+from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.ledger import Counts, Ledger
-from playbook_trainer.parallel import setup
-from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.shape import shape_of
+from playbook_trainer.observe import flops as ledger
+from playbook_trainer.observe.flops import Counts, Ledger
+from playbook_trainer.torch import build
+from playbook_trainer.torch.parallel.axes import Axes
 
 CONFIGS = Path("trainer/configs")
 
@@ -27,7 +27,7 @@ def one_step(config: str, **changes: Any) -> tuple[Ledger, Counts, float]:
     """The ledger, what it counts in one step of real data, and what PyTorch counts in the same step."""
     words = {key.replace("__", "."): value for key, value in changes.items()}
     tree = load(CONFIGS / f"{config}.yaml", {"data.num_workers": 0, "train.device": "cpu", **words})
-    model = setup.build(tree, Axes(), torch.device("cpu"))
+    model = build.build(tree, Axes(), torch.device("cpu"))
     batches = next(iter(build_loader(tree, dp_rank=0, dp_size=1)))
     counter = FlopCounterMode(display=False)
     # The mathematical path multiplies whole squares and shows them as matrix products.

@@ -6,8 +6,8 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer.config import load
-from playbook_trainer.dry_run import dry_run
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
 TINY = data_root("configs") / "qwen3_moe_tiny.yaml"

@@ -23,9 +23,9 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
-from playbook_trainer.config import TrainerConfig, dump, load
+from playbook_trainer.config.tree import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
-from playbook_trainer.megatron.checkpoints import MegatronHeader, MegatronSaver, difference, reading
+from playbook_trainer.megatron.state.checkpoints import MegatronHeader, MegatronSaver, difference, reading
 
 FORM = "torch_dist"
 READERS = [dcp.FileSystemReader, CachedMetadataFileSystemReader]

@@ -13,9 +13,9 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer.config import TrainerConfig, load
+from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.export.megatron import sheet_of
-from playbook_trainer.megatron import mapping
+from playbook_trainer.megatron import settings
 
 BF16 = {"train.dtype": "bf16"}
 
@@ -25,7 +25,7 @@ def config(name: str = "qwen3_moe_tiny", **overrides: Any) -> TrainerConfig:
 
 
 def made(c: TrainerConfig, cls: type = TransformerConfig) -> dict[str, Any]:
-    return mapping.transformer(c, cls)
+    return settings.transformer(c, cls)
 
 
 def test_a_configuration_that_asks_for_nothing_special_is_accepted_by_megatron_core() -> None:
@@ -123,7 +123,7 @@ def test_fp8_recipes() -> None:
 
 def test_compressed_attention_and_the_router_of_deepseek() -> None:
     c = config("qwen3_moe_tiny", model="deepseek_v3_tiny")
-    fields = mapping.transformer(c, MLATransformerConfig)
+    fields = settings.transformer(c, MLATransformerConfig)
     assert fields["kv_lora_rank"] == c.model.kv_lora_rank > 0
     assert fields["moe_router_score_function"] == "sigmoid"
     assert fields["moe_layer_freq"] == [int(i >= c.model.first_dense_layers) for i in range(c.model.num_layers)]
@@ -143,17 +143,17 @@ def test_graph_parts_have_the_name_of_the_installed_version() -> None:
     fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(base)]
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         version = dataclasses.make_dataclass("TransformerConfig", [*fields, (name, list, dataclasses.field(default=None))])
-        found = mapping.transformer(c, version)
+        found = settings.transformer(c, version)
         assert (found["cuda_graph_impl"], found[name]) == ("transformer_engine", ["attn"])
 
 
 def test_a_field_that_the_version_lacks_is_an_error_where_it_is_asked_for() -> None:
     old = without(TransformerConfig, "fine_grained_activation_offloading", "offload_modules", "moe_router_fusion")
-    assert "moe_router_fusion" not in mapping.transformer(config(), old), "a default that the version lacks is left out"
+    assert "moe_router_fusion" not in settings.transformer(config(), old), "a default that the version lacks is left out"
     with pytest.raises(
         ConfigError, match=r"megatron-core .* megatron.offload_modules needs TransformerConfig.offload_modules, which it does not have"
     ):
-        mapping.transformer(config(megatron__offload_modules=["moe_act"]), old)
+        settings.transformer(config(megatron__offload_modules=["moe_act"]), old)
 
 
 def test_optimizer_and_data_parallel_fields() -> None:
@@ -164,17 +164,17 @@ def test_optimizer_and_data_parallel_fields() -> None:
         parallel__dp_replicate=2,
         **BF16,
     )
-    optimizer = mapping.optimizer(c, OptimizerConfig)
+    optimizer = settings.optimizer(c, OptimizerConfig)
     assert {optimizer[k] for k in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")} == {torch.bfloat16}
-    wrapper = mapping.data_parallel(c, DistributedDataParallelConfig)
+    wrapper = settings.data_parallel(c, DistributedDataParallelConfig)
     assert wrapper["use_distributed_optimizer"]
     assert not wrapper["grad_reduce_in_fp32"]
     assert wrapper["num_distributed_optimizer_instances"] == 2
-    sharded = mapping.data_parallel(
+    sharded = settings.data_parallel(
         config(megatron__data_parallel="megatron_fsdp", megatron__sharding_strategy="optim", **BF16), DistributedDataParallelConfig
     )
     assert (sharded["use_megatron_fsdp"], sharded["data_parallel_sharding_strategy"]) == (True, "optim")
-    assert mapping.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
+    assert settings.optimizer(config(offload__optimizer=True), OptimizerConfig)["optimizer_offload_fraction"] == 1.0
 
 
 @pytest.mark.parametrize(("dtype", "found"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -184,23 +184,23 @@ def test_megatron_fsdp_takes_gradients_as_asked_and_leaves_them_where_the_optimi
     fields = [(f.name, f.type, dataclasses.field(default=None)) for f in dataclasses.fields(without(DistributedDataParallelConfig, *names))]
     later = dataclasses.make_dataclass("Later", [*fields, *((name, Any, dataclasses.field(default=None)) for name in names)])
     words = {"megatron__data_parallel": "megatron_fsdp", "megatron__grad_reduce_dtype": dtype, **BF16}
-    assert [mapping.data_parallel(config(**words), later)[name] for name in names] == [found, False]
-    assert mapping.data_parallel(config(megatron__precision_aware_optimizer=True, **words), later)[names[1]]
-    assert not set(names) & set(mapping.data_parallel(config(**BF16), later))
+    assert [settings.data_parallel(config(**words), later)[name] for name in names] == [found, False]
+    assert settings.data_parallel(config(megatron__precision_aware_optimizer=True, **words), later)[names[1]]
+    assert not set(names) & set(settings.data_parallel(config(**BF16), later))
 
 
 def test_a_precision_aware_optimizer_knows_of_8_bit_weights() -> None:
     """megatron-core would give it None for each of them if it did not know the recipe, and remainders are of 16-bit weights."""
     words = {"precision__fp8": "blockwise", "megatron__precision_aware_optimizer": True, **BF16}
-    narrow = mapping.optimizer(config(megatron__fp8_param=True, **words), OptimizerConfig)
+    narrow = settings.optimizer(config(megatron__fp8_param=True, **words), OptimizerConfig)
     assert (narrow["fp8_recipe"], narrow["store_param_remainders"]) == ("blockwise", False)
-    assert "fp8_recipe" not in mapping.optimizer(config(**words), OptimizerConfig), "16-bit weights keep their remainders"
+    assert "fp8_recipe" not in settings.optimizer(config(**words), OptimizerConfig), "16-bit weights keep their remainders"
 
 
 def test_experts_that_an_old_version_adds_up_wrongly_are_refused() -> None:
     old, layers = without(TransformerConfig, "cuda_graph_modules"), {"parallel__tp": 2, "megatron__kernels": "transformer_engine"}
     with pytest.raises(ConfigError, match=r"raise parallel\.ep, or leave parallel\.etp out"):
-        mapping.refuse_lone_experts(config(**layers, parallel__etp=1), old)
-    mapping.refuse_lone_experts(config(**layers, parallel__ep=2, parallel__etp=1), old)
-    mapping.refuse_lone_experts(config(**layers), old)
-    mapping.refuse_lone_experts(config(parallel__tp=2, parallel__etp=1), old)
+        settings.refuse_lone_experts(config(**layers, parallel__etp=1), old)
+    settings.refuse_lone_experts(config(**layers, parallel__ep=2, parallel__etp=1), old)
+    settings.refuse_lone_experts(config(**layers), old)
+    settings.refuse_lone_experts(config(parallel__tp=2, parallel__etp=1), old)

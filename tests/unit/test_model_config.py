@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from playbook.document import read
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
-from playbook_trainer.config import ModelConfig, load, parse_overrides
+from playbook.yaml_files import read
+from playbook_trainer.config.tree import ModelConfig, load, parse_overrides
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l_megatron.yaml"
 MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

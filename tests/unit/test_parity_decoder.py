@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import Document
 
-from playbook_trainer.models import hf
+from playbook_trainer.huggingface import weights
 
 SMALL, WIDE, TALL, LARGE = (1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 14, 20)
 
@@ -40,7 +40,7 @@ def pair(request, tmp_path_factory):
     config = make()
     state = parity.random_state(config)
     folder = tmp_path_factory.mktemp("weights") / "model"
-    hf.save_safetensors(config, state, folder)
+    weights.save_safetensors(config, state, folder)
     return config, parity.ours(config, state), parity.theirs(config, folder), batches
 
 
@@ -83,7 +83,7 @@ def test_a_packed_document_does_not_see_its_neighbours(pair):
 
 
 def test_recompute_gives_the_same_gradients(pair):
-    from playbook_trainer.models.decoder import Options
+    from playbook_trainer.torch.model.decoder import Options
 
     config, decoder, _, batches = pair
     packed = parity.pack(documents(config, batches["packed"]))

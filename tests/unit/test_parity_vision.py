@@ -10,8 +10,8 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from playbook.errors import ConfigError
-from playbook_trainer.models import hf
-from playbook_trainer.models.vision import VisionTower
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.torch.model.vision import VisionTower
 
 SIZES = [(1, 2, 2), (1, 4, 12), (1, 10, 6), (1, 26, 18), (1, 2, 98)]
 
@@ -118,7 +118,7 @@ class Recorder:
 
 @pytest.mark.parametrize("frozen", ["nothing", "patch embedding", "everything"])
 def test_ranges_are_side_by_side_and_balanced_in_both_directions(towers, frozen):
-    from playbook_trainer.nvtx import listening
+    from playbook_trainer.observe.ranges import listening
 
     config, tower, _ = towers
     shut = {"nothing": [], "patch embedding": [*tower.patch_embed.parameters(), *tower.pos_embed.parameters()]}

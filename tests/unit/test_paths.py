@@ -8,7 +8,7 @@ import pytest
 
 from playbook.errors import FileError
 from playbook.paths import data_root, shipped
-from playbook_trainer.config import load
+from playbook_trainer.config.tree import load
 
 TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
 

@@ -6,11 +6,11 @@ import pytest
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import repo_root
-from playbook_bench import receipt
-from playbook_bench.case import GROUP_WORDS, RANGES, Activation, Case, Receipt, Rule, case_problems, load_case
-from playbook_bench.records import CollectiveCount, Observed, Run
-from playbook_trainer.config import ParallelConfig
-from playbook_trainer.parallel.axes import groups
+from playbook.records.case import GROUP_WORDS, RANGES, Activation, Case, Receipt, Rule, case_problems, load_case
+from playbook.records.evidence import CollectiveCount, Observed, Run
+from playbook_bench.judge import receipt
+from playbook_trainer.config.tree import ParallelConfig
+from playbook_trainer.torch.parallel.axes import groups
 
 NUMBERS = {"layers": 4.0, "microbatches": 2.0, "ranks": 3.0}
 

@@ -1,6 +1,6 @@
 """What is made of a GPU's timeline: names, launches, and how much of a collective's time something else was computed."""
 
-from playbook_trainer.kernels import Event, count, events
+from playbook_trainer.observe.gpu_kernels import Event, count, events
 
 
 def test_names_lose_their_arguments_and_copies_are_no_kernels():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.observe.receipt import Observer, observing
 
 
 class Gathered(nn.Module):

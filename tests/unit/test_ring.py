@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from playbook_trainer.parallel import ring
-from playbook_trainer.parallel.axes import Axis
-from playbook_trainer.parallel.context import local_index
+from playbook_trainer.torch.parallel import ring
+from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.torch.parallel.context import local_index
 
 
 def borders(rng: random.Random, length: int) -> list[int]:

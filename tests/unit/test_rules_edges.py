@@ -1,11 +1,11 @@
-"""Rules of sweeps and interactions, from intervals alone: each at its edges, where the table in `playbook_bench.rules` says which side counts."""
+"""Rules of sweeps and interactions, from intervals alone: each at its edges, where the table in `playbook_bench.judge.curve_rules` says which side counts."""
 
 import pytest
 from test_curve import expect
 from test_verdict_edges import BESIDE_FIVE
 
-from playbook_bench import rules
-from playbook_bench.rules import Question
+from playbook_bench.judge import curve_rules
+from playbook_bench.judge.curve_rules import Question
 
 THREE, FOUR = ("a", "b", "c"), ("a", "b", "c", "d")
 YES, NO, OPEN = True, False, None
@@ -24,20 +24,20 @@ YES, NO, OPEN = True, False, None
     ],
 )
 def test_what_a_rule_looks_at(question, contrasts):
-    assert [a.name for a in rules.asked(question)] == contrasts
-    assert all(sorted(a.weights.values()) == [-1, 1] for a in rules.asked(question))
+    assert [a.name for a in curve_rules.asked(question)] == contrasts
+    assert all(sorted(a.weights.values()) == [-1, 1] for a in curve_rules.asked(question))
 
 
 def test_the_cells_of_an_interaction_that_a_rule_looks_at():
-    crossing = rules.asked(Question("crossover", FOUR, 0), interaction=True)
+    crossing = curve_rules.asked(Question("crossover", FOUR, 0), interaction=True)
     assert [a.weights for a in crossing] == [{"b": 1, "a": -1}, {"c": 1, "d": -1}]
-    (coupled,) = rules.asked(Question(">=", FOUR, 0), interaction=True)
+    (coupled,) = curve_rules.asked(Question(">=", FOUR, 0), interaction=True)
     assert coupled.weights == {"d": 1, "c": -1, "b": -1, "a": 1}
 
 
 @pytest.mark.parametrize(("op", "low", "high", "status"), BESIDE_FIVE)
 def test_first_and_last_as_a_pair(op, low, high, status):
-    assert rules.decide(Question(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
+    assert curve_rules.decide(Question(op, THREE, 5), [(low, high)]) is {"confirmed": YES, "refuted": NO, None: OPEN}[status]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_first_and_last_as_a_pair(op, low, high, status):
     ],
 )
 def test_intervals_beside_a_margin_of_one(op, names, at, bounds, status):
-    assert rules.decide(Question(op, names, 1, at), bounds) is status
+    assert curve_rules.decide(Question(op, names, 1, at), bounds) is status
 
 
 @pytest.mark.parametrize(("second", "status"), [((1, 2), YES), ((0.9, 2), OPEN), ((0, 1), OPEN), ((0, 0.9), NO)])
 def test_a_crossing_beside_a_margin_of_one(second, status):
-    assert rules.decide(Question("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
+    assert curve_rules.decide(Question("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_a_crossing_beside_a_margin_of_one(second, status):
     ],
 )
 def test_what_a_rule_needs_of_its_case(wanted, names, problem):
-    assert rules.problems(wanted, names, "sweep") == ([] if problem is None else [problem])
+    assert curve_rules.problems(wanted, names, "sweep") == ([] if problem is None else [problem])

@@ -6,11 +6,12 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_bench import preflight, schedule, store
-from playbook_bench.case import Case
-from playbook_bench.records import Machine
-from playbook_bench.variants import resolve_all
-from playbook_trainer import config
+from playbook.records.case import Case
+from playbook.records.evidence import Machine
+from playbook_bench.machine import detect
+from playbook_bench.run import schedule, store
+from playbook_bench.run.variants import resolve_all
+from playbook_trainer.config import tree
 
 TOPOLOGY = """
 \tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
@@ -63,7 +64,7 @@ def test_a_limit_ends_at_the_last_look_that_it_allows(limit, last):
 
 
 def four():
-    return preflight.machine_of([H200] * 4, TOPOLOGY, "cpu", 64)
+    return detect.machine_of([H200] * 4, TOPOLOGY, "cpu", 64)
 
 
 def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch):
@@ -73,11 +74,11 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
         tool.write_text(f"#!/bin/sh\necho {uuid}\n", encoding="ascii")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        found.append(preflight.place())
+        found.append(detect.place())
     assert [p[1:] for p in found] == [["GPU-aa"], ["GPU-bb"]]
     assert found[0][0] == found[1][0]
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert preflight.place() == found[0][:1]
+    assert detect.place() == found[0][:1]
 
 
 def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
@@ -88,7 +89,7 @@ def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measure
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LIMIT", "500.00")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every launch sets anew
-    machine, before = preflight.restrict(four(), "h200x2"), preflight.surroundings(preflight.restrict(four(), "cpu"))
+    machine, before = detect.restrict(four(), "h200x2"), detect.surroundings(detect.restrict(four(), "cpu"))
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     for place in (
         "CUDA_CACHE_PATH",
@@ -98,7 +99,7 @@ def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measure
         "TORCH_EXTENSIONS_DIR",
     ):
         monkeypatch.setenv(place, "/scratch/job-1")  # of each job its own
-    now = preflight.surroundings(machine)
+    now = detect.surroundings(machine)
     assert now == {**before, "NCCL_ALGO": "Ring", "power.limit": "500.00 700.00"}
     shipped = store.load_baseline(next(data_root("baselines").glob("h200x2/*.json")))
     assert shipped.surroundings is None
@@ -138,14 +139,14 @@ def test_a_machine_has_the_gpus_that_cuda_shows(variable, gpus, tmp_path, monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    machine = preflight.detect()
+    machine = detect.detect()
     count = len(gpus.split(",")) if gpus else 0
     assert (machine.gpus, machine.name) == (count, f"h200x{count}" if count else "cpu")
     assert machine.interconnect == {2: "nvlink", 4: "pcie"}.get(count, "none")
-    assert ",".join(preflight.device_ids(machine)) == gpus
-    assert preflight.choose_profile(case("cpu", "h200x1", "h200x2", "h200x4"), machine) == machine.name
-    assert preflight.visible_devices(machine, machine.name) == {"CUDA_VISIBLE_DEVICES": gpus}
-    assert preflight.visible_devices(preflight.restrict(machine, "cpu"), "cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert ",".join(detect.device_ids(machine)) == gpus
+    assert detect.choose_profile(case("cpu", "h200x1", "h200x2", "h200x4"), machine) == machine.name
+    assert detect.visible_devices(machine, machine.name) == {"CUDA_VISIBLE_DEVICES": gpus}
+    assert detect.visible_devices(detect.restrict(machine, "cpu"), "cpu") == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_a_machine_is_described_by_what_nvidia_smi_says():
@@ -153,9 +154,9 @@ def test_a_machine_is_described_by_what_nvidia_smi_says():
     assert (machine.name, machine.gpus, machine.interconnect) == ("h200x4", 4, "nvlink")
     assert machine.gpu_memory_gib == pytest.approx(140.4)
     assert machine.description == "4 x NVIDIA H200, NVLink"
-    assert preflight.machine_of([], "", "EPYC", 2).name == "cpu"
-    assert preflight.interconnect(TOPOLOGY.replace("NV18", "PHB", 1), 4) == "pcie"
-    assert preflight.interconnect("", 4) == "pcie"
+    assert detect.machine_of([], "", "EPYC", 2).name == "cpu"
+    assert detect.interconnect(TOPOLOGY.replace("NV18", "PHB", 1), 4) == "pcie"
+    assert detect.interconnect("", 4) == "pcie"
 
 
 def test_variables_that_steer_the_libraries_belong_to_the_environment():
@@ -169,14 +170,14 @@ def test_variables_that_steer_the_libraries_belong_to_the_environment():
         "CUBLAS_WORKSPACE_CONFIG",
     )
     others = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "NCCL_API_KEY", "HOME", "XTORCH_A")
-    strict = preflight.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
+    strict = detect.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
     assert sorted(strict["env"]) == sorted(steers)
 
 
 def test_variables_that_a_series_finds_are_told_and_secrets_are_not(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("NCCL_API_KEY", "secret")
-    found = preflight.context()["env"]
+    found = detect.context()["env"]
     assert found["NCCL_ALGO"] == "Ring"
     assert "NCCL_API_KEY" not in found
     assert "PATH" not in found
@@ -186,7 +187,7 @@ def test_variables_that_a_series_finds_are_told_and_secrets_are_not(monkeypatch)
     ("name", "short"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("Tesla V100-SXM2", "v100")]
 )
 def test_short_gpu_names(name, short):
-    assert preflight.short_gpu(name) == short
+    assert detect.short_gpu(name) == short
 
 
 def case(*profiles, **fields):
@@ -205,20 +206,20 @@ def case(*profiles, **fields):
     ],
 )
 def test_the_largest_profile_that_fits_is_chosen(profiles, wanted, chosen):
-    assert preflight.choose_profile(case(*profiles), four(), wanted) == chosen
+    assert detect.choose_profile(case(*profiles), four(), wanted) == chosen
 
 
 def test_a_profile_cuts_the_machine_down():
-    assert preflight.restrict(four(), "cpu").gpus == 0
-    two = preflight.restrict(four(), "h200x2")
+    assert detect.restrict(four(), "cpu").gpus == 0
+    two = detect.restrict(four(), "h200x2")
     assert (two.name, two.gpus, two.interconnect) == ("h200x2", 2, "nvlink")
-    assert preflight.restrict(four(), "h200x1").interconnect == "none"
+    assert detect.restrict(four(), "h200x1").interconnect == "none"
     with pytest.raises(ConfigError, match="needs 8 x H200; this machine has 4 x NVIDIA H200"):
-        preflight.restrict(four(), "h200x8")
+        detect.restrict(four(), "h200x8")
 
 
 def test_what_is_missing_is_named():
-    missing = preflight.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:nothing"])
+    missing = detect.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:nothing"])
     assert [m.detail for m in missing] == [
         "package no_such_package_at_all is not installed",
         "backend nothing is not offered by this trainer",
@@ -237,31 +238,31 @@ def packages(tmp_path, monkeypatch):
 
 def megatron(**overrides):
     path = data_root("configs") / "qwen3_moe_tiny.yaml"
-    return config.load(path, {"backend": "megatron", "parallel.ep": 2, **overrides})
+    return tree.load(path, {"backend": "megatron", "parallel.ep": 2, **overrides})
 
 
 def test_a_backend_and_a_dispatcher_say_which_packages_they_lack(packages):
-    assert preflight.unmet_requirements(["backend:megatron", "deep_ep"]) == []
-    assert preflight.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
-    hybrid = [m.detail for m in preflight.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
+    assert detect.unmet_requirements(["backend:megatron", "deep_ep"]) == []
+    assert detect.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
+    hybrid = [m.detail for m in detect.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
     assert hybrid == ["dispatcher hybridep: package deep_ep.hybrid_ep_buffer is not installed"]
     (packages / "deep_ep" / "hybrid_ep_buffer.py").touch()
-    assert preflight.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
+    assert detect.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
     (packages / "transformer_engine" / "__init__.py").unlink()
     (packages / "transformer_engine").rmdir()
-    lacking = [m.detail for m in preflight.unmet_by([megatron()])]
+    lacking = [m.detail for m in detect.unmet_by([megatron()])]
     assert lacking == ["backend megatron: package transformer_engine is not installed"]
-    assert preflight.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
-    assert preflight.unmet_by([config.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
+    assert detect.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
+    assert detect.unmet_by([tree.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
 
 
 def test_a_scope_is_asked_of_the_machine_alone_until_a_configuration_is_known():
     scope = {"gpus": ">=2", "ep": "2..8"}
-    machine_only = preflight.unmet_scope(scope, preflight.facts(four()), waive_machine=False)
+    machine_only = detect.unmet_scope(scope, detect.facts(four()), waive_machine=False)
     assert machine_only == []
-    on_cpu = preflight.facts(preflight.restrict(four(), "cpu"))
-    assert len(preflight.unmet_scope(scope, on_cpu, waive_machine=False)) == 1
-    assert preflight.unmet_scope(scope, on_cpu, waive_machine=True) == []
+    on_cpu = detect.facts(detect.restrict(four(), "cpu"))
+    assert len(detect.unmet_scope(scope, on_cpu, waive_machine=False)) == 1
+    assert detect.unmet_scope(scope, on_cpu, waive_machine=True) == []
 
 
 def pair(**fields):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from playbook import scope
+from playbook.cards import scope
 
 H200 = {"gpus": 4, "gpu": "NVIDIA H200", "interconnect": "nvlink", "ep": 4, "vision": False, "backend": "torch"}
 

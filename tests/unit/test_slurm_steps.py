@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from playbook import cli_slurm
+from playbook.cli import slurm
 from playbook.errors import ConfigError, LaunchError, StoreError
 from playbook.paths import repo_root
-from playbook_bench import preflight
-from playbook_bench.case import load_case
-from playbook_bench.journal import Journal
-from playbook_bench.launch import Spec
-from playbook_bench.records import Machine, Run
-from playbook_bench.schedule import RunSpec
-from playbook_bench.slurm import Allocation, SrunLauncher, allocation, exits
-from playbook_trainer import config as trainer_config
+from playbook.records.case import load_case
+from playbook.records.evidence import Machine, Run
+from playbook_bench.launch.local import Spec
+from playbook_bench.launch.slurm import Allocation, SrunLauncher, allocation, exits
+from playbook_bench.machine import detect
+from playbook_bench.run.journal import Journal
+from playbook_bench.run.schedule import RunSpec
+from playbook_trainer.config import tree as trainer_config
 
 TWO = Allocation("7", ("n1", "n2"), "10.0.0.1")
 
@@ -138,14 +138,14 @@ def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(mo
     node = Machine(
         name="h200x8", description="8 x NVIDIA H200, NVLink", gpus=8, gpu="NVIDIA H200", interconnect="nvlink", cpu="x", cores=64
     )
-    both = preflight.over_nodes(node, 2)
+    both = detect.over_nodes(node, 2)
     assert (both.name, both.gpus, both.nodes) == ("h200x16", 16, 2)
-    assert preflight.over_nodes(node, 1) == node
-    assert (preflight.restrict(both, "h200x4").nodes, preflight.restrict(both, "h200x16").nodes) == (1, 2)
-    assert preflight.visible_devices(preflight.restrict(both, "h200x16"), "h200x16")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert detect.over_nodes(node, 1) == node
+    assert (detect.restrict(both, "h200x4").nodes, detect.restrict(both, "h200x16").nodes) == (1, 2)
+    assert detect.visible_devices(detect.restrict(both, "h200x16"), "h200x16")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     with pytest.raises(ConfigError, match="needs 12 x H200"):
-        preflight.restrict(both, "h200x12")
-    assert preflight.restrict(both, "cpu").nodes == 2
+        detect.restrict(both, "h200x12")
+    assert detect.restrict(both, "cpu").nodes == 2
 
 
 def a_run(number, variant, pair, role="measure"):
@@ -260,7 +260,7 @@ HOLDER = """
 import socket
 import sys
 from pathlib import Path
-from playbook_bench.journal import Journal
+from playbook_bench.run.journal import Journal
 socket.gethostname = lambda: sys.argv[2]
 journal = Journal(Path(sys.argv[1]), ["n1"])
 print("held", flush=True)
@@ -326,11 +326,11 @@ def held(folder, host):
 
 
 def test_forked_runs_do_not_go_on_with_a_series_of_fresh_processes(case, tmp_path):
-    first = cli_slurm.journal(tmp_path, None).series(case, "cpu", 11)
+    first = slurm.journal(tmp_path, None).series(case, "cpu", 11)
     first.add(a_run(0, "baseline", 0), {})
     first.add(a_run(1, "candidate", 0), {})
-    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
-    assert cli_slurm.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
+    assert slurm.journal(tmp_path, None, True).series(case, "cpu", 12).seed == 12
+    assert slurm.journal(tmp_path, None, True).series(case, "cpu", 13).seed == 12
 
 
 def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):

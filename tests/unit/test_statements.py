@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from playbook import number_formats, statements
 from playbook.errors import ConfigError
-from playbook_bench import logic
-from playbook_bench.case import list_cases, load_case
+from playbook.records.case import list_cases, load_case
+from playbook_bench.statements import arithmetic, number_formats, table
 
 H100 = {"peak_flops_per_s": 989.5e12, "domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 GB200 = {"peak_flops_per_s": 2500e12, "domain": 64, "fast_bytes_per_s": 900e9, "slow_bytes_per_s": 50e9}
@@ -23,44 +22,44 @@ LONG = {
 
 @pytest.mark.parametrize("case_id", [c for c in list_cases() if load_case(c).kind == "arithmetic"])
 def test_every_arithmetic_case_has_an_answer(case_id):
-    holds, sentence, figures = logic.run(load_case(case_id))
+    holds, sentence, figures = table.run(load_case(case_id))
     assert isinstance(holds, bool)
     assert sentence
     assert figures
 
 
 def test_the_bubble_of_interleaving_is_that_of_a_hand_sum():
-    holds, sentence, figures = statements.interleaving(pp=8, vpp=[1, 4], microbatches=[32])
+    holds, sentence, figures = arithmetic.interleaving(pp=8, vpp=[1, 4], microbatches=[32])
     assert holds
     assert [r["bubble"] for r in figures["rows"]] == [pytest.approx(7 / 39), pytest.approx(7 / 135)]
     assert "7 -> 31" in sentence
-    assert not statements.interleaving(pp=8, vpp=[4, 1], microbatches=[32])[0]
-    assert not statements.interleaving(pp=1, vpp=[1, 2], microbatches=[8])[0]
+    assert not arithmetic.interleaving(pp=8, vpp=[4, 1], microbatches=[32])[0]
+    assert not arithmetic.interleaving(pp=1, vpp=[1, 2], microbatches=[8])[0]
 
 
 def test_the_walls_of_two_platforms_change_places_with_them():
-    assert statements.platform_walls(**WALLS, platforms={"H100": H100, "GB200": GB200})[0]
-    assert not statements.platform_walls(**WALLS, platforms={"GB200": GB200, "H100": H100})[0]
+    assert arithmetic.platform_walls(**WALLS, platforms={"H100": H100, "GB200": GB200})[0]
+    assert not arithmetic.platform_walls(**WALLS, platforms={"GB200": GB200, "H100": H100})[0]
     with pytest.raises(ConfigError, match="expected two"):
-        statements.platform_walls(**WALLS, platforms={"H100": H100})
+        arithmetic.platform_walls(**WALLS, platforms={"H100": H100})
 
 
 def test_offload_makes_a_layout_fit_only_where_the_state_is_what_is_too_much():
-    holds, _, figures = statements.offload_makes_it_fit(**LONG)
+    holds, _, figures = arithmetic.offload_makes_it_fit(**LONG)
     assert holds
     assert figures["peak_bytes"] - figures["peak_bytes_with_offload"] == pytest.approx(32.2 * 2**30, rel=0.05)
-    assert not statements.offload_makes_it_fit(**{**LONG, "gpu_gib": 141})[0]  # fits as it is
-    assert not statements.offload_makes_it_fit(**{**LONG, "gpu_gib": 40})[0]  # does not fit either way
+    assert not arithmetic.offload_makes_it_fit(**{**LONG, "gpu_gib": 141})[0]  # fits as it is
+    assert not arithmetic.offload_makes_it_fit(**{**LONG, "gpu_gib": 40})[0]  # does not fit either way
     with pytest.raises(ConfigError, match="expected one of"):
-        statements.offload_makes_it_fit(**{**LONG, "model": "deepseek"})
+        arithmetic.offload_makes_it_fit(**{**LONG, "model": "deepseek"})
 
 
 def test_mfu_falls_only_where_throughput_rises_less_than_the_peak():
     row = {"model": "m", "gpu": "H100", "bf16_tflops": 240.5, "bf16_peak": 989.5, "fp8_peak": 1979}
-    assert statements.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 242.9}])[0]
-    assert not statements.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 240.0}])[0]
-    assert not statements.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 500.0}])[0]
-    assert not statements.mfu_falls_as_throughput_rises(rows=[])[0]
+    assert arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 242.9}])[0]
+    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 240.0}])[0]
+    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 500.0}])[0]
+    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[])[0]
 
 
 def test_elements_are_those_of_the_formats():
@@ -103,8 +102,8 @@ def test_rounding_flips_routing_more_where_more_experts_compete():
 
 def test_rows_vary_without_dropping_and_a_larger_capacity_drops_less():
     case = {"tokens": 256, "experts": 32, "top_k": 4, "ranks": 4, "batches": 10}
-    holds, _, tight = statements.rows_per_rank(**case, capacity_factor=1.0)
-    wide = statements.rows_per_rank(**case, capacity_factor=4.0)[2]
+    holds, _, tight = arithmetic.rows_per_rank(**case, capacity_factor=1.0)
+    wide = arithmetic.rows_per_rank(**case, capacity_factor=4.0)[2]
     assert holds
     assert tight["dropped"] > 0 == wide["dropped"]
-    assert not statements.rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always
+    assert not arithmetic.rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always

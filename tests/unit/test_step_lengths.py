@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from playbook_trainer.metrics import lengths
+from playbook_trainer.observe.metrics import lengths
 
 
 def test_steps_add_up_to_the_time_that_passed() -> None:

@@ -11,16 +11,16 @@ import pytest
 
 from playbook import paths
 from playbook.errors import StoreError
-from playbook_bench import confirm, report, store
-from playbook_bench.records import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
+from playbook.records.evidence import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
+from playbook_bench.run import confirm, report, store
 
 MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
 STRICT = {"s": {"packages": {"torch": "2.13.0"}, "machine": {"driver": "1"}}}
 
 
 def record(status="confirmed", created="2026-01-01T00:00:00Z", claim="W9", runs=(), expires="2026-06-01", plan=None):
-    from playbook.cards import Comparison, Expect
-    from playbook_bench.records import ClaimRef
+    from playbook.cards.model import Comparison, Expect
+    from playbook.records.evidence import ClaimRef
 
     ref = ClaimRef(
         id=claim, card="c", card_sha="", statement="", kind="pair", metric="step_seconds", expect=Expect(op=">="), comparison=Comparison()

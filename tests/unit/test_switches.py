@@ -12,20 +12,21 @@ from torch.nn.functional import linear
 
 from playbook.errors import ConfigError, FileError
 from playbook.paths import data_root
-from playbook_trainer import adamw, checks
-from playbook_trainer.config import CompileConfig, OptimizerConfig, load
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import CompileConfig, OptimizerConfig, load
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.metrics import compile_counters
-from playbook_trainer.models.attention import attend, cudnn_width
-from playbook_trainer.models.decoder import Decoder, Experts, Options
-from playbook_trainer.models.memory import recomputed
-from playbook_trainer.models.ops import compiled, swiglu
-from playbook_trainer.optimizer import make, shards
-from playbook_trainer.parallel import context
-from playbook_trainer.parallel.axes import Axes, Axis
-from playbook_trainer.parallel.setup import _compiled, check_device, compile_regions
-from playbook_trainer.parallel.tensor import linear_cross_entropy, plain_rows
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.observe.metrics import compile_counters
+from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.torch import adamw
+from playbook_trainer.torch.build import _compiled, check_device, compile_regions
+from playbook_trainer.torch.model.attention import attend, cudnn_width
+from playbook_trainer.torch.model.decoder import Decoder, Experts, Options
+from playbook_trainer.torch.model.ops import compiled, swiglu
+from playbook_trainer.torch.model.recompute import recomputed
+from playbook_trainer.torch.optimizer import make, shards
+from playbook_trainer.torch.parallel import context
+from playbook_trainer.torch.parallel.axes import Axes, Axis
+from playbook_trainer.torch.parallel.tensor import linear_cross_entropy, plain_rows
 
 TEXT = data_root("configs") / "qwen3_moe_tiny.yaml"
 VISION = data_root("configs") / "qwen3_vl_moe_tiny.yaml"

@@ -11,12 +11,12 @@ import torch
 from test_switches import MODELS, TEXT, build, document_batch
 
 from playbook.errors import ConfigError
-from playbook_trainer import checks
-from playbook_trainer.config import load
-from playbook_trainer.models import graphs, offload
-from playbook_trainer.models.decoder import Options
-from playbook_trainer.parallel.setup import check_device
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import load
+from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.torch.build import check_device
+from playbook_trainer.torch.model import graphs, offload
+from playbook_trainer.torch.model.decoder import Options
 
 
 @pytest.fixture(autouse=True)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench import preflight
-from playbook_bench.series import threads_per_rank
-from playbook_bench.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
-from playbook_bench.variants import Resolved
-from playbook_trainer import config as trainer_config
+from playbook_bench.machine import detect
+from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
+from playbook_bench.run.series import threads_per_rank
+from playbook_bench.run.variants import Resolved
+from playbook_trainer.config import tree as trainer_config
 
 TOOL = """#!/bin/sh
 echo "$@" > {said}
 while true; do echo "$(date '+%Y/%m/%d %H:%M:%S.000'), 1980, 431.58, 47, 0x0000000000000000"; sleep 0.1; done
 """
-FOUR = preflight.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a processor", 64)
+FOUR = detect.machine_of([["NVIDIA H200", "143771", "580.1", "700"]] * 4, "", "a processor", 64)
 
 
 @pytest.mark.parametrize(("visible", "profile", "devices"), [(None, "h200x4", "0,1,2,3"), ("3", "h200x1", "3"), ("2,3", "h200x1", "2")])
@@ -92,7 +92,7 @@ def test_a_rank_beside_a_gpu_has_one_thread(profile: str, words: dict[str, objec
     plain = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {})
     other = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), words)
     variants = [Resolved("baseline", plain, ranks, {}), Resolved("candidate", other, ranks, {})]
-    assert threads_per_rank(preflight.restrict(FOUR, profile), variants) == threads
+    assert threads_per_rank(detect.restrict(FOUR, profile), variants) == threads
 
 
 def test_processor_time_that_other_machines_had(tmp_path: Path) -> None:

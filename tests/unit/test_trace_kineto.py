@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import PlaybookError
-from playbook_bench import trace_kineto
-from playbook_bench.trace_table import UNATTRIBUTED, TraceTable, build
+from playbook_bench.trace import kineto
+from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
 
 MAIN, GRAD, GLOO = 100, 101, 102
 EVALUATE = "autograd::engine::evaluate_function: "
@@ -47,7 +47,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def read(tmp_path: Path, *events: dict[str, Any]) -> TraceTable:
-    return build(trace_kineto.read(write(tmp_path / "trace.json", list(events))))
+    return build(kineto.read(write(tmp_path / "trace.json", list(events))))
 
 
 def busy(table: TraceTable) -> dict[tuple[str, str], float]:
@@ -139,7 +139,7 @@ def test_gzip_and_a_bare_list_are_read_too(tmp_path: Path) -> None:
     events = [*ranges(), *gpu("flash", MAIN, 2, 6, 7, 1)]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps(events).encode()))
-    assert busy(build(trace_kineto.read(path))) == pytest.approx({("attention", "forward"): 1})
+    assert busy(build(kineto.read(path))) == pytest.approx({("attention", "forward"): 1})
 
 
 def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path: Path, content: byt
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(PlaybookError):
-        build(trace_kineto.read(path))
+        build(kineto.read(path))
 
 
 def moved(events: list[dict[str, Any]], pid: Any = 1, later: float = 0.0) -> list[dict[str, Any]]:
@@ -195,16 +195,16 @@ def test_what_several_processes_wrote_into_one_file_says_so(tmp_path: Path) -> N
     path = write(tmp_path / "trace.json", ranges())
     path.write_text(path.read_text() * 2)
     with pytest.raises(PlaybookError, match="goes on behind its end, as where several processes wrote into one file"):
-        trace_kineto.read(path)
+        kineto.read(path)
 
 
 def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(PlaybookError, match="cannot be read"):
-        trace_kineto.read(tmp_path / "none.json")
+        kineto.read(tmp_path / "none.json")
 
 
 def test_a_trace_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_kineto, "MAX_BYTES", 100)
+    monkeypatch.setattr(kineto, "MAX_BYTES", 100)
     with pytest.raises(PlaybookError, match="larger than"):
         read(tmp_path, *ranges())
 
@@ -235,4 +235,4 @@ def test_damaged_text_never_ends_in_anything_but_a_clear_error(tmp_path: Path) -
         path = tmp_path / "t.json"
         path.write_bytes(data if i % 2 else data[: random_.randrange(len(data))])
         with suppress(PlaybookError):
-            build(trace_kineto.read(path))
+            build(kineto.read(path))

@@ -9,14 +9,14 @@ import pytest
 from test_trace_kineto import EVALUATE, GLOO, GRAD, MAIN, event, flow, gpu, ranges, write
 
 from playbook.errors import PlaybookError
-from playbook_bench import trace_kineto
-from playbook_bench.trace_table import Timeline, build
+from playbook_bench.trace import kineto
+from playbook_bench.trace.table import Timeline, build
 
 MS = 1_000_000
 
 
 def read(tmp_path: Path, *events: Any) -> Timeline:
-    return trace_kineto.read(write(tmp_path / "trace.json", list(events)))
+    return kineto.read(write(tmp_path / "trace.json", list(events)))
 
 
 def works(timeline: Timeline) -> list[tuple[str, float, float]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import PlaybookError
-from playbook_bench import trace_nsys
-from playbook_bench.trace_table import UNATTRIBUTED, TraceTable, build
+from playbook_bench.trace import nsys
+from playbook_bench.trace.table import UNATTRIBUTED, TraceTable, build
 
 PID = 0x0100_1234_5600_0000
 MAIN, GRAD, WORKER = PID | 1, PID | 2, 0x0100_9999_9900_0001
@@ -80,7 +80,7 @@ def database(path: Path, *, texts_by_id: bool = False, without: str = "", runtim
 
 
 def read(path: Path) -> TraceTable:
-    return build(trace_nsys.read(path))
+    return build(nsys.read(path))
 
 
 def busy(table: TraceTable) -> dict[tuple[str, str], float]:
@@ -105,11 +105,11 @@ def test_each_kernel_lies_in_its_range_forward_and_backward(tmp_path: Path, text
 
 
 def test_kernels_of_another_process_are_left_out(tmp_path: Path) -> None:
-    assert "foreign" not in {o.name for o in trace_nsys.read(database(tmp_path / "t.sqlite")).ops}
+    assert "foreign" not in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
 
 
 def test_names_are_the_short_ones(tmp_path: Path) -> None:
-    assert "flash_fwd" in {o.name for o in trace_nsys.read(database(tmp_path / "t.sqlite")).ops}
+    assert "flash_fwd" in {o.name for o in nsys.read(database(tmp_path / "t.sqlite")).ops}
 
 
 def test_a_kernel_is_communication_by_the_namespace_that_its_short_name_lacks(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_kernel_is_communication_by_the_namespace_that_its_short_name_lacks(tm
         )
         db.execute("UPDATE StringIds SET value = 'void gemm(ncclWindow_t)' WHERE value = 'long gemm'")
     db.close()
-    kinds = {o.name: o.kind for o in trace_nsys.read(path).ops}
+    kinds = {o.name: o.kind for o in nsys.read(path).ops}
     assert (kinds["dispatch"], kinds["gemm"]) == ("communication", "compute")
     assert read(path).exposed_comm_ms == pytest.approx(3 + 2)
 

@@ -10,8 +10,8 @@ import pytest
 from test_trace_nsys import GRAD, MAIN, MS, PID, WORKER, database
 
 from playbook.errors import PlaybookError
-from playbook_bench import trace_nsys
-from playbook_bench.trace_table import Timeline
+from playbook_bench.trace import nsys
+from playbook_bench.trace.table import Timeline
 
 NVTX = "INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,NULL)"
 CALL = "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,0)"
@@ -22,7 +22,7 @@ def read(tmp_path: Path, *statements: tuple[str, tuple]) -> Timeline:
     with closing(sqlite3.connect(path)) as db, db:
         for sql, values in statements:
             db.execute(sql, values)
-    return trace_nsys.read(path)
+    return nsys.read(path)
 
 
 def test_ranges_by_start_and_end_are_ranges_and_other_events_are_not(tmp_path: Path) -> None:
@@ -83,19 +83,19 @@ def test_what_has_no_name_is_called_after_its_table(tmp_path: Path) -> None:
 
 def test_so_many_rows_are_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest table of the export, that of ranges, has eleven rows."""
-    monkeypatch.setattr(trace_nsys, "MAX_ROWS", 11)
+    monkeypatch.setattr(nsys, "MAX_ROWS", 11)
     read(tmp_path)
-    monkeypatch.setattr(trace_nsys, "MAX_ROWS", 10)
+    monkeypatch.setattr(nsys, "MAX_ROWS", 10)
     with pytest.raises(PlaybookError, match="NVTX_EVENTS has more than 10 rows"):
-        trace_nsys.read(tmp_path / "t.sqlite")
+        nsys.read(tmp_path / "t.sqlite")
 
 
 def test_a_file_that_keeps_sqlite_busy_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_nsys, "_TICK", 1)
+    monkeypatch.setattr(nsys, "_TICK", 1)
     read(tmp_path)
-    monkeypatch.setattr(trace_nsys, "_MAX_TICKS", 20)
+    monkeypatch.setattr(nsys, "_MAX_TICKS", 20)
     with pytest.raises(PlaybookError, match="interrupted"):
-        trace_nsys.read(tmp_path / "t.sqlite")
+        nsys.read(tmp_path / "t.sqlite")
 
 
 @pytest.mark.parametrize("time", [1 << 62, -(1 << 62)])

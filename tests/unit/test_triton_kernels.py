@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from playbook_trainer.models.kernels import adamw, cross_entropy, norm, permute, route, swiglu  # noqa: E402
+from playbook_trainer.torch.kernels import adamw, cross_entropy, norm, permute, route, swiglu  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LOSS = {"logits": "*bf16", "target": "*i64", "width": "i32"}

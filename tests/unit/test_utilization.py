@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from playbook import flops, peaks
-from playbook.shapes import MODELS
-from playbook.utilization import published_utilization, vision_left_out
+from playbook.planner import flops, peaks
+from playbook.planner.shapes import MODELS
+from playbook_bench.statements.utilization import published_utilization, vision_left_out
 
 PHOTO = {"images": [[480, 640]], "text_tokens": 100}
 

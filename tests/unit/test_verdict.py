@@ -6,23 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from playbook.cards import Comparison, Expect, Quantity
+from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
-from playbook_bench import metrics, stats, verdict
-from playbook_bench.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
-from playbook_bench.records import (
-    Baseline,
-    CaseRef,
-    ClaimRef,
-    CollectiveCount,
-    Machine,
-    Measured,
-    Missing,
-    Observed,
-    Plan,
-    Run,
-    Sample,
-)
+from playbook.records.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
+from playbook.records.evidence import Baseline, CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan, Run, Sample
+from playbook_bench.judge import metrics, statistics, verdict
 
 STEPS = 6
 RULE = Activation(baseline=Receipt(require=[Rule(collective="all_to_all")]), candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
@@ -203,7 +191,7 @@ def test_an_interval_between_looks_spends_no_more_than_the_plan():
         last = draw.randint(2, 12)
         noise = [draw.gauss(0, 1) for _ in range(last)]
         seen = sorted({n for n in (4, 8, 12) if n < last} | {last})
-        found = [stats.interval(noise[:n], 0.05 / 3) for n in seen]
+        found = [statistics.interval(noise[:n], 0.05 / 3) for n in seen]
         missed += any(not i.low <= 0 <= i.high for i in found)
     assert missed / 1500 < 0.05
 

@@ -5,8 +5,8 @@ import math
 import pytest
 from test_verdict import around, judge, make_case, make_run, measured, series
 
-from playbook.cards import Quantity
-from playbook_bench import gates, metrics, stats, verdict
+from playbook.cards.model import Quantity
+from playbook_bench.judge import guards, metrics, statistics, verdict
 
 BESIDE_FIVE = [
     (">=", 5, 9, "confirmed"),
@@ -82,7 +82,7 @@ def test_signs_are_counted_as_long_as_that_is_quick(pairs: int, counted: bool) -
 
 
 def test_three_steps_show_no_drift() -> None:
-    assert stats.trend([[1.0, 2.0, 3.0]]) == stats.Trend(0.0, -math.inf, math.inf, 3)
+    assert statistics.trend([[1.0, 2.0, 3.0]]) == statistics.Trend(0.0, -math.inf, math.inf, 3)
 
 
 def test_a_path_of_which_a_run_says_nothing_is_said_to_be_so() -> None:
@@ -106,12 +106,12 @@ def test_unequal_work_is_told_in_percent_of_the_larger(metric: str, advice: str)
 @pytest.mark.parametrize(("baseline", "candidate"), [(1.0, math.inf), (math.nan, 1.0), (math.inf, math.inf)])
 def test_what_is_not_finite_is_not_compared(baseline: float, candidate: float) -> None:
     with pytest.raises(ValueError, match="step_seconds is not finite"):
-        gates.compare(metrics.get("step_seconds"), baseline, candidate)
+        guards.compare(metrics.get("step_seconds"), baseline, candidate)
 
 
 def test_a_series_without_noise_on_record_has_no_floor() -> None:
-    gate, floor = gates.noise(metrics.get("step_seconds"), [], None)
-    assert (gate.ok, floor, gates.step_deviation(None)) == (False, 0.0, 0.0)
+    gate, floor = guards.noise(metrics.get("step_seconds"), [], None)
+    assert (gate.ok, floor, guards.step_deviation(None)) == (False, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("loss", "ok", "percent"), [(2.06, True, "0.5"), (2.24, False, "2")])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from playbook import locks
+from playbook import files
 from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
 
@@ -52,8 +52,8 @@ def _place() -> tuple[int, int]:
 
 def _run(words: list[str], rank: int, world: int) -> int:
     # Configuration first: a mistyped key is reported before torch has been imported.
-    from playbook_trainer import checks, environment
-    from playbook_trainer.config import load, parse_overrides
+    from playbook_trainer.config import checks, environment
+    from playbook_trainer.config.tree import load, parse_overrides
 
     config = load(Path(words[0]), parse_overrides(words[1:]))
     checks.check(config, world)
@@ -64,22 +64,22 @@ def _run(words: list[str], rank: int, world: int) -> int:
     with _uncollected():
         import torch
 
-        from playbook_trainer import tracker
         from playbook_trainer.checkpoint_files import hold
         from playbook_trainer.data import loader
+        from playbook_trainer.huggingface import weights
         from playbook_trainer.loop import train
-        from playbook_trainer.models import hf
+        from playbook_trainer.observe import trackers
 
-    tracker.check(config)
+    trackers.check(config)
     loader.check(config)
     if config.init.weights is not None:
-        hf.check_folder(config.model, Path(config.init.weights))
+        weights.check_folder(config.model, Path(config.init.weights))
     if config.checkpoint.export is not None:
-        hf.refuse_to_overwrite(Path(config.checkpoint.export))
+        weights.refuse_to_overwrite(Path(config.checkpoint.export))
         if rank == 0:
-            hf.refuse_unwritable(Path(config.checkpoint.export))
+            weights.refuse_unwritable(Path(config.checkpoint.export))
     if config.checkpoint.every and config.checkpoint.dir and rank == 0:
-        hf.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
+        weights.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     if rank == 0:
         _take_output(Path(config.output))
         if config.checkpoint.dir:
@@ -121,13 +121,13 @@ def _take_output(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"output {folder} cannot be written: no permission; choose another folder")
-        who = locks.take(folder)
+        who = files.take(folder)
     except OSError as e:
         raise ConfigError(f"output {folder} cannot be written: {e.strerror or e}; choose another folder") from e
     if who:
         raise ConfigError(
             f"output {folder} is in use by {who}, and two runs would mix their steps; wait until that has ended, or choose another folder "
-            f"(if its machine has died, remove {folder / locks.LOCK})"
+            f"(if its machine has died, remove {folder / files.LOCK})"
         )
 
 

@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from playbook import locks
-from playbook.document import Strict
+from playbook import files
 from playbook.errors import ConfigError
+from playbook.yaml_files import Strict
 from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
@@ -165,13 +165,13 @@ def hold(root: Path, last_step: int | None) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        who = locks.take(root)
+        who = files.take(root)
     except OSError:
         return  # no checkpoint can be saved in it either
     if who:
         raise ConfigError(
             f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
-            f"(if its machine has died, remove {root / locks.LOCK})"
+            f"(if its machine has died, remove {root / files.LOCK})"
         )
 
 

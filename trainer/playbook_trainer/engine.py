@@ -10,16 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from playbook_trainer import optimizer
-from playbook_trainer.checkpoint import Checkpointer
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
-from playbook_trainer.parallel import axes as layout
-from playbook_trainer.parallel import context, sequence, setup, tied, weights
-from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.pipeline import evaluate, forward_backward
-from playbook_trainer.parallel.sharding import count_parameters
-from playbook_trainer.receipt import state_bytes
+from playbook_trainer.observe.receipt import state_bytes
+from playbook_trainer.torch import build as setup
+from playbook_trainer.torch import optimizer, weights
+from playbook_trainer.torch.checkpoint import Checkpointer
+from playbook_trainer.torch.parallel import axes as layout
+from playbook_trainer.torch.parallel import context, sequence, tied
+from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.torch.parallel.pipeline import evaluate, forward_backward
+from playbook_trainer.torch.parallel.sharding import count_parameters
 
 
 class Saver(Protocol):

@@ -16,19 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
-from playbook_trainer import checks, kernels, ledger, optimizer
 from playbook_trainer import engine as backends
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config import checks
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch, to_device
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
 from playbook_trainer.engine import Engine
-from playbook_trainer.metrics import Recorder, StepStats, write_summary
-from playbook_trainer.nvtx import KinetoSink, NvtxSink, listening, range_
-from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.receipt import Observer, observing
+from playbook_trainer.observe import flops, gpu_kernels
+from playbook_trainer.observe.metrics import Recorder, StepStats, write_summary
+from playbook_trainer.observe.ranges import KinetoSink, NvtxSink, listening, range_
+from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.observe.stragglers import Busy, compare, own_ranges
+from playbook_trainer.observe.watchdog import Watchdog
 from playbook_trainer.stop import StopRequest
-from playbook_trainer.stragglers import Busy, compare, own_ranges
-from playbook_trainer.watchdog import Watchdog
+from playbook_trainer.torch import optimizer
+from playbook_trainer.torch.parallel.axes import Axes
 
 MAX_SKIPPED = 10
 """Steps in a row without an update, after which the run ends: it would not recover."""
@@ -234,7 +236,7 @@ def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
         sum(b.num_useful for b in batches),
         sum(b.tokens_N.numel() for b in batches),
         sum(b.num_images for b in batches),
-        *ledger.counts(batches),
+        *flops.counts(batches),
     ]
     own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
     own = to_device(
@@ -302,7 +304,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
     counters: dict[str, float] = {name: count - before[name] for name, count in trainer.loader.counters().items()}
     if trainer.device.type == "cuda":
         # A step of its own: under observation the host is too slow for the GPU's timeline to mean anything.
-        with kernels.watching() if axes.world.rank == 0 else nullcontext() as seen:
+        with gpu_kernels.watching() if axes.world.rank == 0 else nullcontext() as seen:
             train_step(trainer)
         if seen is not None:
             observer.kernels, counters = seen.names, counters | seen.counters

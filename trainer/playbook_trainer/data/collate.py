@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from playbook_trainer.config import DataConfig, ModelConfig, VisionConfig
+from playbook_trainer.config.tree import DataConfig, ModelConfig, VisionConfig
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
 from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.images import ImageRef, patches_into
-from playbook_trainer.models.positions import mrope_positions, vision_index
+from playbook_trainer.torch.model.positions import mrope_positions, vision_index
 
 
 def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataConfig, decoder: ImageDecoder | None = None) -> Batch:

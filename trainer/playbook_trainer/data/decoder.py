@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from playbook_trainer.config import DataConfig
+from playbook_trainer.config.tree import DataConfig
 from playbook_trainer.data.images import BadImage, ImageRef, decode
 
 GREY = 128

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from playbook.errors import DataError
-from playbook_trainer.config import VisionConfig
+from playbook_trainer.config.tree import VisionConfig
 
 T = TypeVar("T")
 

@@ -23,15 +23,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from playbook.errors import ConfigError, DataError, PlaybookError
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
 from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
-from playbook_trainer.data.plan import LaneState
+from playbook_trainer.data.packing import LaneState
 from playbook_trainer.data.resume import identity, other_stream
 from playbook_trainer.data.rows import Rows, check_data, make_rows
-from playbook_trainer.data.streams import Split
+from playbook_trainer.data.sources.streams import Split
 
 PREFETCH = 2
 """Micro-batches that each worker makes ahead."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from playbook_trainer.config import TrainerConfig, dump
+from playbook_trainer.config.tree import TrainerConfig, dump
 
 _KEYS = ("kind", "path", "source", "subset", "text_key", "tokenizer", "seq_len", "pack")
 _OTHER = "set {key} back, or choose another checkpoint.dir to start anew"

@@ -9,13 +9,13 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config import DataConfig, ModelConfig, TrainerConfig
+from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
 from playbook_trainer.data.document import Document
-from playbook_trainer.data.plan import Lane, LaneState, Packing
-from playbook_trainer.data.sources import Text, open_text, open_vqa
-from playbook_trainer.data.streams import Flat, Sharded, Split
+from playbook_trainer.data.packing import Lane, LaneState, Packing
+from playbook_trainer.data.sources.registry import Text, open_text, open_vqa
+from playbook_trainer.data.sources.streams import Flat, Sharded, Split
+from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, fit, merge_factor
 from playbook_trainer.data.tokenizer import load_tokenizer
-from playbook_trainer.data.vqa import LEAST_VISUAL_TOKENS, Sample, fit, merge_factor
 
 T = TypeVar("T")
 

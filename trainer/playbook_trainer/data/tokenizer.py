@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config import ModelConfig
+from playbook_trainer.config.tree import ModelConfig
 
 NUM_BYTES = 256
 

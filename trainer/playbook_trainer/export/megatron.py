@@ -7,8 +7,8 @@ Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`
 
 from __future__ import annotations
 
-from playbook_trainer.config import TrainerConfig
-from playbook_trainer.environment import GROUPED_GEMM
+from playbook_trainer.config.environment import GROUPED_GEMM
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.megatron_run import (
     DTYPES,
     data_parallel,

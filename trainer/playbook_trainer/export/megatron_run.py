@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from playbook_trainer.config import TrainerConfig
-from playbook_trainer.environment import sharded
+from playbook_trainer.config.environment import sharded
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.sheet import Sheet
 
 ALONE = "without a distributed optimizer or Megatron-FSDP, which the layout does not choose, its optimizer keeps all in float32"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from playbook_trainer.config import TrainerConfig
-from playbook_trainer.environment import Platform, variables
+from playbook_trainer.config.environment import Platform, variables
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from playbook_trainer.config import TrainerConfig, dump
+from playbook_trainer.config.tree import TrainerConfig, dump
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.sheet import Sheet
 
 FLAVOURS = {
@@ -50,9 +50,9 @@ def _model(sheet: Sheet) -> None:
 
 def unchanged(config: TrainerConfig) -> bool:
     """Whether the model is its preset, without fields that replace the preset's."""
-    from playbook.document import read
     from playbook.paths import data_root
-    from playbook_trainer.model_config import ModelConfig
+    from playbook.yaml_files import read
+    from playbook_trainer.config.model import ModelConfig
 
     path = data_root("configs") / "models" / f"{config.model.name}.yaml"
     return path.is_file() and ModelConfig.model_validate({"name": config.model.name, **read(path)[0]}) == config.model

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from playbook import layout
-from playbook.layout_rules import Options
-from playbook_trainer.config import TrainerConfig
-from playbook_trainer.config_megatron import MegatronConfig
+from playbook.planner import layout
+from playbook.planner.rules import Options
+from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
-from playbook_trainer.shape import shape_of
 
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
 """`megatron.data_parallel` as layout rules name it."""

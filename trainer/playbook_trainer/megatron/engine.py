@@ -23,17 +23,20 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from playbook.errors import ConfigError
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
-from playbook_trainer.megatron import graphs, groups, inputs, mapping, model, vision_language, weights, wrap
-from playbook_trainer.megatron.checkpoints import MegatronSaver, gather_parameters
+from playbook_trainer.huggingface import weights as hf
+from playbook_trainer.megatron import graphs, groups, inputs, settings, wrap
+from playbook_trainer.megatron.hooks import announced
 from playbook_trainer.megatron.inputs import Inputs
-from playbook_trainer.megatron.ranges import announced
-from playbook_trainer.models import hf
-from playbook_trainer.nvtx import range_
-from playbook_trainer.parallel.axes import Axes
-from playbook_trainer.parallel.setup import part_of
+from playbook_trainer.megatron.model import gpt as model
+from playbook_trainer.megatron.model import vision_language
+from playbook_trainer.megatron.state import weights
+from playbook_trainer.megatron.state.checkpoints import MegatronSaver, gather_parameters
+from playbook_trainer.observe.ranges import range_
+from playbook_trainer.torch.build import part_of
+from playbook_trainer.torch.parallel.axes import Axes
 
 _HOPPER = 9
 """The major number of its compute capability."""
@@ -193,7 +196,7 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
         ConfigError: one line for each.
     """
     problems = device_problems(config, device) + wrap.gradient_problems(config, world, megatron.core.__version__)
-    if mapping.has_transformer_engine(config):
+    if settings.has_transformer_engine(config):
         try:
             import transformer_engine.pytorch  # noqa: F401
         except Exception as e:  # whatever a binary package says when it does not fit
@@ -221,7 +224,7 @@ def prepare(config: TrainerConfig, device: torch.device) -> None:
     """
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
-    if mapping.graph_impl(config) == "transformer_engine":
+    if settings.graph_impl(config) == "transformer_engine":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
@@ -270,7 +273,7 @@ def seed(config: TrainerConfig) -> None:
     Graphs need states that a graph can read, and an earlier run in this process may have left others.
     """
     torch.manual_seed(config.seed)
-    captured = mapping.graph_impl(config) != "none"
+    captured = settings.graph_impl(config) != "none"
     model_parallel_cuda_manual_seed(config.seed, te_rng_tracker=captured, use_cudagraphable_rng=captured, force_reset_rng=True)
 
 
@@ -281,19 +284,19 @@ def transformer_config(config: TrainerConfig) -> Any:
         ConfigError: the installed version lacks a field, or refuses the combination.
     """
     cls = MLATransformerConfig if config.model.attention == "mla" else TransformerConfig
-    fields = mapping.transformer(config, cls)
-    mapping.refuse_lone_experts(config, cls)
+    fields = settings.transformer(config, cls)
+    settings.refuse_lone_experts(config, cls)
     try:
         return cls(**fields)
     except (ValueError, AssertionError, NotImplementedError) as e:
-        raise ConfigError(f"megatron-core {mapping.core_version()} refuses this configuration: {_first_line(e)}") from e
+        raise ConfigError(f"megatron-core {settings.core_version()} refuses this configuration: {_first_line(e)}") from e
 
 
 def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) -> list[nn.Module]:
     """The chunks of the model on this rank, with their first weights."""
     count = config.parallel.vpp
     chunks = [_chunk(config, transformer, stage if count > 1 else None) for stage in range(count)]
-    dtype = mapping.DTYPES[config.train.dtype]
+    dtype = settings.DTYPES[config.train.dtype]
     chunks = [chunk.to(dtype=dtype, device=device) for chunk in chunks]
     _widen_routers(chunks)
     weights.initialise(chunks, config)

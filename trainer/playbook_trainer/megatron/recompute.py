@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from playbook_trainer.config import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig
 
 
 def longest_chunk(config: TrainerConfig) -> int:

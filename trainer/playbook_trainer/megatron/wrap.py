@@ -14,9 +14,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from playbook_trainer.config import TrainerConfig
-from playbook_trainer.megatron import mapping
-from playbook_trainer.models.vision import VisionBlock
+from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.megatron import settings as mapping
+from playbook_trainer.torch.model.vision import VisionBlock
 
 
 def wrap(config: TrainerConfig, transformer_config: Any, chunks: list[nn.Module]) -> list[Any]:

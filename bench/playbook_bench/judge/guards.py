@@ -1,0 +1,216 @@
+"""Conditions that two variants must meet before their figures are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from playbook.records.case import Case
+from playbook.records.evidence import Baseline, Gate, Run
+from playbook_bench.judge import metrics, statistics
+from playbook_bench.judge.metrics import Metric, timed
+from playbook_bench.run.variants import flat, undeclared
+
+WORK_TOLERANCE = 1e-9
+SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
+"""What two commits may differ in; the regression gate allows these."""
+
+Pair = tuple[Run, Run]
+
+
+def pairs_of(runs: Sequence[Run]) -> list[Pair]:
+    """Complete measured pairs as (baseline, candidate), in the order in which they were numbered."""
+    found: dict[int, dict[str, Run]] = {}
+    for run in runs:
+        if run.role == "measure" and run.pair is not None:
+            found.setdefault(run.pair, {})[run.variant] = run
+    return [(p["baseline"], p["candidate"]) for _, p in sorted(found.items()) if p.keys() == {"baseline", "candidate"}]
+
+
+def aa_differences(runs: Sequence[Run], metric: Metric) -> list[float]:
+    """Second minus first of each A/A pair, on the metric's scale."""
+    found: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=lambda r: r.position):
+        if run.role == "aa" and run.pair is not None and run.outcome == "ok":
+            found.setdefault(run.pair, []).append(run)
+    values = [[metric.value(r) for r in pair] for _, pair in sorted(found.items()) if len(pair) == 2]
+    return [compare(metric, a, b) for a, b in values if a is not None and b is not None]
+
+
+def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
+    """The number of the A/A pair with the one launch that the others do not explain; None where there is none, or where it is finer than any claim."""
+    launches = [r for r in runs if r.role == "aa" and r.pair is not None and r.outcome == "ok"]
+    if metric.deterministic or any(complete(r, metric) for r in launches):
+        return None
+    values = [v for r in launches if (v := metric.value(r)) is not None]
+    odd = statistics.stands_out([compare(metric, values[0], v) for v in values])
+    if odd is None:
+        return None
+    number = launches[odd].pair
+    difference = aa_differences([r for r in launches if r.pair == number], metric)
+    return number if any(abs(d) > statistics.CONTAMINATION_LEAST for d in difference) else None
+
+
+def compare(metric: Metric, baseline: float, candidate: float) -> float:
+    """How much better the candidate is, on the metric's scale.
+
+    Raises:
+        ValueError: the values cannot be compared on that scale.
+    """
+    if not (math.isfinite(baseline) and math.isfinite(candidate)):
+        raise ValueError(f"{metric.name} is not finite")
+    if metric.scale == "difference":
+        return statistics.difference(baseline, candidate, metric.better == "higher")
+    return statistics.log_ratio(baseline, candidate, metric.better == "higher")
+
+
+def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: Sequence[Pair]) -> Gate:
+    """The resolved configurations differ only in declared keys, and each variant has one."""
+    name = "configuration"
+    shas = [{r.config_sha for r in side} for side in zip(*pairs, strict=True)]
+    if any(len(s) != 1 for s in shas):
+        return Gate(name=name, ok=False, detail="a variant ran with more than one configuration")
+    a, b = (next(iter(s)) for s in shas)
+    if a not in configs or b not in configs:
+        return Gate(name=name, ok=False, detail="a resolved configuration is missing from the record")
+    keys = undeclared(case, configs[a], configs[b])
+    return Gate(name=name, ok=not keys, detail=f"undeclared difference in {', '.join(keys)}" if keys else "")
+
+
+def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Gate:
+    """The strict environment is equal in all runs, declared variables aside; the way of launching in the whole series, A/A included."""
+    name = "environment"
+    ways = {str(s.get("launch", "fresh processes")) for s in strict.values()}
+    if len(ways) > 1 or "mixed" in ways:
+        return Gate(name=name, ok=False, detail=f"differs in launch: {', '.join(sorted(ways))}")
+    free = {f"env.{v}" for per_variant in case.delta.environment.values() for v in per_variant} | set(allowed)
+    if case.delta.ranks:
+        free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
+    views = []
+    for run in runs:
+        if run.strict_sha not in strict:
+            return Gate(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
+        views.append({k: v for k, v in flat(strict[run.strict_sha]).items() if k not in free})
+    keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
+    return Gate(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
+
+
+def data(case: Case, pairs: Sequence[Pair]) -> Gate:
+    """Both variants read the same data in the same order."""
+    if case.delta.data:
+        return Gate(name="data", ok=True, detail=f"declared different: {case.delta.reason}")
+    shas = {r.data_sha for pair in pairs for r in pair}
+    ok = len(shas) == 1 and None not in shas
+    return Gate(name="data", ok=ok, detail="" if ok else f"data hashes {', '.join(sorted(str(s) for s in shas))}")
+
+
+def parameters(case: Case, pairs: Sequence[Pair]) -> Gate:
+    """Both variants train the same parameters.
+
+    Counts of the whole model must be equal. Records from before the trainer gave those hold what rank 0 keeps, which differs between
+    tensor- and pipeline-parallel layouts of one model; there, the share that is trained must be equal (the configuration gate has
+    already seen to it that the model is the same).
+    """
+    if case.delta.parameters:
+        return Gate(name="parameters", ok=True, detail=f"declared different: {case.delta.reason}")
+    counts = {(r.num_parameters, r.trained_parameters) for pair in pairs for r in pair}
+    if len(counts) == 1:
+        return Gate(name="parameters", ok=True, detail="")
+    runs = [r for pair in pairs for r in pair]
+    shares = {r.trained_parameters / r.num_parameters for r in runs if r.num_parameters and r.trained_parameters is not None}
+    if len(shares) == 1 and all(r.num_parameters and r.parameters_of == "rank" for r in runs):
+        return Gate(name="parameters", ok=True, detail=f"counted per rank; every layout trains {shares.pop():.0%} of what it holds")
+    return Gate(name="parameters", ok=False, detail="parameter counts differ between runs")
+
+
+def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Gate:
+    """Both variants do equal work per step, unless the case declares otherwise and the metric is per unit of work."""
+    worst = 0.0
+    for a, b in pairs:
+        left, right = _tokens_per_step(a), _tokens_per_step(b)
+        worst = max(worst, abs(left - right) / max(left, right, 1.0))
+    equal = worst <= WORK_TOLERANCE
+    if equal or (not metric.per_step and (case.delta.work or case.delta.data)):
+        return Gate(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
+    advice = "compare useful tokens per second instead" if metric.per_step else "declare delta.work with a reason"
+    return Gate(name="work", ok=False, detail=f"useful tokens per step differ by {100 * worst:.1f} %; {advice}")
+
+
+def loss(case: Case, pairs: Sequence[Pair]) -> Gate:
+    """The mean losses of each pair's timed steps agree within the case's band."""
+    band = case.guardrails.loss.relative
+    if band is None:
+        return Gate(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
+    worst = 0.0
+    for a, b in pairs:
+        left, right = _mean_loss(a), _mean_loss(b)
+        if left is None or right is None:
+            return Gate(name="loss", ok=False, detail="a run reported no loss in its timed window")
+        worst = max(worst, abs(left - right) / max(abs(left), abs(right), 1e-12))
+    return Gate(name="loss", ok=worst <= band, detail=f"mean losses differ by {100 * worst:.2g} %, at most {100 * band:g} % is allowed")
+
+
+def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None) -> tuple[Gate, float]:
+    """The A/A condition, and the deviation that floors the pairs' own."""
+    name = "a_a"
+    fresh = aa_differences(runs, metric)
+    stored = aa_differences(aa.runs, metric) if aa is not None else []
+    if len(stored) < 2:
+        return Gate(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), 0.0
+    floor = statistics.aa_deviation(stored)
+    if fresh:
+        bad = statistics.contaminated(fresh, floor, len(stored))
+        shown = fresh
+    else:
+        bad = statistics.contaminated(stored, None)
+        shown = stored
+    mean = math.fsum(shown) / len(shown)
+    text = f"same configuration against itself: {100 * mean:+.2f} % over {len(shown)} pairs, deviation {100 * floor:.2f} %"
+    return Gate(name=name, ok=not bad, detail=text), floor
+
+
+def step_deviation(aa: Baseline | None) -> float:
+    """Deviation of step time between runs of one configuration; 0 where nothing is stored."""
+    differences = aa_differences(aa.runs, metrics.get("step_seconds")) if aa else []
+    return statistics.aa_deviation(differences) if differences else 0.0
+
+
+def steady(pairs: Sequence[Pair], tolerance: float) -> Gate:
+    """Step time does not drift inside the timed window, in either variant."""
+    return steady_all(dict(zip(("baseline", "candidate"), zip(*pairs, strict=True), strict=True)), tolerance)
+
+
+def steady_all(variants: Mapping[str, Sequence[Run]], tolerance: float) -> Gate:
+    """Step time does not drift inside the timed window, in any variant; each test spends its part of the error rate."""
+    texts, alpha = [], statistics.STEADY_ALPHA / len(variants)
+    for label, side in variants.items():
+        found = statistics.trend([[s.seconds for s in timed(r)] for r in side], alpha)
+        if not found.steady(tolerance):
+            texts.append(f"{label} {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]")
+    return Gate(name="steady", ok=not texts, detail="; ".join(texts))
+
+
+def complete(run: Run, metric: Metric) -> str | None:
+    """Why the run's figures cannot be used, or None: a short run, a time that is no time, or no value of the metric."""
+    steps = timed(run)
+    if len(steps) != run.steps_wanted:
+        return f"{run.variant} timed {len(steps)} of {run.steps_wanted} steps"
+    if any(not (math.isfinite(s.seconds) and s.seconds > 0) for s in steps):
+        return f"{run.variant} reported a step time that is not a positive number"
+    value = metric.value(run)
+    if value is None or not math.isfinite(value):
+        return f"{run.variant} reported no {metric.name}"
+    if metric.scale == "log_ratio" and not metric.deterministic and value <= 0:
+        return f"{run.variant} reported {metric.name} of {value:g}; it does not apply on this device"
+    return None
+
+
+def _tokens_per_step(run: Run) -> float:
+    steps = metrics.timed(run)
+    return math.fsum(s.useful_tokens for s in steps) / max(len(steps), 1)
+
+
+def _mean_loss(run: Run) -> float | None:
+    found = [s.loss for s in timed(run) if s.loss is not None]
+    return math.fsum(found) / len(found) if found else None

@@ -1,0 +1,165 @@
+"""The metrics that a claim may name. Adding one is adding a row."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from playbook.errors import ConfigError
+from playbook.records.evidence import Run, Sample
+from playbook.yaml_files import did_you_mean
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table.
+
+    `scale` says how two launches are compared: by the logarithm of their ratio, or by difference (shares, and values that may be zero).
+    `per_step` marks a metric that compares steps; it means nothing where the variants do different work per step.
+    """
+
+    name: str
+    unit: str
+    better: Literal["higher", "lower"]
+    deterministic: bool
+    value: Callable[[Run], float | None]
+    scale: Literal["log_ratio", "difference"] = "log_ratio"
+    per_step: bool = False
+    help: str = ""
+
+
+def timed(run: Run) -> list[Sample]:
+    """The steps inside the timed window."""
+    return [s for s in run.samples if s.timed]
+
+
+def _total(run: Run, field: str) -> float:
+    return math.fsum(getattr(s, field) for s in timed(run))
+
+
+def _rate(field: str) -> Callable[[Run], float | None]:
+    def value(run: Run) -> float | None:
+        seconds = _total(run, "seconds")
+        return _total(run, field) / seconds / run.ranks if seconds > 0 else None
+
+    return value
+
+
+def _images_per_s(run: Run) -> float | None:
+    seconds = _total(run, "seconds")
+    return _total(run, "images") / seconds if seconds > 0 else None
+
+
+def _step_seconds(run: Run) -> float | None:
+    steps = timed(run)
+    return _total(run, "seconds") / len(steps) if steps else None
+
+
+def _step_variation(run: Run) -> float | None:
+    steps = [s.seconds for s in timed(run)]
+    return statistics.pstdev(steps) / statistics.fmean(steps) if steps and sum(steps) > 0 else None
+
+
+def _data_share(run: Run) -> float | None:
+    seconds = _total(run, "seconds")
+    return _total(run, "data_seconds") / seconds if seconds > 0 else None
+
+
+def _compile_share(run: Run) -> float | None:
+    seconds = _total(run, "seconds")
+    return _total(run, "compile_seconds") / seconds if seconds > 0 else None
+
+
+def _first_grad_norm(run: Run) -> float | None:
+    return run.samples[0].grad_norm if run.samples else None
+
+
+def _final_loss(run: Run) -> float | None:
+    steps = timed(run)
+    return steps[-1].loss if steps else None
+
+
+def _peak_memory(run: Run) -> float | None:
+    return max((float(s.peak_memory_bytes) for s in timed(run)), default=None)
+
+
+def _fits(run: Run) -> float | None:
+    return {"ok": 1.0, "oom": 0.0}.get(run.outcome)
+
+
+def _reported(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.metrics.get(name)
+
+
+def _bytes(name: str, text: str) -> Metric:
+    return Metric(name, "bytes", "lower", True, _reported(name), help=text)
+
+
+_ROWS = (
+    Metric("useful_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("useful_tokens"), help="without padding; on a CPU, per rank"),
+    Metric("raw_tokens_per_s_per_gpu", "tokens/s", "higher", False, _rate("raw_tokens"), help="padding included"),
+    Metric("step_seconds", "s", "lower", False, _step_seconds, per_step=True, help="mean over the timed steps, slowest rank"),
+    Metric(
+        "step_time_variation",
+        "share",
+        "lower",
+        False,
+        _step_variation,
+        "difference",
+        help="standard deviation of the timed steps over their mean",
+    ),
+    Metric("data_time_share", "share", "lower", False, _data_share, "difference", help="share of the timed window spent waiting for data"),
+    Metric("images_per_s", "images/s", "higher", False, _images_per_s, help="over all ranks"),
+    Metric("compile_time_share", "share", "lower", False, _compile_share, "difference", help="share of the timed window spent compiling"),
+    Metric("peak_memory_bytes", "bytes", "lower", False, _peak_memory, help="device memory allocated at most, largest rank"),
+    _bytes("dispatch_bytes_per_token_layer", "bytes that a rank sends to route one token through one MoE layer and back"),
+    _bytes("saved_activation_bytes_per_rank", "activations kept for the backward pass, largest rank"),
+    _bytes("param_bytes_per_rank", "parameters held, largest rank"),
+    _bytes("grad_bytes_per_rank", "gradients held, largest rank"),
+    _bytes("optimizer_bytes_per_rank", "optimizer state held, largest rank"),
+    _bytes("state_bytes_per_rank", "parameters, gradients and optimizer state together, largest rank"),
+    Metric("recompiles", "count", "lower", True, _reported("recompiles"), "difference", help="graphs compiled in the timed window"),
+    Metric(
+        "recompiles_per_step", "count", "lower", True, _reported("recompiles_per_step"), "difference", help="graphs compiled per timed step"
+    ),
+    Metric(
+        "mfu",
+        "share",
+        "higher",
+        False,
+        _reported("mfu"),
+        help="model FLOPs (actual lengths, vision included) over time and dense BF16 peak",
+    ),
+    Metric("hfu", "share", "higher", False, _reported("hfu"), help="likewise with padding and recomputed forward passes"),
+    Metric(
+        "flops_vision_share",
+        "share",
+        "higher",
+        True,
+        _reported("flops_vision_share"),
+        "difference",
+        help="vision tower and mergers, of all",
+    ),
+    Metric("final_loss", "nats", "lower", True, _final_loss, help="loss of the last timed step"),
+    Metric("first_grad_norm", "norm", "lower", True, _first_grad_norm, help="gradient norm of the first step, before clipping"),
+    Metric("fits", "share", "higher", True, _fits, "difference", help="1 where the run completes, 0 where it runs out of memory"),
+)
+
+METRICS = {row.name: row for row in _ROWS}
+
+LOGIC = "holds"
+"""The metric of arithmetic and invariant claims: true or false."""
+
+
+def get(name: str) -> Metric:
+    """The row of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in METRICS:
+        raise ConfigError(f"metric '{name}' is not known{did_you_mean(name, METRICS)}")
+    return METRICS[name]

@@ -1,0 +1,167 @@
+"""Activation proof: what a run's receipt must show, and must not show, before its speed means anything."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from playbook.errors import ConfigError
+from playbook.records.case import Activation, Rule
+from playbook.records.evidence import Check, Observed, Run, Variant
+
+_MAX_FORMULA = 200
+_COUNT_TOLERANCE = 1e-9
+
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "==": lambda found, wanted: abs(found - wanted) <= _COUNT_TOLERANCE * max(1.0, abs(wanted)),
+    ">=": operator.ge,
+    "<=": operator.le,
+}
+
+
+class Launched(Protocol):
+    """A launch, as far as its receipt goes."""
+
+    @property
+    def variant(self) -> Variant:
+        """Which variant was launched."""
+
+    @property
+    def observed(self) -> Observed | None:
+        """What was seen in its observed step; None where nothing was looked at."""
+
+
+def evaluate(formula: str, numbers: Mapping[str, float]) -> float:
+    """The value of an arithmetic formula over `numbers`: names, numbers, + - * / // % and parentheses, nothing else.
+
+    Raises:
+        ConfigError: anything else, an unknown name, or a division by zero.
+    """
+    if len(formula) > _MAX_FORMULA:
+        raise ConfigError(f"count formula has {len(formula)} characters; at most {_MAX_FORMULA} are read")
+    try:
+        return _value(ast.parse(formula, mode="eval").body, numbers, formula)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ConfigError(f"count formula '{formula}' is not arithmetic; write for example 4 * layers * microbatches") from e
+    except ZeroDivisionError as e:
+        raise ConfigError(f"count formula '{formula}' divides by zero with {dict(numbers)}") from e
+
+
+def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.Name):
+        if node.id not in numbers:
+            raise ConfigError(
+                f"count formula '{formula}': '{node.id}' is not in the receipt; it has: {', '.join(sorted(numbers)) or 'nothing'}"
+            )
+        return float(numbers[node.id])
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, numbers, formula), _value(node.right, numbers, formula))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, numbers, formula)
+    raise ConfigError(f"count formula '{formula}' uses {type(node).__name__}; only names, numbers, + - * / // % and parentheses are read")
+
+
+def computing(runs: Sequence[Run], variant: Variant) -> float | None:
+    """Median share of the traced step, in percent, during which the GPU computed; None off the GPU.
+
+    A low share says that other ranks or the host are what was timed, and that a machine with faster ones may see another effect.
+    """
+    shares = [
+        s for r in runs if r.variant == variant and r.observed and (s := r.observed.counters.get("gpu_computing_percent")) is not None
+    ]
+    return statistics.median(shares) if shares else None
+
+
+def describe(rule: Rule) -> str:
+    """The rule's subject in words, such as `all_to_all inside dispatch on ep`."""
+    subject = rule.collective or rule.range or rule.counter or (f"kernel {rule.kernel}" if rule.kernel else "nothing")
+    inside = f" inside {rule.inside}" if rule.inside else ""
+    group = f" on {rule.group}" if rule.group else ""
+    phase = f" in the {rule.phase} pass" if rule.phase else ""
+    return f"{subject}{inside}{group}{phase}"
+
+
+def observe(rule: Rule, observed: Observed) -> float | None:
+    """How often the rule's subject appears; None where the run does not report it."""
+    if rule.collective is not None:
+        return float(
+            sum(
+                c.count
+                for c in observed.collectives
+                if c.op == rule.collective
+                and (rule.inside is None or rule.inside in (c.inside or "").split("/"))
+                and (rule.group is None or rule.group == c.group)
+                and (rule.phase is None or rule.phase == c.phase)
+            )
+        )
+    if rule.range is not None:
+        return float(observed.ranges.get(rule.range, 0))
+    if rule.counter is not None:
+        return observed.counters.get(rule.counter)
+    if rule.kernel is not None and observed.kernels:
+        return float(sum(count for name, count in observed.kernels.items() if re.search(rule.kernel, name)))
+    return None
+
+
+def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -> Check:
+    """One rule against one receipt. What a run does not report, or does not give the numbers to count, is not proven."""
+    found = observe(rule, observed)
+    subject = f"{'forbid' if forbid else 'require'} {describe(rule)}"
+    if forbid:
+        op, wanted, formula = "==", 0.0, "0"
+    elif rule.count is None:
+        op, wanted, formula = ">=", 1.0, "1"
+    else:
+        formula = str(rule.count)
+        op = rule.op
+        try:
+            wanted = evaluate(formula, observed.numbers)
+        except ConfigError:  # the runs are paid for by now; they must leave a record
+            return Check(variant=variant, rule=subject, observed=None, expected=f"{op} {formula}", ok=False)
+    shown = formula if formula == f"{wanted:g}" else f"{formula} = {wanted:g}"
+    # An overflow to infinity would be within the tolerance of any count.
+    ok = found is not None and math.isfinite(wanted) and _COMPARE[op](found, wanted)
+    return Check(variant=variant, rule=subject, observed=found, expected=f"{op} {shown}", ok=ok)
+
+
+def judge_run(activation: Activation, run: Launched) -> list[Check]:
+    """All rules of the run's variant against its receipt; a run without a receipt proves nothing."""
+    rules = activation.of(run.variant)
+    observed = run.observed or Observed()
+    return [
+        *(judge_rule(r, False, run.variant, observed) for r in rules.require),
+        *(_unproven(judge_rule(r, True, run.variant, observed), run) for r in rules.forbid),
+    ]
+
+
+def _unproven(check: Check, run: Launched) -> Check:
+    """Absence counts only where something was looked at."""
+    return check if run.observed is not None else check.model_copy(update={"ok": False, "observed": None})
+
+
+def judge_runs(activation: Activation, runs: Sequence[Launched]) -> list[Check]:
+    """One line per rule over all `runs`: the first failure where there is one, else the last run's figures."""
+    lines: dict[tuple[str, str, str], list[Check]] = {}
+    for run in runs:
+        for i, check in enumerate(judge_run(activation, run)):
+            lines.setdefault((run.variant, str(i), check.rule), []).append(check)
+    out = []
+    for found in lines.values():
+        worst = next((c for c in found if not c.ok), found[-1])
+        out.append(worst.model_copy(update={"runs": len(found)}))
+    return sorted(out, key=lambda c: c.variant)

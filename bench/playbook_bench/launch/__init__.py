@@ -1,0 +1,1 @@
+"""Starting one run and coming back with an outcome: local processes, forked ranks, Slurm."""

@@ -1,0 +1,152 @@
+"""Ranks as forks of a process that has imported everything: a launch starts as many seconds sooner as its imports take.
+
+Each configuration has a process of its own to fork from, with that run's environment, so that libraries which read variables at import read
+the same ones as in a fresh process. Everything after the imports is a rank's own: CUDA, process groups, compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from playbook.records.evidence import digest
+from playbook_bench.launch.local import LocalLauncher, Rank, Spec, die_with_parent
+from playbook_trainer.config import tree as trainer_config
+
+IMPORT_S = 120.0
+"""How long imports may take before ranks are started without them."""
+_LONG_S = 86_400.0
+_SIGKILL = -9
+
+
+@dataclass
+class Template:
+    """The process that ranks are forked from, and what it has said."""
+
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+    pids: list[int] = field(default_factory=list)
+    codes: dict[int, int] = field(default_factory=dict)
+    _rest: bytes = b""
+
+    def fork(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:
+        """A rank; None where the template has gone."""
+        before = len(self.pids)
+        line = json.dumps({"words": list(words), "environment": dict(environment), "log": str(log)}) + "\n"
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except OSError:
+            return None
+        self.listen(IMPORT_S, lambda: len(self.pids) > before)
+        return Forked(self, self.pids[-1]) if len(self.pids) > before else None
+
+    def listen(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Read what it says until that holds, it has gone, or the time is up; 0 seconds read what is there."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while not until() and select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            got = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not got:
+                # Its ranks die with it, but nobody is left to say how.
+                self.codes = {pid: self.codes.get(pid, _SIGKILL) for pid in self.pids}
+                return
+            *lines, self._rest = (self._rest + got).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+
+    def _hear(self, said: dict[str, int]) -> None:
+        if "code" in said:
+            self.codes[said["pid"]] = said["code"]
+        elif "pid" in said:
+            self.pids.append(said["pid"])
+        else:
+            self.ready = True
+
+    def close(self) -> None:
+        """End it, and with it every rank that is left."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Forked:
+    """A rank that was forked; what a launcher needs of `subprocess.Popen`."""
+
+    template: Template
+    pid: int
+
+    @property
+    def returncode(self) -> int | None:
+        """Its code, once it is known to have ended."""
+        return self.template.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        """Look whether it has ended."""
+        self.template.listen(0.0, lambda: self.returncode is not None)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its code, as soon as it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, in so many seconds.
+        """
+        self.template.listen(_LONG_S if timeout is None else timeout, lambda: self.returncode is not None)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+        return self.returncode
+
+
+@dataclass(frozen=True)
+class ForkLauncher(LocalLauncher):
+    """As LocalLauncher, with ranks that are forked where that is possible; where imports fail or touch a GPU, they are started afresh."""
+
+    templates: dict[str, Template | None] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End all templates."""
+        for template in self.templates.values():
+            if template is not None:
+                template.close()
+        self.templates.clear()
+
+    def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
+        key = digest([trainer_config.dump(spec.config) | {"output": ""}, sorted(spec.environment.items())], 16)
+        if key not in self.templates:
+            self.templates[key] = self._template(config, environment)
+        template = self.templates[key]
+        log = spec.folder / f"rank{index}.log"
+        forked = template.fork([str(config)], {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}, log) if template else None
+        return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
+
+    def _template(self, config: Path, environment: Mapping[str, str]) -> Template | None:
+        template = Template(
+            subprocess.Popen(
+                [sys.executable, "-m", "playbook_trainer.fork_server", str(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        )
+        template.listen(IMPORT_S, lambda: template.ready)
+        if not template.ready:
+            template.close()
+            return None
+        return template

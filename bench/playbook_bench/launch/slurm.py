@@ -1,0 +1,325 @@
+"""Starting one run on the nodes of a Slurm allocation: the ranks are one step of `srun`, and every end of it is an outcome.
+
+The harness itself runs on the allocation's first node, so that all runs of a series are steps of one allocation: matched runs share
+their nodes, and the order of the plan is kept. The run's folder lies on a file system that all nodes see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from playbook.errors import ConfigError, LaunchError
+from playbook_bench.launch.local import (
+    DRAIN_S,
+    TRAINER,
+    Ended,
+    Interrupted,
+    Result,
+    Spec,
+    Watch,
+    again_where_the_port_was_taken,
+    die_with_parent,
+    held,
+    judge,
+    rank_environment,
+    read_summary,
+    tail,
+    write_config,
+)
+
+GRACE_S = 20.0
+"""How long a step may take to end; Slurm kills what ignores SIGTERM after its own KillWait."""
+_POLL_S = 0.25
+_TOOL_TIMEOUT_S = 60
+_END_OF_JOB_S = 120.0
+_SIGNALLED = 128
+_NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
+_TASK_KILLED = re.compile(r"error: (\S+: tasks? (\S+): (?:Killed|Out Of Memory))")
+_TASK_UNKNOWN = re.compile(r"StepId=\S+ tasks? (\S+): unknown")
+_RANK = """\
+trap : TERM
+export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"
+folder="$1"; shift
+if [ "$RANK" = 0 ]; then echo "$SLURM_STEP_ID" > "$folder/step"; fi
+"$@"
+code=$?
+echo "$code" > "$folder/rank$RANK.exit"
+exit "$code"
+"""
+"""What each task of a step runs. The shell outlives SIGTERM, so that the rank may end in order; its code is written where srun would merge all."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes that Slurm gave to this job, the harness's own first."""
+
+    job: str
+    hosts: tuple[str, ...]
+    address: str
+    """Where the first node can be reached from the others."""
+
+
+def allocation(environment: Mapping[str, str] | None = None) -> Allocation:
+    """The allocation that this process runs in.
+
+    Raises:
+        ConfigError: there is none, or this is not its first node.
+    """
+    env = os.environ if environment is None else environment
+    job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
+    if not job or not nodes:
+        raise ConfigError(
+            "--launcher srun runs inside an allocation, and SLURM_JOB_ID is not set here; submit with --launcher slurm instead"
+        )
+    require_tools("srun", "scontrol", "squeue", "scancel")
+    hosts = tuple(_tool(["scontrol", "show", "hostnames", nodes]).split())
+    if env.get("SLURMD_NODENAME") != hosts[0]:
+        raise ConfigError(f"--launcher srun runs on the allocation's first node, {hosts[0]}; submit with --launcher slurm instead")
+    found = re.search(r"\bNodeAddr=(\S+)", _tool(["scontrol", "--oneliner", "show", "node", hosts[0]]))
+    return Allocation(job, hosts, found[1] if found else hosts[0])
+
+
+def require_tools(*names: str) -> None:
+    """Slurm's commands are on PATH.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    missing = [name for name in names if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(f"Slurm's {', '.join(missing)} is not on PATH; run this where Slurm is installed, or leave --launcher out")
+
+
+@dataclass(frozen=True)
+class SrunLauncher:
+    """Ranks as the tasks of one step, filling the allocation's nodes in order."""
+
+    allocation: Allocation
+    ranks_per_node: int | None = None
+    """How many ranks a node takes; spread evenly over all nodes where it is not given."""
+    srun: Sequence[str] = ()
+    """Further options of srun, such as a container's image."""
+    command: Sequence[str] = TRAINER
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Set for every rank, over everything else."""
+    end_together: bool = True
+    """End all ranks as soon as one ends badly; otherwise the others have `drain_s` seconds to end in order."""
+    grace_s: float = GRACE_S
+    drain_s: float = DRAIN_S
+
+    def run(self, spec: Spec, on_step: Callable[[int], None] | None = None) -> Result:
+        """Run the step to its end, and leave no task behind.
+
+        Raises:
+            LaunchError: srun could not start the ranks, or the run's folder cannot be written.
+            Interrupted: the job itself is being ended.
+        """
+        return again_where_the_port_was_taken(lambda: self._once(spec, on_step), spec.folder)
+
+    def step(self, ranks: int, folder: Path, command: Sequence[str]) -> list[str]:
+        """The command line of a step."""
+        per_node = self.per_node(ranks)
+        nodes = -(-ranks // per_node)
+        if nodes > len(self.allocation.hosts):
+            raise ConfigError(
+                f"{ranks} ranks at {per_node} a node need {nodes} nodes, and the allocation has {len(self.allocation.hosts)}; "
+                "ask for more with --nodes"
+            )
+        return [
+            "srun",
+            f"--nodes={nodes}",
+            f"--nodelist={','.join(self.allocation.hosts[:nodes])}",
+            f"--ntasks={ranks}",
+            f"--ntasks-per-node={per_node}",
+            "--distribution=block",
+            "--cpu-bind=none",
+            f"--kill-on-bad-exit={int(self.end_together)}",
+            f"--wait={max(1, round(self.drain_s))}",
+            "--input=none",
+            # The default is what the job itself was submitted with: after `sbatch --export=NONE`, ranks would know nothing of each other.
+            "--export=ALL",
+            f"--output={str(folder).replace('%', '%%')}/rank%t.log",
+            *self.srun,
+            *("/bin/sh", "-c", _RANK, "rank", str(folder), *command),
+        ]
+
+    def per_node(self, ranks: int) -> int:
+        """Ranks of a full node."""
+        return self.ranks_per_node or -(-ranks // len(self.allocation.hosts))
+
+    def environment(self, spec: Spec) -> dict[str, str]:
+        """What srun hands on to every rank; the shell in front of each adds its number."""
+        place = {"MASTER_ADDR": self.allocation.address, "LOCAL_WORLD_SIZE": str(min(spec.ranks, self.per_node(spec.ranks)))}
+        return {**rank_environment(spec), **place, **spec.environment, **self.variables}
+
+    def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:
+        config = write_config(spec)
+        command = self.step(spec.ranks, spec.folder, [*self.command, str(config)])
+        started, clock = time.time(), time.monotonic()
+        process = start(command, spec.folder, self.environment(spec))
+        watch = Watch(spec, on_step)
+        hung = ""
+        try:
+            while not hung and not _ended(process, _POLL_S):
+                hung = watch.look(clock)
+            watch.look(clock)
+        finally:
+            said = tail(spec.folder / "srun.log")  # before what ends here is killed
+            end(process, self.allocation.job, spec.folder, self.grace_s)
+        wall = time.monotonic() - clock
+        if hung:
+            return self._traced(Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall), said, spec.ranks)
+        result = self._result(process.returncode, said, spec, started, wall)
+        if result.outcome not in ("ok", "nan", "refused"):
+            wait_where_the_job_ends(self.allocation.job)
+        return self._traced(result, said, spec.ranks)
+
+    def _traced(self, result: Result, said: str, ranks: int) -> Result:
+        """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to it."""
+        if result.outcome not in ("hang", "crash", "killed"):
+            return result
+        why = self._lost_node(said, ranks) or lost_rank(said)
+        return replace(result, outcome="killed", message=f"{why}\n{result.message}") if why else result
+
+    def _lost_node(self, said: str, ranks: int) -> str:
+        """The first node of this step that Slurm has lost, with its ranks, or nothing."""
+        per_node = self.per_node(ranks)
+        hosts = self.allocation.hosts[: -(-ranks // per_node)]
+        for host, seen in lost_nodes(said, hosts):
+            first, last = hosts.index(host) * per_node, min((hosts.index(host) + 1) * per_node, ranks) - 1
+            return f"node {host} with rank {first}{f' to {last}' if last > first else ''} went away: {seen}"
+        return ""
+
+    def _result(self, code: int, said: str, spec: Spec, started: float, wall: float) -> Result:
+        ranks = exits(spec.folder, spec.ranks)
+        if not any(r.log.exists() or r.own is not None for r in ranks):
+            wait_where_the_job_ends(self.allocation.job)
+            raise LaunchError(f"srun could not start the ranks: {said.splitlines()[-1] if said else f'exit code {code}'}")
+        # Where a node's daemon is gone srun may end with 0.
+        unknown = any(r.own is None for r in ranks) and read_summary(spec.written) is None
+        if (code or unknown) and not any(r.own for r in ranks):
+            late = [str(r.index) for r in ranks if r.own is None]
+            if len(late) < len(ranks):
+                text = f"rank {', '.join(late)} did not end within {self.drain_s:g} s of the others"
+                return Result("hang", None, f"{text}\n{tail(ranks[0].log)}", started, wall)
+            return Result("killed", code, f"the step was ended from outside: {said}\n{tail(ranks[0].log)}", started, wall)
+        return judge(ranks, spec.written, started, wall)
+
+
+def start(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start srun, in a session of its own and ended with this process; what it says goes to `srun.log`.
+
+    Raises:
+        LaunchError: there is no srun.
+    """
+    try:
+        with (folder / "srun.log").open("wb") as out:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid(), signal.SIGTERM),
+            )
+    except OSError as e:
+        raise LaunchError(f"srun could not be started: {e.strerror or e}") from e
+
+
+def exits(folder: Path, ranks: int) -> list[Ended]:
+    """How each rank ended. Where one ended with a code of its own, those that a signal ended were ended with it and say nothing."""
+    codes = [_code(folder / f"rank{index}.exit") for index in range(ranks)]
+    decided = any(code is not None and code > 0 for code in codes)
+    own = [None if code is not None and code < 0 and (decided or code == -signal.SIGTERM) else code for code in codes]
+    return [Ended(index, code, folder / f"rank{index}.log") for index, code in enumerate(own)]
+
+
+def lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of these nodes that Slurm has lost, and by what that is seen: srun's own words, or the state of the node."""
+    failed = [(host, f"Slurm says 'Node failure on {host}'") for host in _NODE_FAILURE.findall(said) if host in hosts]
+    if failed:
+        return failed
+    lines = _tool(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]).splitlines()
+    states = [(host, state) for host, _, state in (line.partition(" ") for line in lines) if host in hosts]
+    return [(h, f"it does not respond, its state is '{state}'") for h, state in states if state.endswith("*") or state.startswith("down")]
+
+
+def lost_rank(said: str) -> str:
+    """The ranks that went away together with the shell in front of them, which wrote no code, by srun's words; or nothing."""
+    # What it says behind these lines is about ranks that it has killed itself.
+    before = re.split(r"First task exited|Terminating StepId", said)[0]
+    if found := _TASK_KILLED.search(before):
+        return f"rank {found[2]} went away: Slurm says '{found[1]}'"
+    if found := _TASK_UNKNOWN.search(said):
+        return f"rank {found[1]} went away: Slurm does not know what has become of it"
+    return ""
+
+
+def _code(path: Path) -> int | None:
+    """The code in a file that a rank's shell wrote; a signal is negative."""
+    try:
+        code = int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return _SIGNALLED - code if code > _SIGNALLED else code
+
+
+def end(process: subprocess.Popen[bytes], job: str, folder: Path, grace_s: float) -> None:
+    """End what is left of a step: SIGTERM, and after a grace, which a signal cuts short, the step is cancelled with every task."""
+    with held() as came:
+        if process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + grace_s
+        while not came and time.monotonic() < deadline:
+            if _ended(process, min(_POLL_S, grace_s)):
+                return
+        with contextlib.suppress(OSError):
+            cancel(job, (folder / "step").read_text(encoding="ascii").strip(), signal.SIGKILL)
+        if not _ended(process, grace_s):
+            process.kill()
+            process.wait()
+
+
+def cancel(job: str, step: str, signum: int) -> None:
+    """Send a signal to every task of a step."""
+    _tool(["scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", f"{job}.{step}"])
+
+
+def wait_where_the_job_ends(job: str) -> None:
+    """A run that broke because its job is being ended, by a preemption for one, says nothing; the signal that follows ends this process.
+
+    Raises:
+        Interrupted: the job is not running any more, and no signal came.
+    """
+    if _tool(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).strip() in ("RUNNING", ""):
+        return
+    time.sleep(_END_OF_JOB_S)
+    raise Interrupted(signal.SIGTERM)
+
+
+def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _tool(command: Sequence[str]) -> str:
+    """What a command of Slurm prints; nothing where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""What machine this is, and what it does while runs last."""

@@ -1,0 +1,414 @@
+"""What machine this is, what it may use under a profile, and what a claim needs that it lacks. Never imports torch."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.cards import scope as scopes
+from playbook.errors import ConfigError
+from playbook.paths import repo_root
+from playbook.records.case import Case
+from playbook.records.evidence import Machine, Missing
+from playbook.records.staleness import Here
+from playbook_trainer.config.tree import TrainerConfig
+
+CPU = "cpu"
+BACKENDS: Mapping[str, tuple[str, ...]] = {"torch": (), "megatron": ("megatron.core", "transformer_engine")}
+"""Trainer backends that this version can launch, and the packages that each needs beside torch."""
+
+DISPATCHERS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep.hybrid_ep_buffer"}
+"""The module that a dispatcher of the megatron backend comes from. HybridEP lies in a branch of DeepEP, under the same package's name."""
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "deep-ep",
+    "flash-attn",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "numpy",
+    "pillow",
+)
+_ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
+_PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
+"""Names of variables that say where files go, often in a folder of the job's own, and not how fast anything is."""
+_QUERY = "name,memory.total,driver_version,power.limit,uuid"
+_PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
+_TOOL_TIMEOUT_S = 30
+_OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"})
+
+
+def detect() -> Machine:
+    """The machine with the GPUs that this process may use, from nvidia-smi where it answers, else its CPU alone."""
+    rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    gpus = [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
+    mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
+    topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
+    return machine_of([gpus[i] for i in mine], topology, cpu_model(), cores(), mine)
+
+
+def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
+    """Which of the GPUs CUDA shows to a process with this CUDA_VISIBLE_DEVICES: all without it, none where it is empty.
+
+    As CUDA reads it: indices, or UUIDs that may be cut short; the first entry that names no GPU ends the list, and one that is named
+    twice voids it. A MIG instance is a part of a GPU, which no profile stands for, and counts as none.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    words = [word.strip() for word in variable.split(",")]
+    found: list[int] = []
+    for word in words:
+        named = [i for i, uuid in enumerate(uuids) if (uuid.startswith(word) if word.startswith("GPU-") else word == str(i))]
+        if len(named) != 1 or word.startswith("GPU-") != words[0].startswith("GPU-"):
+            break
+        found += named
+    return found if len(set(found)) == len(found) else []
+
+
+def place() -> list[str]:
+    """This machine, by host name and GPUs: machines that are rented share a name, their GPUs' numbers are their own."""
+    rows = _nvidia_smi(["--query-gpu=uuid", "--format=csv,noheader"])
+    return [socket.gethostname(), *sorted(line.strip() for line in rows.splitlines() if line.startswith("GPU-"))]
+
+
+def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int, which: Sequence[int] | None = None) -> Machine:
+    """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in that."""
+    if not gpus:
+        return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores)
+    name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
+    link = interconnect(topology, len(gpus), which)
+    joined = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[link]
+    return Machine(
+        name=f"{short_gpu(name)}x{len(gpus)}",
+        description=f"{len(gpus)} x {name}{joined}",
+        gpus=len(gpus),
+        gpu=name,
+        gpu_memory_gib=round(float(memory) / 1024, 1) if re.fullmatch(r"[0-9.]+", memory) else None,
+        interconnect=link,
+        driver=driver,
+        cpu=cpu,
+        cores=num_cores,
+    )
+
+
+def over_nodes(machine: Machine, nodes: int) -> Machine:
+    """As many such machines as an allocation has nodes, as one."""
+    if nodes == 1:
+        return machine
+    gpus = machine.gpus * nodes
+    name = f"{short_gpu(machine.gpu)}x{gpus}" if machine.gpu else CPU
+    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "description": f"{nodes} nodes of {machine.description}"})
+
+
+def gpus_per_node(machine: Machine) -> int:
+    """GPUs of one of its nodes."""
+    return machine.gpus // machine.nodes
+
+
+def short_gpu(name: str) -> str:
+    """`NVIDIA H200` as `h200`: the first word that has a digit, else the last word."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
+
+
+def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -> Any:
+    """NVLink where every pair of the GPUs in `nvidia-smi topo -m` is joined by it, PCIe where one is not, none for a single GPU."""
+    if gpus < 2:
+        return "none"
+    mine = sorted(range(gpus) if which is None else which)
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
+    rows = [r for r in rows if r and r[0] in {f"GPU{i}" for i in mine} and len(r) > mine[-1] + 1 and not re.fullmatch(r"GPU[0-9]+", r[1])]
+    cells = [cell for r in rows for cell in (r[i + 1] for i in mine) if cell != "X"]
+    return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
+
+
+def cpu_model() -> str:
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """The cores that this process may use: its affinity, cut by a container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+
+
+def choose_profile(case: Case, machine: Machine, wanted: str | None = None) -> str | None:
+    """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none."""
+    if wanted is not None:
+        return wanted if wanted in case.profiles else None
+    fits = [(gpus, name) for name in case.profiles for gpu, gpus in [_profile_gpus(name)] if gpus and _has(machine, gpu, gpus)]
+    return max(fits)[1] if fits else CPU if CPU in case.profiles else None
+
+
+def require_profile(case: Case, machine: Machine, wanted: str | None = None) -> str:
+    """As `choose_profile`, for a command that is about this one case.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    chosen = choose_profile(case, machine, wanted)
+    if chosen is None:
+        missing = f"no profile '{wanted}'" if wanted else f"no profile for {machine.name}"
+        raise ConfigError(f"case '{case.id}' has {missing}; it has {', '.join(sorted(case.profiles)) or 'none'}")
+    return chosen
+
+
+def restrict(machine: Machine, profile: str | None) -> Machine:
+    """The machine as a profile may use it: `cpu` uses no GPU, `h200x2` two of them.
+
+    Raises:
+        ConfigError: the machine does not have what the profile names.
+    """
+    if profile is None:
+        return machine
+    if profile == CPU:
+        return over_nodes(machine_of([], "", machine.cpu, machine.cores), machine.nodes)
+    gpu, gpus = _profile_gpus(profile)
+    if not gpus:
+        raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
+    if not _has(machine, gpu, gpus):
+        raise ConfigError(f"profile '{profile}' needs {gpus} x {gpu.upper()}; this machine has {machine.description}")
+    if gpus == machine.gpus:
+        return machine
+    joined = "none" if gpus == 1 else machine.interconnect
+    nodes = max(1, gpus // gpus_per_node(machine))
+    suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
+    name = f"{short_gpu(machine.gpu or '')}x{gpus}"
+    over = f"{nodes} nodes, " if nodes > 1 else ""
+    description = f"{over}{gpus} x {machine.gpu}{suffix}"
+    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "interconnect": joined, "description": description})
+
+
+def _profile_gpus(profile: str) -> tuple[str, int]:
+    match = _PROFILE.match(profile)
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _has(machine: Machine, gpu: str, gpus: int) -> bool:
+    """A part of one node, or whole nodes."""
+    if machine.gpu is None or machine.gpus < gpus or short_gpu(machine.gpu) != gpu:
+        return False
+    return gpus <= gpus_per_node(machine) or gpus % gpus_per_node(machine) == 0
+
+
+def facts(machine: Machine, config: TrainerConfig | None = None, ranks: int = 1) -> dict[str, Any]:
+    """What a scope may ask about: the machine, and the layout and model of a resolved configuration."""
+    out: dict[str, Any] = {
+        "gpus": machine.gpus,
+        "gpu": machine.gpu or "none",
+        "interconnect": machine.interconnect,
+        "gpu_memory_gib": machine.gpu_memory_gib or 0,
+        "nodes": machine.nodes,
+    }
+    if config is None:
+        return out
+    p = config.parallel
+    return out | {
+        "ranks": ranks,
+        "tp": p.tp,
+        "pp": p.pp,
+        "cp": p.cp,
+        "ep": p.ep,
+        "dp": ranks // (p.tp * p.pp * p.cp),
+        "seq_len": config.data.seq_len,
+        "top_k": config.model.top_k,
+        "backend": config.backend,
+        "model": config.model.name,
+        "vision": config.model.vision is not None,
+        "moe": config.model.num_experts > 0,
+    }
+
+
+def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machine: bool) -> list[Missing]:
+    """The parts of a claim's scope that this machine and run do not meet.
+
+    Without a resolved configuration only the machine's part is asked: nothing is known about the rest.
+    A claim that says what a verdict on a CPU may speak for is tried there without the machine's part.
+    """
+    asked = {k: v for k, v in scope.items() if k in known or "seq_len" in known}
+    waive = scopes.MACHINE_KEYS if waive_machine else frozenset[str]()
+    try:
+        return [Missing(reason="scope", detail=text) for text in scopes.unmet(asked, known, waive)]
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+
+
+def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
+    """The packages and backends of a case that are not here; every case that runs needs the trainer's own."""
+    out = []
+    if not installed("torch"):
+        out.append(Missing(reason="package", detail="package torch is not installed; install perf-playbook with the extra 'train'"))
+    for name in requires:
+        kind, _, rest = name.partition(":")
+        if kind == "backend" and rest:
+            if rest not in BACKENDS:
+                out.append(Missing(reason="package", detail=f"backend {rest} is not offered by this trainer"))
+            out += _absent(BACKENDS.get(rest, ()), f"backend {rest}: ")
+        else:
+            out += _absent([name])
+    return out
+
+
+def unmet_by(configs: Iterable[TrainerConfig]) -> list[Missing]:
+    """What resolved configurations need and this machine lacks, whether or not their case says so."""
+    out: list[Missing] = []
+    for config in configs:
+        if config.backend == "megatron":
+            modules = BACKENDS["megatron"] if config.megatron.kernels != "local" else BACKENDS["megatron"][:1]
+            out += _absent(modules, "backend megatron: ")
+            if config.moe.dispatcher in DISPATCHERS and config.parallel.ep > 1:
+                out += _absent([DISPATCHERS[config.moe.dispatcher]], f"dispatcher {config.moe.dispatcher}: ")
+    return list(dict.fromkeys(out))
+
+
+def _absent(modules: Iterable[str], why: str = "") -> list[Missing]:
+    return [Missing(reason="package", detail=f"{why}package {m} is not installed") for m in modules if not installed(m)]
+
+
+def installed(package: str) -> bool:
+    """Whether a package, or a module of one, is here, asked without importing any of it."""
+    first, *rest = package.replace("-", "_").split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+        for i in range(len(rest)):
+            inside = [] if spec is None else list(spec.submodule_search_locations or [])
+            spec = importlib.machinery.PathFinder.find_spec(".".join([first, *rest[: i + 1]]), inside)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can move a step time, for packages that are installed."""
+    out = {}
+    for name in PACKAGES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def here() -> Here:
+    """This machine, as verdicts from one like it are compared with it."""
+    machine = detect()
+    return Here(machine.gpu, versions(), machine.driver)
+
+
+def performance_revision() -> int | None:
+    """The trainer's performance revision, read from its source without importing it (that would import torch)."""
+    spec = importlib.util.find_spec("playbook_trainer")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        source = Path(folder) / "observe" / "metrics.py"
+        match = (
+            re.search(r"^PERFORMANCE_REVISION = ([0-9]+)$", source.read_text(encoding="utf-8"), re.MULTILINE) if source.is_file() else None
+        )
+        if match:
+            return int(match[1])
+    return None
+
+
+def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The parent's part of the strict fingerprint: hardware, driver, versions and the variables that steer the libraries."""
+    return {
+        "machine": machine.model_dump(mode="json", exclude={"name", "description"}),
+        "packages": versions(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "env": _steering(environment),
+    }
+
+
+def _steering(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in sorted(environment.items()) if _ENV.match(k) and k not in _OURS and not _SECRET.search(k)}
+
+
+def exported() -> dict[str, str]:
+    """The variables that steer the libraries, as every rank has them from this process; the harness sets the number of threads itself."""
+    return {k: v for k, v in _steering(os.environ).items() if k != "OMP_NUM_THREADS" and not _PLACE.search(k)}
+
+
+def surroundings(machine: Machine) -> dict[str, str]:
+    """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
+    arguments = ["-i", ",".join(device_ids(machine)), "--query-gpu=power.limit", "--format=csv,noheader,nounits"]
+    limits = sorted(_nvidia_smi(arguments).split()) if machine.gpus else []
+    return {**exported(), **({"power.limit": " ".join(limits)} if limits else {})}
+
+
+def context() -> dict[str, Any]:
+    """Reported with the evidence, never compared: where it ran, from which commit, and which variables all its runs had from their surroundings."""
+    slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
+    about = {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
+    return {**about, **slurm, "env": _steering(os.environ)}
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The repository's commit, with `+` where files are changed; None outside a repository."""
+    root, own = folder or repo_root(), git_environment()
+    head = _tool(["git", "-C", str(root), "rev-parse", "HEAD"], own).strip()
+    if not head:
+        return None
+    return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], own).strip() else "")
+
+
+def git_environment() -> dict[str, str]:
+    """This process's environment without what git hands to its hooks.
+
+    There, `-C` would not choose the repository, and a new worktree would be written into the index of the commit that is being made.
+    """
+    return {k: v for k, v in os.environ.items() if k not in _OF_A_HOOK}
+
+
+def device_ids(machine: Machine) -> list[str]:
+    """The GPUs of a node that the machine, or what a profile leaves of it, stands for: the first of those that CUDA_VISIBLE_DEVICES names, where it is set."""
+    gpus = gpus_per_node(machine)
+    variable = os.environ.get(_VISIBLE)
+    have = [str(i) for i in range(gpus)] if variable is None else [word.strip() for word in variable.split(",") if word.strip()]
+    return have[:gpus]
+
+
+def visible_devices(machine: Machine, profile: str) -> dict[str, str]:
+    """The variable that hides from the ranks what the profile may not use."""
+    return {_VISIBLE: "" if profile == CPU else ",".join(device_ids(machine))}
+
+
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    return _tool(["nvidia-smi", *arguments]) if shutil.which("nvidia-smi") else ""
+
+
+def _tool(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a read-only tool prints, or nothing where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""From a command to verdicts: series of matched launches, the gate, bisection."""

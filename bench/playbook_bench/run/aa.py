@@ -1,0 +1,228 @@
+"""A/A: one configuration against itself, so that a series knows how much this machine differs from itself."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import data_root
+from playbook.records.case import LAUNCHED_KINDS, load_case
+from playbook.records.evidence import Baseline, Run, Variant
+from playbook_bench.judge import guards, metrics, statistics
+from playbook_bench.judge.metrics import Metric
+from playbook_bench.launch import local
+from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.machine import detect
+from playbook_bench.machine.telemetry import Telemetry
+from playbook_bench.run import schedule, series, store
+from playbook_bench.run.series import Progress, Series, Silent
+from playbook_bench.run.variants import resolve_all
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What an A/A found."""
+
+    baseline: Baseline
+    path: Path | None
+    """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
+    metric: str
+    deviation: float
+    """Of the paired differences around zero; on a log scale for ratios, so about a share."""
+    mean: float
+    contaminated: bool
+
+
+def run(
+    case_id: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int = schedule.AA_PAIRS,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+) -> Noise:
+    """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
+
+    Raises:
+        ConfigError: the case cannot run here, or fewer than four pairs are asked for.
+        LaunchError: a run failed, or does not give the case's metric.
+    """
+    if pairs < schedule.AA_PAIRS:
+        raise ConfigError(f"an A/A of {pairs} pairs is too few to know a deviation; expected at least {schedule.AA_PAIRS}")
+    case = load_case(case_id)
+    machine = detect.detect()
+    if case.kind not in LAUNCHED_KINDS:
+        raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; there is no noise to measure")
+    chosen = detect.require_profile(case, machine, profile)
+    row = metrics.get(case.metric or "")
+    folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
+    work = local.new_folder(folder / "work", f"{case.id}-aa")
+    with local.interruptible(), Telemetry(machine, chosen, work) as telemetry:
+        running = Series(
+            case=case,
+            profile=chosen,
+            machine=detect.restrict(machine, chosen),
+            variants=resolve_all(case, chosen),
+            plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
+            launcher=LocalLauncher() if command is None else LocalLauncher(tuple(command)),
+            work=work,
+            cache=folder / "cache",
+            progress=progress or Silent(),
+            deadline=time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS),
+            telemetry=telemetry,
+            expected=1 + 2 * pairs,
+        )
+        running.progress.series(f"{case.id} A/A", running.expected)
+        first = next(iter(case.variants))
+        burn_in = running.run(schedule.burn_in([first])[0])
+        runs = [burn_in] if burn_in.outcome != "ok" else measure(running, row, pairs, variant=first)
+    (work / "telemetry.csv").unlink(missing_ok=True)
+    _check(runs, pairs, running)
+    if not any(work.iterdir()):
+        work.rmdir()
+    differences = guards.aa_differences(runs, row)
+    mean = sum(differences) / len(differences)
+    baseline, contaminated = _baseline(running, runs), statistics.contaminated(differences, None)
+    path = None if contaminated else store.write_baseline(baseline, folder / "baselines")
+    return Noise(baseline, path, row.name, statistics.aa_deviation(differences), mean, contaminated)
+
+
+def measure(running: Series, metric: Metric, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
+    """A/A launches; where one stands out, its pair is set aside, which takes its number, and one more pair is measured in its place.
+
+    One bad launch in four pairs makes their deviation three times what the rest of them say. Where one stands out of the ten as well, all
+    of them count: that is this machine's noise. So they do where the budget has no room for the pair. A launch that fails is the last one returned.
+    """
+    runs = series.measure_aa(running, pairs, first, variant)
+    odd = guards.odd_pair(runs, metric) if len(runs) == 2 * pairs and all(r.outcome == "ok" for r in runs) else None
+    if odd is None:
+        return runs
+    running.expected += 2
+    running.progress.note(f"a launch of A/A pair {odd + 1} is unlike the others; the pair is measured again")
+    more = series.measure_aa(running, 1, first + pairs, variant)
+    left = [*(r.model_copy(update={"pair": None}) if r.pair == odd else r for r in runs), *more]
+    if len(more) < 2 or more[-1].outcome != "ok" or guards.odd_pair(left, metric) is not None:
+        return [*runs, *more]
+    now = {r.run_id: r for r in left}
+    running.runs = [now.get(r.run_id, r) for r in running.runs]
+    return left
+
+
+def ensure(running: Series, folder: Path) -> bool:
+    """Give the series its A/A: a stored one that a fresh pair agrees with, else one measured now.
+
+    A fresh pair that differs more than the stored A/A allows shows that the machine is not as quiet as it was: the A/A is then measured
+    anew, and the pair that showed it stays in it, so that the floor rises with what was seen. So is a stored A/A in which one launch stands out:
+    it would hide effects until it expires.
+    False where a run fails or does not give the case's metric, or where the budget does not hold them: each ends the series.
+
+    The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
+    """
+    first = next(r for r in running.runs if r.variant == running.alive[0])
+    key, metric = series.noise_key(first, running.strict), metrics.get(running.case.metric or "")
+    before = len(running.runs)
+    found = store.find_baseline([folder, data_root("baselines")], running.machine, key, detect.surroundings(running.machine))
+    if found is not None and running.journal and running.journal.holds(found.runs):
+        return _adopt(running, found, first.variant)
+    running.aa = found
+    _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
+    fresh: list[Run] = []
+    if running.aa is not None:
+        fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS, variant=first.variant)
+        if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or _problem(fresh, running):
+            return False
+        if _contradicts(fresh, running):
+            running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
+        elif guards.odd_pair(running.aa.runs, metric) is not None:
+            running.progress.note("one launch of the stored A/A is unlike the others; measuring it anew")
+        else:
+            return True
+        running.expected += 2 * schedule.AA_PAIRS
+    runs = measure(running, metric, schedule.AA_PAIRS, len(fresh) // 2, first.variant)
+    if len(runs) < 2 * schedule.AA_PAIRS or _problem(runs, running):
+        return False
+    running.runs = running.runs[:before]
+    running.aa = _baseline(running, [*fresh, *runs])
+    alike = len({series.noise_key(r, running.strict) for r in running.aa.runs}) == 1
+    if alike and not statistics.contaminated(_differences(running.aa.runs, running), None):
+        # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
+        store.write_baseline(running.aa, folder)
+    return True
+
+
+def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
+    """Take up the A/A that this series measured and stored before it was stopped: its own runs are no fresh check of it, and their time is spent."""
+    before, pairs = len(running.runs), len(own.runs) // 2
+    _say_if_short(running, pairs, variant, own.runs[0].pair or 0)
+    if len(series.measure_aa(running, pairs, first=own.runs[0].pair or 0, variant=variant)) < 2 * pairs:
+        return False
+    running.runs = running.runs[:before]
+    running.aa = own
+    return True
+
+
+def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0) -> None:
+    """Say so where the budget holds no series as far as its first look, before it is spent."""
+    look = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
+    measured = [s for _, specs in itertools.islice(series.blocks(running), look) for s in specs if s.variant in running.alive]
+    specs = [*schedule.aa(pairs, first, variant), *measured]
+    if not running.has_time_for(specs):
+        launches = f"the {len(running.to_come(specs))} launches to the first look"
+        if running.own_time:
+            running.progress.note(
+                f"the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+            )
+            return
+        later = (
+            "the same command goes on where this one stops"
+            if running.journal
+            else "with `playbook confirm --journal FOLDER` a second one goes on"
+        )
+        running.progress.note(f"the budget does not hold {launches}; {later}")
+
+
+def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
+    assert running.aa is not None
+    stored = _differences(running.aa.runs, running)
+    if len(stored) < 2:
+        return True
+    return statistics.contaminated(_differences(fresh, running), statistics.aa_deviation(stored), len(stored))
+
+
+def _differences(runs: Sequence[Run], running: Series) -> list[float]:
+    return guards.aa_differences(runs, metrics.get(running.case.metric or ""))
+
+
+def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
+    return Baseline(
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=running.machine.name,
+        case=running.case.id,
+        profile=running.profile,
+        noise_key=series.noise_key(runs[0], running.strict),
+        surroundings=detect.surroundings(running.machine),
+        runs=list(runs),
+    )
+
+
+def _problem(runs: Sequence[Run], running: Series) -> str:
+    """Why a run cannot be used for the noise of the case's metric, or nothing."""
+    metric = metrics.get(running.case.metric or "")
+    return next((p for r in runs if (p := r.outcome if r.outcome != "ok" else guards.complete(r, metric))), "")
+
+
+def _check(runs: Sequence[Run], pairs: int, running: Series) -> None:
+    bad = next((r for r in runs if r.outcome != "ok"), None)
+    if bad is not None:
+        raise LaunchError(f"the A/A stopped: run {bad.run_id} ended as {bad.outcome}: {bad.message[:500]}")
+    if problem := _problem(runs, running):
+        raise LaunchError(f"the A/A is of no use and is not stored: {problem}")
+    if len(runs) < 2 * pairs:
+        raise LaunchError(f"the A/A stopped after {len(runs) // 2} of {pairs} pairs: the case's budget is spent")

@@ -1,0 +1,175 @@
+"""Which commit made a case slower, or made it fail: a binary search with the regression gate as the judge.
+
+Every commit is compared with the good one in a series of its own, by the rules of the gate. A commit that cannot be judged (it does not read
+the configuration, fails in another way than the bad one, or differs by too little for the noise) is passed over, as `git bisect skip` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import repo_root
+from playbook.records.case import Case
+from playbook_bench.launch import local
+from playbook_bench.run import gate
+from playbook_bench.run.series import Progress
+
+NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
+"""What a commit suffers from, besides the outcomes of runs that fail (oom, crash, hang, nan)."""
+EXIT_CODES = {"found": 0, "suspects": 3, "no_trouble": 3}
+_LEFT_OPEN = frozenset({"ok", "refused"})
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One commit and what the gate says of it."""
+
+    commit: str
+    trouble: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first commit with the trouble, or the few among which it is."""
+
+    suspects: list[str]
+    """Oldest first; one where the commit is found, none where the bad commit shows no trouble."""
+    trouble: str
+    judged: list[Judged]
+
+    @property
+    def status(self) -> str:
+        """found, suspects or no_trouble."""
+        return "no_trouble" if not self.suspects else "found" if len(self.suspects) == 1 else "suspects"
+
+    @property
+    def exit_code(self) -> int:
+        """0 found; 3 otherwise."""
+        return EXIT_CODES[self.status]
+
+
+def run(
+    case: str | Case,
+    good: str,
+    bad: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    told: Callable[[Judged, int], None] | None = None,
+    command: Sequence[str] | None = None,
+    root: Path | None = None,
+    seed: int | None = None,
+) -> Found:
+    """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
+
+    `budget_s` is for each commit. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
+
+    Raises:
+        ConfigError: a reference is no commit, or `bad` does not follow `good`.
+        LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
+    """
+    tree = gate.checkout(root)
+    history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
+
+    done: list[Judged] = []
+
+    def judge(commit: str) -> Judged:
+        with gate.worktree(tree, commit) as other:
+            found = gate.run(
+                case,
+                reference,
+                profile=profile,
+                results=results,
+                pairs=pairs,
+                budget_s=budget_s,
+                progress=progress,
+                command=command,
+                root=other,
+                seed=seed,
+            )
+        try:
+            trouble = trouble_of(found)
+        except LaunchError:
+            if not done:
+                raise
+            trouble = UNKNOWN  # the good commit has run before, so this is chance, and hours of judgements must not be lost to it
+        done.append(Judged(commit, trouble, found.sentence))
+        return done[-1]
+
+    with local.interruptible():  # between two gates too, or SIGTERM would leave the commit's worktree behind
+        return search(history, judge, told)
+
+
+def search(history: Sequence[str], judge: Callable[[str], Judged], told: Callable[[Judged, int], None] | None = None) -> Found:
+    """The first commit of `history` (oldest first, all after the good one) whose trouble is that of the last; about log2(n) + 1 judgements."""
+    known: dict[int, Judged] = {}
+
+    def look(i: int, left: int) -> str:
+        known[i] = judge(history[i])
+        if told is not None:
+            told(known[i], left)
+        return known[i].trouble
+
+    last = len(history) - 1
+    wanted = look(last, last)
+    low, high = -1, last  # low is good, high has the trouble
+    while wanted not in (NONE, UNKNOWN):
+        middle = (low + high) // 2
+        open_ = sorted((i for i in range(low + 1, high) if i not in known), key=lambda i: abs(i - middle))
+        if not open_:
+            break
+        trouble = look(open_[0], len(open_) - 1)
+        low, high = (open_[0], high) if trouble == NONE else (low, open_[0]) if trouble == wanted else (low, high)
+    suspects = [] if wanted in (NONE, UNKNOWN) else list(history[low + 1 : high + 1])
+    return Found(suspects, wanted, list(known.values()))
+
+
+def trouble_of(found: gate.GateResult) -> str:
+    """What the gate found: none, slower, how the commit's runs ended, or unknown.
+
+    Raises:
+        LaunchError: the good commit's own runs fail, so that nothing can be compared with it.
+    """
+    if found.status != "error":
+        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN}[found.status]
+    failed = next((r for r in found.runs if r.outcome != "ok"), None)
+    if failed is not None and failed.variant == "baseline":
+        raise LaunchError(f"the good commit fails itself, so nothing can be compared with it: {found.sentence}")
+    return UNKNOWN if failed is None or failed.outcome in _LEFT_OPEN else failed.outcome
+
+
+def commits(root: Path, good: str, bad: str) -> list[str]:
+    """The commits after `good` up to `bad`, oldest first, along first parents.
+
+    Raises:
+        ConfigError: one of them is no commit, or `bad` does not follow `good`.
+    """
+    first, last = gate.resolve(root, good), gate.resolve(root, bad)
+    if first == last or gate.git(root, ["merge-base", "--is-ancestor", first, last]).returncode:
+        raise ConfigError(f"'{bad}' does not follow '{good}'; name the older, good commit first")
+    return gate.git(root, ["rev-list", "--reverse", "--first-parent", last, f"^{first}"]).stdout.split()
+
+
+def subject(commit: str, root: Path | None = None) -> str:
+    """The commit's short hash and first line."""
+    return gate.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """The result as plain data."""
+    return {
+        "schema": "bisect/1",
+        "status": found.status,
+        "exit_code": found.exit_code,
+        "trouble": found.trouble,
+        "suspects": found.suspects,
+        "judged": [{"commit": j.commit, "trouble": j.trouble, "sentence": j.sentence} for j in found.judged],
+    }

@@ -1,0 +1,498 @@
+"""From a card's claims to evidence. Read from top to bottom: targets, preflight, one series per case, a verdict per claim."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from playbook.cards import load as validate
+from playbook.cards import model
+from playbook.errors import ConfigError, FileError
+from playbook.records.case import LAUNCHED_KINDS, Case, beside, load_case
+from playbook.records.evidence import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
+from playbook.yaml_files import did_you_mean, load
+from playbook_bench.judge import curve, curve_rules, guards, metrics, verdict
+from playbook_bench.launch import local
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import Launcher, LocalLauncher
+from playbook_bench.launch.slurm import SrunLauncher
+from playbook_bench.machine import detect
+from playbook_bench.machine.telemetry import Telemetry
+from playbook_bench.run import aa, schedule, series, store
+from playbook_bench.run.journal import Journal, answers, cut_by_time
+from playbook_bench.run.series import Series, Silent
+from playbook_bench.run.variants import resolve_all
+
+EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
+_TARGET = re.compile(r"(?P<card>[a-z0-9][a-z0-9-]*)(?:/(?P<claim>[A-Z][0-9]{1,3}(?:\.[a-z])?))?\Z")
+
+
+class Progress(series.Progress, Protocol):
+    """As for a series, and told of each verdict."""
+
+    def machine(self, machine: Machine) -> None:
+        """The machine, before anything runs."""
+        ...
+
+    def finished(self, outcome: Outcome) -> None:
+        """A claim has its verdict."""
+        ...
+
+
+class Quiet(Silent):
+    """No progress at all."""
+
+    def machine(self, machine: Machine) -> None:
+        """Nothing."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim's verdict and where its evidence lies."""
+
+    evidence: Evidence
+    path: Path
+    asked: bool = True
+    """Whether it enters the exit code; a mechanism check that runs along with the one claim that was named does not."""
+
+    @property
+    def name(self) -> str:
+        """The claim's id, or the case's where no claim was tested."""
+        measured = self.evidence.measured
+        return measured.claim.id if measured.claim else measured.case.id if measured.case else ""
+
+    @property
+    def status(self) -> str:
+        """The verdict in one word."""
+        return self.evidence.derived.verdict.status
+
+
+@dataclass(frozen=True)
+class Task:
+    """One claim, or mechanism check, and the case that settles it."""
+
+    claim: ClaimRef | None
+    case: str | None
+    asked: bool = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    profile: str | None
+    results: Path
+    pairs: int | None
+    deadline: float | None
+    seed: int | None
+    launcher: Launcher
+    command: str
+    nodes: int = 1
+    journal: Journal | None = None
+
+
+def run(
+    targets: Sequence[str],
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+    seed: int | None = None,
+    slurm: SrunLauncher | None = None,
+    journal: Journal | None = None,
+    fork: bool = False,
+) -> list[Outcome]:
+    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim. With `fork`, ranks are forked: see `playbook_bench.launch.forked`.
+
+    Raises:
+        PlaybookError: a target, card, case or option is invalid, or evidence cannot be written.
+        Interrupted: Ctrl-C or SIGTERM, after every run has been ended.
+    """
+    tasks = [task for target in targets for task in tasks_of(target)]
+    # Each record names the command for its own claim; a card from elsewhere is only found by its path.
+    from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
+    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s, fork)]) if from_file else ""
+    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
+    return _run_all(tasks, options, progress or Quiet())
+
+
+def bench_run(
+    case_id: str,
+    *,
+    profile: str | None = None,
+    results: Path | str | None = None,
+    pairs: int | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+    seed: int | None = None,
+    slurm: SrunLauncher | None = None,
+    journal: Journal | None = None,
+    fork: bool = False,
+) -> list[Outcome]:
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
+
+    Raises:
+        PlaybookError, Interrupted: as `run`.
+    """
+    case = load_case(case_id)
+    tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
+    shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s, fork)])
+    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
+    return _run_all(tasks, options, progress or Quiet(), {case.id: case, case_id: case})
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Of what was asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
+    codes = {EXIT_CODES[o.status] for o in outcomes if o.asked}
+    return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
+
+
+def tasks_of(target: str) -> list[Task]:
+    """The claims, with their mechanism checks, that a target names.
+
+    Raises:
+        ConfigError: there is no such card or claim.
+        FileError: the card is invalid.
+    """
+    if target.endswith((".yaml", ".yml")):
+        return _tasks_of_file(Path(target))
+    match = _TARGET.match(target)
+    known = validate.load_all()
+    if match is None:
+        name = f"{card}/{target}" if (card := validate.card_of(target, known)) else "for example moe-dispatcher-choice/W9"
+        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write {name}")
+    if match["card"] not in known:
+        raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
+    tasks = tasks_of_card(known[match["card"]])
+    if match["claim"] is None:
+        return tasks
+    ids = [t.claim.id for t in tasks if t.claim]
+    chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
+    if not chosen:
+        raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
+    return [replace(t, asked=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
+
+
+def tasks_of_card(card: model.Card) -> list[Task]:
+    """Each claim of a card, followed by its mechanism check."""
+    sha = digest(card.model_dump(mode="json"), 16)
+    out = []
+    for claim in card.claims:
+        own: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
+        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **own), claim.case))
+        check = claim.mechanism_check
+        if check is not None:
+            ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
+            out.append(Task(ref, check.case))
+    return out
+
+
+def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
+    return {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
+
+
+def _tasks_of_file(path: Path) -> list[Task]:
+    """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
+    found, card = [], load(path, model.Card)[0]
+    if taken := validate.clashes(path):
+        raise FileError(taken)
+    for task in tasks_of_card(card):
+        own = beside(path, task.case) if task.case else None
+        found.append(Task(task.claim, str(own)) if own else task)
+    return found
+
+
+def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
+    """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
+    machine = detect.over_nodes(detect.detect(), options.nodes)
+    detect.restrict(machine, options.profile)  # a profile that is mistyped, or of other hardware, is a mistake and no verdict
+    progress.machine(machine)
+    loaded = dict(known or {})
+    for name in {t.case for t in tasks if t.case} - loaded.keys():
+        loaded[name] = load_case(name)
+    for each in loaded.values():
+        if each.kind in LAUNCHED_KINDS and (profile := detect.choose_profile(each, machine, options.profile)):
+            resolve_all(each, profile)  # what is wrong with one case's configuration is said before the runs of another
+    for task in tasks:
+        _check(task, loaded)
+    outcomes: dict[int, Outcome] = {}
+    with local.interruptible(), _closing(options.launcher):
+        for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
+            group = [i for i, t in enumerate(tasks) if t.case == wanted]
+            case = loaded[wanted] if wanted else None
+            kept = _from_before([tasks[i] for i in group], case, options)
+            for i, outcome in zip(group, kept, strict=False):
+                outcomes[i] = replace(outcome, asked=tasks[i].asked)
+                progress.finished(outcomes[i])
+            if kept:
+                continue
+            goes_on = False
+            for i, (measured, derived, seconds, cut) in zip(
+                group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
+            ):
+                evidence = store.evidence_of(measured, derived, options.command or _repeat(measured, options), seconds)
+                outcomes[i] = Outcome(evidence, store.write(evidence, options.results), tasks[i].asked)
+                progress.finished(outcomes[i])
+                goes_on |= cut or outcomes[i].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
+            if options.journal and not goes_on:
+                options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
+    return [outcomes[i] for i in range(len(tasks))]
+
+
+@contextlib.contextmanager
+def _closing(launcher: Launcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(launcher, ForkLauncher):
+            launcher.close()
+
+
+def _from_before(tasks: Sequence[Task], case: Case | None, options: Options) -> list[Outcome]:
+    """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
+    paths = [options.journal.settled.get(_key(t)) for t in tasks] if options.journal else []
+    there = [Outcome(store.load(p), p) for p in paths if p is not None and p.is_file()]
+    same = [answers(o.evidence.measured, t.claim, case, options.profile, options.pairs) for o, t in zip(there, tasks, strict=False)]
+    return there if len(same) == len(tasks) and all(same) else []
+
+
+def _key(task: Task) -> str:
+    return f"{task.claim.card}/{task.claim.id}" if task.claim else task.case or ""
+
+
+def _repeat(measured: Measured, options: Options) -> str:
+    """The command that tests this claim alone, wherever it was one of many."""
+    claim, fork = measured.claim, bool(measured.runs) and isinstance(options.launcher, ForkLauncher)
+    return shlex.join(["playbook", "confirm", f"{claim.card}/{claim.id}" if claim else "", *_flags(measured.profile, None, None, fork)])
+
+
+def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
+    """Whether a case needs a whole series. Those come last, so that a short budget still settles everything that is cheap."""
+    case = loaded[name] if name else None
+    if case is None or case.kind not in LAUNCHED_KINDS:
+        return False
+    named = [t.claim.metric if t.claim else case.metric or "" for t in tasks if t.case == name]
+    return any(not metrics.get(m).deterministic for m in named)
+
+
+Settled = tuple[Measured, Derived, Seconds, bool]
+"""What a record is made of, and whether a second command with the same journal goes on with the series."""
+
+
+def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
+    """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
+    profile = detect.choose_profile(case, machine, options.profile) if case and case.profiles else None
+    records = [_preflight(task, case, machine, profile, options) for task in tasks]
+    todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
+    settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
+    if todo and case is not None and profile is not None:
+        judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
+        settled.update(zip(todo, judged, strict=True))
+    return [settled[i] for i in range(len(tasks))]
+
+
+def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | None, options: Options) -> Measured:
+    """The record of a claim before any run: what it asks, and what this machine lacks."""
+    missing: list[Missing] = []
+    kind: str = case.kind if case else task.claim.kind if task.claim else ""
+    here = detect.restrict(machine, profile)
+    known = detect.facts(here)
+    if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
+        missing += detect.unmet_requirements(case.requires)
+    if case is not None and case.kind in LAUNCHED_KINDS:
+        if profile is None:
+            wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
+            missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
+        else:
+            found = resolve_all(case, profile).values()
+            missing += [m for m in detect.unmet_by([r.config for r in found]) if m not in missing]
+            *_, last = found
+            known = detect.facts(here, last.config, last.ranks)
+    if task.claim is not None and kind not in ("arithmetic", "invariant"):
+        waive = task.claim.cpu_scope is not None and profile == detect.CPU
+        missing = detect.unmet_scope(task.claim.scope, known, waive) + missing
+    if case is None and not missing:
+        missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
+    content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
+    return Measured(claim=task.claim, case=content, machine=here, profile=profile, facts=known, missing=missing, context=detect.context())
+
+
+def _run_series(
+    records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
+) -> list[Settled]:
+    """Burn-in, A/A, pairs; each claim is judged at the looks, and keeps the record of the look that settled it."""
+    work = local.new_folder(options.results / "work", case.id)
+    settled: dict[int, Settled] = {}
+    try:
+        with Telemetry(machine, profile, work) as telemetry:
+            running = _series(case, machine, profile, options, progress, work, telemetry)
+            running.infeasible = frozenset(n for r in records if r.claim for n in curve_rules.named(r.claim.expect.infeasible))
+            timed = [r for r in records if not _metric(r, case).deterministic]
+            if timed:
+                _timed(running, records, settled, options)
+            else:
+                running.oom_is_data = any(_metric(r, case).name == "fits" for r in records)
+                running.expected = len(running.variants)
+                progress.series(case.id, running.expected)
+                series.measure_pairs(running, lambda s, n: True)
+            for i, record in enumerate(records):
+                settled.setdefault(i, _judge(running, record))
+    finally:
+        _remove_if_empty(work)
+    return [settled[i] for i in range(len(records))]
+
+
+def _series(case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry) -> Series:
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    journal = options.journal.series(case, profile, seed) if options.journal else None
+    # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
+    own = time.monotonic() + 60 * case.budget.minutes - (journal.spent_s if journal else 0.0)
+    deadline = own if options.deadline is None else min(own, options.deadline)
+    return Series(
+        case=case,
+        profile=profile,
+        machine=detect.restrict(machine, profile),
+        variants=resolve_all(case, profile),
+        plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, max(0.0, deadline - time.monotonic())),
+        launcher=options.launcher,
+        work=work,
+        cache=options.results / "cache",
+        progress=progress,
+        deadline=deadline,
+        own_time=deadline == own,
+        telemetry=telemetry,
+        journal=journal,
+    )
+
+
+def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], options: Options) -> None:
+    """A series with noise: warm up, know the noise, then pairs until every claim is settled."""
+    looks, limit = running.plan.looks, running.plan.pairs_limit
+    running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
+    running.progress.series(running.case.id, running.expected)
+    if limit and limit > looks[-1]:
+        running.progress.note(
+            f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
+        )
+
+    def judged() -> bool:
+        for i, record in enumerate(records):
+            if i not in settled and (found := _judge(running, record))[1].verdict.reason not in ("budget", "power"):
+                settled[i] = found
+        return len(settled) == len(records)
+
+    # Runs that cannot be compared, or that did not do what they are to show, are known from the first of each: no A/A or pair is spent on them.
+    if not _burn_in(running) or judged() or not aa.ensure(running, options.results / "baselines"):
+        return
+
+    def enough(s: Series, pairs: int) -> bool:
+        if pairs not in looks:
+            return False
+        return (pairs == looks[0] and not s.plan.extended and not _steady(s)) or judged()
+
+    series.measure_pairs(running, enough)
+    if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
+        running.progress.note("step time drifts inside the timed window; starting over once with a longer warm-up")
+        running.extend()
+        running.expected = len(running.launched) + len(running.alive) * looks[0]
+        series.measure_pairs(running, enough)
+
+
+def _burn_in(running: Series) -> bool:
+    """One discarded run per variant; False where one fails that must not, or the budget is spent, which settles the series."""
+    for spec in schedule.burn_in(running.variants):
+        if not running.has_time_for([spec]):
+            return False
+        run = running.run(spec)
+        if run.outcome != "ok" and not running.tolerates(run):
+            return False
+    return bool(running.alive)
+
+
+def _steady(running: Series) -> bool:
+    return curve.steady(running.runs, running.alive, guards.step_deviation(running.aa))
+
+
+def _judge(running: Series, record: Measured) -> Settled:
+    measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
+    derived = verdict.derive(measured)
+    return measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time
+
+
+def _metric(record: Measured, case: Case) -> metrics.Metric:
+    return metrics.get(record.claim.metric if record.claim else case.metric or "")
+
+
+def _check(task: Task, loaded: dict[str, Case]) -> None:
+    """What can be known to be wrong before any run: metric, margin, comparison.
+
+    Raises:
+        ConfigError: the claim and its case do not fit.
+    """
+    claim, case = task.claim, loaded[task.case] if task.case else None
+    if claim is None or case is None or case.kind not in LAUNCHED_KINDS:
+        return
+    row = metrics.get(claim.metric)
+    verdict.threshold(row, claim.expect.margin)
+    if claim.expect.op not in model.OPS[case.kind]:
+        expected = ", ".join(model.OPS[case.kind])
+        raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
+    problems = [] if case.kind == "pair" else curve_rules.problems(claim.expect, list(case.variants), case.kind)
+    if problems:
+        raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
+    for variant in ("baseline", "candidate"):
+        if getattr(claim.comparison, variant) != getattr(case, variant):
+            raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
+
+
+def _options(
+    profile: str | None,
+    results: Path | str | None,
+    pairs: int | None,
+    budget_s: float | None,
+    seed: int | None,
+    launcher: Launcher,
+    shown: str,
+    journal: Journal | None,
+) -> Options:
+    schedule.check_limits(pairs, budget_s)
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    nodes = len(launcher.allocation.hosts) if isinstance(launcher, SrunLauncher) else 1
+    folder = Path(results) if results is not None else store.DEFAULT_RESULTS
+    return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown, nodes, journal)
+
+
+def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None, fork: bool = False) -> Launcher:
+    """The launcher of the runs; `command` replaces the trainer in all but the one that forks."""
+    if slurm is not None:
+        return slurm if command is None else replace(slurm, command=tuple(command))
+    if fork:
+        return ForkLauncher()
+    return LocalLauncher() if command is None else LocalLauncher(tuple(command))
+
+
+def _flags(profile: str | None, pairs: int | None, budget_s: float | None, fork: bool = False) -> list[str]:
+    given = {"--profile": profile, "--pairs": pairs, "--budget": None if budget_s is None else f"{budget_s:g}s"}
+    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))] + ["--fork"] * fork
+
+
+def _remove_if_empty(work: Path) -> None:
+    """Folders of failed runs stay, with their logs; a clean series leaves nothing."""
+    (work / "telemetry.csv").unlink(missing_ok=True)
+    if not any(work.iterdir()):
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,247 @@
+"""What a command that was stopped had done, so that the same command goes on where it was: finished runs, and verdicts with their records.
+
+A folder belongs to one command. Runs taken before and after a stop form one series only where the machines are the same ones; elsewhere
+the series of the case that was under way starts over. A pair that the stop cut in two is run again whole: pairs are adjacent runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from playbook import files
+from playbook.errors import StoreError
+from playbook.records.case import Case
+from playbook.records.evidence import ClaimRef, Derived, Measured, Run, RunOutcome, digest
+from playbook_bench.run import store
+from playbook_bench.run.schedule import RunSpec
+
+_SETTLED = "settled.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run of before, with the environment that its hash stands for."""
+
+    run: Run
+    strict: dict[str, Any]
+
+
+@dataclass
+class SeriesJournal:
+    """The finished runs of one case, a line each, behind a line that says what they belong to."""
+
+    path: Path
+    seed: int
+    kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
+    failed: Mapping[RunOutcome, int] = field(default_factory=dict)
+    """How the launches of earlier commands ended that are launched again."""
+
+    def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
+        """The run of before that stands for this launch, once."""
+        found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
+        return found.pop(0) if found else None
+
+    def lacking(self, launches: Sequence[tuple[RunSpec, str]]) -> list[RunSpec]:
+        """Those of these launches, with the hashes of their configurations, that no run of before stands for."""
+        left = {key: len(found) for key, found in self.kept.items()}
+        out = []
+        for spec, config_sha in launches:
+            key = (spec.variant, spec.role, spec.pair, config_sha)
+            left[key] = left.get(key, 0) - 1
+            if left[key] < 0:
+                out.append(spec)
+        return out
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the runs of before that no launch has taken yet."""
+        return sum(k.run.wall_s for found in self.kept.values() for k in found)
+
+    def holds(self, runs: Sequence[Run]) -> bool:
+        """Whether all of these are runs of before that no launch has taken yet."""
+        return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}
+
+    def add(self, run: Run, strict: Mapping[str, Any]) -> None:
+        """Note a run that has just ended.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        _append(self.path, {"run": run.model_dump(mode="json"), "strict": strict})
+
+    def note_failure(self, run: Run) -> None:
+        """Note that a launch failed; no later command takes it for a run.
+
+        Raises:
+            StoreError: as `add`.
+        """
+        _append(self.path, {"failed": run.outcome})
+
+
+class Journal:
+    """The folder of one command; `place` names the machines that it runs on now, `exported` the variables that its ranks have from it.
+
+    Raises:
+        StoreError: the folder cannot be made, another command is using it, or its list of verdicts cannot be read.
+    """
+
+    def __init__(self, folder: Path, place: Sequence[str], exported: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.place = list(place)
+        self.exported = dict(exported or {})
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if who := files.take(folder):
+                # Their runs would be mixed with these, and disturb them.
+                raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")
+            text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
+            whole = _whole_lines(text)
+            self.settled = {key: Path(path) for line in whole.splitlines() for key, path in json.loads(line).items()}
+            if whole != text:
+                store.replace(folder / _SETTLED, whole)  # or the next verdict would be added to half a line
+        except (OSError, ValueError, AttributeError, TypeError) as e:
+            raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
+
+    def settle(self, paths: Mapping[str, Path]) -> None:
+        """Note the records of a case's claims."""
+        _append(self.folder / _SETTLED, {key: str(path) for key, path in paths.items()})
+
+    def series(self, case: Case, profile: str, seed: int) -> SeriesJournal:
+        """The journal of a case's series: what it holds from before, or a new one with this seed.
+
+        Raises:
+            StoreError: it cannot be written, or its runs had other variables.
+        """
+        path = self.folder / f"{case.id}.jsonl"
+        runs_of = case.model_dump(mode="json", exclude={"budget": {"minutes"}})  # more minutes change no run
+        header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
+        lines = _lines(path)
+        if lines and {k: lines[0].get(k) for k in header} == header and isinstance(lines[0].get("seed"), int):
+            kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
+            _check_exported(path, lines[0].get("exported") if kept else None, self.exported)
+            failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
+            _rewrite(path, lines[0] | {"exported": self.exported}, kept, failed)
+            return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
+        _rewrite(path, header | {"seed": seed, "exported": self.exported}, [], [])
+        return SeriesJournal(path, seed)
+
+
+def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:
+    """Whether a record of before is about this claim as it stands now, by this case, on this profile and with as many pairs: all may have been mended since."""
+
+    def asked(of: ClaimRef | None) -> dict[str, Any] | None:
+        return None if of is None else of.model_dump(mode="json", exclude={"card_sha"})
+
+    was, plan = None if measured.case is None else measured.case.sha, measured.plan
+    if profile not in (None, measured.profile) and measured.profile is not None:
+        return False
+    if plan is not None and plan.stopped == "pairs" and plan.pairs_limit != pairs:
+        return False
+    return asked(measured.claim) == asked(claim) and was == (None if case is None else digest(case.model_dump(mode="json"), 16))
+
+
+def cut_by_time(measured: Measured, derived: Derived) -> bool:
+    """Whether time ended its series, so that there is more of it to run."""
+    plan = measured.plan
+    before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
+    return before_pairs or (plan is not None and plan.stopped == "budget")
+
+
+def _check_exported(path: Path, then: Any, now: Mapping[str, str]) -> None:
+    """Runs with `CUDA_LAUNCH_BLOCKING` and runs without it form no series. A journal from before variables were noted has no `then`."""
+    if not isinstance(then, dict) or then == now:
+        return
+    differ = [f"{k}={then[k]}" if k in then else f"no {k}" for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k)]
+    raise StoreError(
+        f"the runs in {path} had {', '.join(differ)}; set the environment as it was then, or name another folder with --journal"
+    )
+
+
+def _whole_lines(text: str) -> str:
+    """A file's lines without the last one, where a job that was killed, or a full disk, has left half of it."""
+    *lines, last = text.split("\n")
+    try:
+        json.loads(last)
+        lines.append(last)
+    except ValueError:
+        if last and not last.startswith("{"):
+            return text
+    return "".join(line + "\n" for line in lines)
+
+
+def _whole_groups(kept: Sequence[Kept], variants: int) -> list[Kept]:
+    """All but the last pair or block, where that was cut."""
+    if not kept:
+        return []
+    last = kept[-1].run
+    count = 0
+    while count < len(kept) and (kept[-1 - count].run.role, kept[-1 - count].run.pair) == (last.role, last.pair):
+        count += 1
+    # A variant that does not fit, as its claim says, is not launched again: later blocks are whole without it.
+    dead = {k.run.variant for k in kept[:-count] if k.run.outcome != "ok"}
+    size = {"aa": 2, "measure": max(1, variants - len(dead))}.get(last.role, 1)
+    return list(kept[:-count] if count % size else kept)
+
+
+def _by_launch(kept: Sequence[Kept]) -> dict[tuple[Any, ...], list[Kept]]:
+    found = defaultdict(list)
+    for k in kept:
+        found[k.run.variant, k.run.role, k.run.pair, k.run.config_sha].append(k)
+    return dict(found)
+
+
+def _kept(line: Mapping[str, Any]) -> Kept | None:
+    try:
+        strict = line.get("strict")
+        return Kept(Run.model_validate(line.get("run")), strict if isinstance(strict, dict) else {})
+    except ValidationError:
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, up to the first line that is none: a job that was killed may leave half a line, a machine that lost power anything.
+
+    Raises:
+        StoreError: it is there and cannot be read; it is not written anew, for the runs in it may be had again.
+    """
+    out: list[dict[str, Any]] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return out
+    except OSError as e:
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}; try again, or name another folder with --journal") from e
+    for line in lines:
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(data, dict):
+            break
+        out.append(data)
+    return out
+
+
+def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept], failed: Sequence[RunOutcome]) -> None:
+    """Give a series its file anew, in one piece: a full disk, or an end in between, must not take the runs that it held."""
+    rows = [
+        header,
+        *({"failed": outcome} for outcome in failed),
+        *({"run": k.run.model_dump(mode="json"), "strict": k.strict} for k in kept),
+    ]
+    store.replace(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}") from e

@@ -1,0 +1,307 @@
+"""What a person and a program read: lines on a terminal, one JSON document, and the exit code behind both."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from playbook.cli.text import count, plain
+from playbook.records.case import Case
+from playbook.records.evidence import Check, Curve, Evidence, Machine, Run
+from playbook.site.evidence import NOTABLE_DATA, NOTABLE_STOLEN, limited
+from playbook_bench.judge import curve as curves
+from playbook_bench.judge import metrics, receipt, verdict
+from playbook_bench.run import confirm, schedule
+from playbook_bench.run.aa import Noise
+from playbook_bench.run.confirm import Outcome
+from playbook_bench.run.gate import GateResult
+from playbook_bench.run.schedule import RunSpec
+
+COLOURS = {
+    "confirmed": "green",
+    "refuted": "red",
+    "inconclusive": "yellow",
+    "not_applicable": "dim",
+    "error": "bold red",
+    "measured": "cyan",
+}
+WORDS = {"not_applicable": "not applicable", "error": "run error"}
+_NAME = 6
+_INDENT = " " * _NAME
+_BAR = 15
+_PLOT = 24
+_BETWEEN = " between looks"
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """Where lines go; colour only on a terminal. Evidence and errors go to stderr when stdout carries JSON."""
+    return Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+
+
+class TerminalProgress:
+    """One line that is redrawn while a series runs; without a terminal nothing is drawn, and verdicts alone are printed."""
+
+    def __init__(self, out: Console | None = None) -> None:
+        self.out = out or console()
+        self._live: Live | None = None
+        self._label = ""
+        self._began = time.monotonic()
+        self._number = self._total = 0
+        self._text = ""
+
+    def machine(self, machine: Machine) -> None:
+        """Print the machine."""
+        self.out.print(Text(f"machine  {machine.description}"))
+
+    def series(self, label: str, launches: int) -> None:
+        """Begin the line."""
+        self._label, self._total, self._number, self._began = label, launches, 0, time.monotonic()
+        if self.out.is_terminal and self._live is None:
+            self._live = Live(Text(label), console=self.out, refresh_per_second=4, transient=True, auto_refresh=False)
+            self._live.start()
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Show the launch."""
+        self._number, self._total = number, total
+        unit = "pair" if spec.variant in schedule.PAIR else "block"
+        role = {"burn_in": "burn-in", "aa": "A/A", "measure": f"{unit} {(spec.pair or 0) + 1}"}[spec.role]
+        self._text = f"{role} {spec.variant}"
+        self._draw("")
+
+    def step(self, step: int, steps: int) -> None:
+        """Show the step."""
+        self._draw(f"step {step}/{steps}")
+
+    def note(self, text: str) -> None:
+        """Print a remark."""
+        self.out.print(Text(_INDENT + text))
+
+    def finished(self, outcome: Outcome) -> None:
+        """End the line and print the claim's three."""
+        self.close()
+        print_outcome(outcome, self.out)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, step: str) -> None:
+        if self._live is None:
+            return
+        done = max(0, self._number - 1)
+        spent = time.monotonic() - self._began
+        left = f"{_clock(spent / done * (self._total - done))} left" if done else ""
+        bar = "#" * (_BAR * done // max(1, self._total))
+        line = f"{self._label}  launch {self._number} of {self._total}  {self._text}  {step}  {_clock(spent)}  {bar:<{_BAR}}  {left}"
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def print_outcome(outcome: Outcome, out: Console) -> None:
+    """A claim in one line where nothing was timed, else in three or four."""
+    evidence, status = outcome.evidence, outcome.status
+    sentence = _sentence(outcome)
+    word = Text(WORDS.get(status, status), style=COLOURS[status])
+    found, curve = evidence.derived.comparison, evidence.derived.curve
+    if curve is not None and evidence.measured.case is not None:
+        _print_curve(outcome, curve, evidence.measured.case.content, out)
+        out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+        return
+    if found is None or found.design == "deterministic":
+        how = "" if found is None else f"{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  "
+        out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
+        return
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
+    shown = verdict.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
+    out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
+    if evidence.derived.receipts:
+        out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
+    if shares := _computing(evidence):
+        out.print(Text(f"{_INDENT}the GPU computes {shares}"))
+    for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
+        out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
+    if shares := _on_data(evidence):
+        out.print(Text(f"{_INDENT}the host spends {shares} on data"))
+    if shares := _stolen(evidence):
+        out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
+    _print_failed(evidence, out)
+    out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+
+
+def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> None:
+    """One line per value with a bar: its length is the metric's mean, over the largest."""
+    evidence = outcome.evidence
+    spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks + A/A, {_clock(evidence.seconds.total)}"
+    subject = case.knob if case.kind == "sweep" else " x ".join(f.name for f in case.factors)
+    out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
+    most = max((p.value for p in curve.points if p.value is not None), default=0.0)
+    width = max(len(p.variant) for p in curve.points)
+    for p in curve.points:
+        if p.value is None:
+            out.print(Text(f"{_INDENT}{p.variant:<{width}}  {'out of memory' if p.outcome == 'oom' else p.outcome}"))
+            continue
+        bar = "#" * round(_PLOT * p.value / most) if most > 0 else ""
+        change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
+        out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
+    if curve.look is None and any(c.low is not None for c in curve.contrasts):
+        out.print(Text(f"{_INDENT}{curves.show(curve, between=True)}{_BETWEEN}"))
+    checks = evidence.derived.receipts
+    if checks:
+        bad = sum(not c.ok for c in checks)
+        out.print(Text(f"{_INDENT}receipt  {len(checks) - bad} of {len(checks)} rules hold in every launch"))
+    _print_failed(evidence, out)
+
+
+def _print_failed(evidence: Evidence, out: Console) -> None:
+    """What went wrong under earlier commands on the series' journal."""
+    if failed := evidence.measured.failed_before:
+        how = ", ".join(f"{number} {outcome}" for outcome, number in failed.items())
+        out.print(Text(f"{_INDENT}launches that failed before and were repeated: {how}"))
+
+
+def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
+    """Where the evidence lies and how to replay it."""
+    if outcomes:
+        path = outcomes[-1].path
+        out.print(Text(f"evidence {path.parent}  ({count(len(outcomes), 'record')})"))
+        out.print(Text(f"replay   playbook bench replay {path}"))
+
+
+def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
+    """All verdicts below each other, one line each."""
+    for outcome in outcomes:
+        evidence = outcome.evidence
+        card = evidence.measured.claim.card if evidence.measured.claim else ""
+        word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=COLOURS[outcome.status])
+        out.print(Text(f"{card:<26}{outcome.name:<{_NAME - 1}} ").append(word).append(_sentence(outcome)))
+
+
+def print_noise(noise: Noise, out: Console) -> None:
+    """An A/A in one line, and what became of it."""
+    aside = sum(r.pair is None for r in noise.baseline.runs) // 2
+    pairs = len(noise.baseline.runs) // 2 - aside
+    text = f"A/A {noise.baseline.case} on {noise.baseline.machine}: {noise.metric}, {pairs} pairs, mean {100 * noise.mean:+.2f} %, deviation {100 * noise.deviation:.2f} %"
+    text += "; one pair was set aside, since a launch of it stood out" if aside else ""
+    out.print(Text(text + (": contaminated, the pairs differ more than noise explains" if noise.contaminated else "")))
+    out.print(
+        Text(f"stored {noise.path}" if noise.path else "not stored: it would blunt every later verdict; run it again on a quiet machine")
+    )
+
+
+def print_gate(result: GateResult, out: Console) -> None:
+    """The gate's answer in one line."""
+    style = {"pass": "green", "regression": "red", "undecided": "yellow", "error": "bold red"}[result.status]
+    out.print(
+        Text(f"gate {result.case} against {result.reference} ({result.profile})  ")
+        .append(Text(result.status, style=style))
+        .append(f"  {result.sentence}")
+    )
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """All verdicts as one document of plain data."""
+    return {"schema": "confirm/1", "exit_code": confirm.exit_code(outcomes), "claims": [_claim_json(o) for o in outcomes]}
+
+
+def _claim_json(outcome: Outcome) -> dict[str, Any]:
+    evidence = outcome.evidence
+    measured, derived = evidence.measured, evidence.derived
+    claim, found = measured.claim, derived.comparison
+    return {
+        "claim": claim.id if claim else None,
+        "card": claim.card if claim else None,
+        "statement": claim.statement if claim else None,
+        "mechanism_of": claim.mechanism_of if claim else None,
+        "case": measured.case.id if measured.case else None,
+        "machine": measured.machine.name,
+        "profile": measured.profile,
+        "status": derived.verdict.status,
+        "reason": derived.verdict.reason,
+        "sentence": derived.verdict.sentence,
+        "comparison": found.model_dump(mode="json") if found else None,
+        "curve": derived.curve.model_dump(mode="json") if derived.curve else None,
+        "receipts": [c.model_dump(mode="json") for c in derived.receipts],
+        "gates": [g.model_dump(mode="json") for g in derived.gates],
+        "figures": derived.figures,
+        "seconds": evidence.seconds.model_dump(mode="json"),
+        "launches": len(measured.runs),
+        "evidence": str(outcome.path),
+        "command": evidence.command,
+    }
+
+
+def _sentence(outcome: Outcome) -> str:
+    """The verdict's sentence, without repeating its first words."""
+    return plain(outcome.evidence.derived.verdict.sentence.removeprefix("not applicable: "))
+
+
+def _what(evidence: Evidence) -> str:
+    case = evidence.measured.case
+    if case is None:
+        return ""
+    content = case.content
+    keys = list(dict.fromkeys([*content.baseline, *content.candidate]))
+    one = f"{keys[0]} {content.baseline.get(keys[0])} -> {content.candidate.get(keys[0])}" if len(keys) == 1 else case.id
+    return one if len(one) <= 60 else case.id
+
+
+def _computing(evidence: Evidence) -> str:
+    """How much of a step each variant's GPU computes, where that is known."""
+    shares = {v: receipt.computing(evidence.measured.runs, v) for v in ("baseline", "candidate")}
+    return ", ".join(f"{share:.0f} % of the step in {variant}" for variant, share in shares.items() if share is not None)
+
+
+def _on_data(evidence: Evidence) -> str:
+    """The part of a step that goes by before a batch is on its way to the device, of the variants for which it is worth a look."""
+    shares = _medians(evidence, metrics.get("data_time_share").value)
+    return ", ".join(f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA)
+
+
+def _stolen(evidence: Evidence) -> str:
+    """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
+    shares = _medians(evidence, lambda run: run.telemetry.get("stolen_percent"))
+    return ", ".join(f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN)
+
+
+def _medians(evidence: Evidence, value: Callable[[Run], float | None]) -> dict[str, float]:
+    """The median of a figure over the matched runs of each variant that have it."""
+    found = {}
+    for variant in ("baseline", "candidate"):
+        each = [v for run in evidence.measured.runs if run.variant == variant and run.role == "measure" and (v := value(run)) is not None]
+        if each:
+            found[variant] = statistics.median(each)
+    return found
+
+
+def _receipts(checks: Sequence[Check]) -> str:
+    parts = []
+    for variant in ("baseline", "candidate"):
+        lines = [c for c in checks if c.variant == variant]
+        shown = ", ".join(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_seen(c)}" for c in lines)
+        parts.append(f"{variant}: {shown or 'nothing declared'}")
+    return "   ".join(parts)
+
+
+def _seen(check: Check) -> str:
+    subject = check.rule.split(" ", 1)[1]
+    if check.rule.startswith("forbid") and check.ok:
+        return subject
+    observed = "?" if check.observed is None else f"{check.observed:g}"
+    mark = "" if check.ok else f" (expected {check.expected})"
+    return f"{observed} {subject}{mark}"
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"

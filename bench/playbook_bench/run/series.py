@@ -1,0 +1,404 @@
+"""Running a series: launches in their planned order, each turned into a record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from playbook.records.case import Case
+from playbook.records.evidence import (
+    Baseline,
+    CaseRef,
+    Fingerprint,
+    Machine,
+    Measured,
+    Observed,
+    Plan,
+    Run,
+    Sample,
+    Seconds,
+    Variant,
+    digest,
+)
+from playbook.site.evidence import TIMED_STEPS
+from playbook_bench.launch import local as launch
+from playbook_bench.launch.local import Launcher, Result, Spec, read_summary
+from playbook_bench.machine import detect
+from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
+from playbook_bench.run import schedule
+from playbook_bench.run.journal import Kept, SeriesJournal
+from playbook_bench.run.schedule import RunSpec
+from playbook_bench.run.variants import Resolved, extended
+from playbook_trainer.config import tree as trainer_config
+
+MAX_LINES = 100_000
+_NOISE_IGNORES = ("source_sha",)
+
+
+class Progress(Protocol):
+    """Told what happens while a series runs."""
+
+    def series(self, label: str, launches: int) -> None:
+        """A series begins; `launches` are expected up to its first look."""
+        ...
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Launch `number` of `total` begins."""
+        ...
+
+    def step(self, step: int, steps: int) -> None:
+        """The launch has done `step` of its `steps`."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that a reader should know now."""
+        ...
+
+
+class Silent:
+    """No progress at all."""
+
+    def series(self, label: str, launches: int) -> None:
+        """Nothing."""
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Nothing."""
+
+    def step(self, step: int, steps: int) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Series:
+    """One case on one machine under one profile, while it runs. Whoever makes it decides when it has enough."""
+
+    case: Case
+    profile: str
+    machine: Machine
+    variants: dict[Variant, Resolved]
+    plan: Plan
+    launcher: Launcher
+    work: Path
+    cache: Path
+    progress: Progress
+    deadline: float | None = None
+    own_time: bool = False
+    """Whether the deadline is that of the case's own minutes, which a second command with the journal does not have anew."""
+    telemetry: Telemetry | None = None
+    runs: list[Run] = field(default_factory=list)
+    strict: dict[str, dict[str, Any]] = field(default_factory=dict)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aa: Baseline | None = None
+    expected: int = 0
+    infeasible: frozenset[Variant] = frozenset()
+    """Variants that may be out of memory or refused, because the claims say so."""
+    oom_is_data: bool = False
+    """Whether any variant may be out of memory, because a claim asks which of them fit."""
+    launched: list[Run] = field(default_factory=list)
+    """Every run that was paid for, discarded ones included."""
+    journal: SeriesJournal | None = None
+    _took: dict[Variant, float] = field(default_factory=dict)
+    """Seconds of each variant's last launch."""
+
+    def run(self, spec: RunSpec) -> Run:
+        """Launch once and record it; a run that the journal has from before is taken from there."""
+        resolved = self.variants[spec.variant]
+        if self.journal and (kept := self.journal.take(spec, resolved.sha)):
+            return self._again(kept, resolved)
+        folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
+        threads = threads_per_rank(self.machine, list(self.variants.values()))
+        environment = {**detect.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
+        number = len(self.launched) + 1
+        self.progress.launch(number, max(self.expected, number), spec)
+        steps, before = resolved.config.train.steps, ticks()
+        result = self.launcher.run(
+            Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
+            lambda step: self.progress.step(step, steps),
+        )
+        self._took[spec.variant] = result.wall_s
+        run = self._record(
+            spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)}, self._meanwhile(result, folder, before)
+        )
+        self.runs.append(run)
+        self.launched.append(run)
+        if self.journal and (run.outcome == "ok" or self.tolerates(run)):
+            self.journal.add(run, self.strict.get(run.strict_sha, {}))
+        elif self.journal:
+            self.journal.note_failure(run)  # it is launched again once its cause is mended
+        if run.outcome == "ok":
+            shutil.rmtree(folder, ignore_errors=True)
+        return run
+
+    def _again(self, kept: Kept, resolved: Resolved) -> Run:
+        """A run of before, in its new place."""
+        run = kept.run.model_copy(update={"position": len(self.runs)})
+        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        if run.strict_sha:
+            self.strict[run.strict_sha] = kept.strict
+        self._took[run.variant] = run.wall_s
+        self.runs.append(run)
+        self.launched.append(run)
+        return run
+
+    @property
+    def alive(self) -> list[Variant]:
+        """The variants that are launched still: all but those that may fail and did."""
+        dead = {r.variant for r in self.runs if self.tolerates(r)}
+        return [v for v in self.variants if v not in dead]
+
+    def tolerates(self, run: Run) -> bool:
+        """Whether a launch failed as the claims say that it may."""
+        return (self.oom_is_data and run.outcome == "oom") or (run.variant in self.infeasible and run.outcome in ("oom", "refused"))
+
+    def to_come(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Those of these launches that the journal does not hold from before."""
+        return self.journal.lacking([(s, self.variants[s.variant].sha) for s in specs]) if self.journal else list(specs)
+
+    def has_time_for(self, specs: Sequence[RunSpec]) -> bool:
+        """Whether the budget holds these launches, each as long as its variant's last one; the first of a variant is taken to be as long as the longest other."""
+        longest = max(self._took.values(), default=0.0)
+        due = self.to_come(specs)
+        needed = sum(self._took.get(s.variant, longest) for s in due)
+        return self.deadline is None or not due or time.monotonic() + needed <= self.deadline
+
+    def extend(self) -> None:
+        """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
+        self.variants = {v: extended(r) for v, r in self.variants.items()}
+        self.runs = [r for r in self.runs if r.role != "measure" or self.tolerates(r)]
+        self.plan = self.plan.model_copy(update={"extended": True, "order": []})
+
+    def measured(self) -> Measured:
+        """The record so far, without a claim."""
+        content = CaseRef(id=self.case.id, sha=digest(self.case.model_dump(mode="json"), 16), content=self.case)
+        candidate = list(self.variants.values())[-1]
+        return Measured(
+            case=content,
+            machine=self.machine,
+            profile=self.profile,
+            facts=detect.facts(self.machine, candidate.config, candidate.ranks),
+            plan=self.plan,
+            strict=dict(self.strict),
+            context=detect.context(),
+            configs=dict(self.configs),
+            runs=list(self.runs),
+            failed_before=dict(self.journal.failed) if self.journal else {},
+            aa=self.aa,
+        )
+
+    def _caches(self) -> dict[str, str]:
+        return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
+
+    def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
+        """What the machine did during a launch that ends now: its GPUs in the timed steps, since most of a short launch is start-up on idle ones."""
+        stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
+        over, begin, end = _window(result, folder)
+        found = self.telemetry.between(begin, end) if self.telemetry else {}
+        return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
+
+    def _record(
+        self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
+    ) -> Run:
+        train = resolved.config.train
+        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        base: dict[str, Any] = {
+            "run_id": folder.name,
+            "variant": spec.variant,
+            "role": spec.role,
+            "pair": spec.pair,
+            "position": len(self.runs),
+            "started": iso(result.started),
+            "wall_s": result.wall_s,
+            "ranks": resolved.ranks,
+            "steps_wanted": train.steps - train.warmup_steps,
+            "config_sha": resolved.sha,
+            "telemetry": meanwhile,
+        }
+        try:
+            seen = read_run(folder)
+        except ValueError as e:
+            text = f"the run's files cannot be read: {e}"
+            return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
+        strict = detect.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict}
+        # As it was, not as it was asked for; fresh processes have no entry, as in records from before there was a choice.
+        strict |= {"launch": result.launched} if result.launched else {}
+        sha = digest(strict, 16)
+        self.strict[sha] = strict
+        return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+
+
+def _window(result: Result, folder: Path) -> tuple[str, float, float]:
+    """When a launch was in its timed steps, in seconds since the epoch; all of it, where its summary does not tell.
+
+    Counted from when the summary was written, for a launch may begin long before its ranks: the first to be forked waits for imports.
+    """
+    seconds = _mapping((read_summary(folder) or {}).get("seconds"))
+    phases = [seconds.get(k) for k in ("total", "start_up", "warm_up", "timed")]
+    numbers = [float(v) for v in phases if isinstance(v, int | float)]
+    if len(numbers) < len(phases) or not numbers[-1] > 0:
+        return "launch", result.started, result.started + result.wall_s
+    total, start_up, warm_up, timed = numbers
+    written = min((folder / "summary.json").stat().st_mtime, result.started + result.wall_s)
+    begin = max(result.started, written - total) + start_up + warm_up
+    return TIMED_STEPS, begin, begin + timed
+
+
+def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:
+    """Threads for operators on the host, the same for all variants: a rank's share of the cores; beside a GPU one, as torchrun sets, unless the host updates weights."""
+    if machine.gpus and not any(r.config.offload.optimizer or r.config.megatron.optimizer_offload_fraction for r in variants):
+        return 1
+    per_node = -(-max(r.ranks for r in variants) // machine.nodes)
+    return max(1, machine.cores // per_node)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run left in its folder."""
+
+    fields: dict[str, Any]
+    fingerprint: Fingerprint
+
+
+def read_run(folder: Path) -> Seen:
+    """Samples, summary and receipt of a run, as far as it came.
+
+    Raises:
+        ValueError: a file does not hold what `docs/trainer-files.md` says.
+    """
+    samples = _samples(folder / "metrics.jsonl")
+    summary = read_summary(folder)
+    if summary is None:
+        return Seen({"samples": samples}, Fingerprint())
+    env = _mapping(summary.get("env"))
+    strict = {
+        **_mapping(env.get("strict")),
+        "source_sha": summary.get("source_sha"),
+        "performance_revision": summary.get("performance_revision"),
+        "world_size": summary.get("world_size"),
+    }
+    receipt = _mapping(summary.get("receipt"))
+    fields = {
+        "samples": samples,
+        "data_sha": summary.get("data_sha"),
+        "performance_revision": summary.get("performance_revision"),
+        "parameters_of": "model" if summary.get("parameters_of") == "model" else "rank",
+        "num_parameters": summary.get("num_parameters"),
+        "trained_parameters": summary.get("trained_parameters"),
+        "seconds": Seconds(**{k: float(v) for k, v in _mapping(summary.get("seconds")).items() if k in Seconds.model_fields}),
+        "metrics": {k: float(v) for k, v in _mapping(summary.get("metrics")).items() if isinstance(v, int | float)},
+        "observed": _observed(receipt),
+    }
+    return Seen(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
+
+
+def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
+
+    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either.
+    """
+    env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
+    for name in _NOISE_IGNORES:
+        env.get("trainer", {}).pop(name, None)
+    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
+
+
+def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
+    """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
+    runs: list[Run] = []
+    for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
+        if not series.has_time_for([one, other]):
+            break
+        for spec in (one, other):
+            runs.append(series.run(spec))
+            if runs[-1].outcome != "ok":
+                return runs
+    return runs
+
+
+def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
+    """Its pairs, or blocks of all variants, in the order that its seed gives."""
+    seed = series.plan.seed
+    return schedule.measured(seed) if series.case.kind == "pair" else schedule.rounds(seed, list(series.variants))
+
+
+def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
+    """Pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
+    last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
+    order: list[str] = []
+    for label, specs in blocks(series):
+        due = [s for s in specs if s.variant in series.alive]
+        if not due:
+            return _stop(series, order, "failed")
+        if not series.has_time_for(due):
+            return _stop(series, order, "budget")
+        order.append(label)
+        for spec in due:
+            run = series.run(spec)
+            if run.outcome != "ok" and not series.tolerates(run):
+                return _stop(series, order, "failed")
+        series.plan = series.plan.model_copy(update={"order": list(order)})
+        if enough(series, len(order)):
+            return _stop(series, order, "decided")
+        if len(order) >= last:
+            return _stop(series, order, "complete" if last == series.plan.looks[-1] else "pairs")
+
+
+def _stop(series: Series, order: Sequence[str], why: Any) -> None:
+    series.plan = series.plan.model_copy(update={"order": list(order), "stopped": why})
+
+
+def totals(every: Sequence[Run]) -> Seconds:
+    """Seconds over all launches of a series; `total` is their wall time."""
+    return Seconds(
+        start_up=round(sum(r.seconds.start_up for r in every), 3),
+        warm_up=round(sum(r.seconds.warm_up for r in every), 3),
+        timed=round(sum(r.seconds.timed for r in every), 3),
+        receipt=round(sum(r.seconds.receipt for r in every), 3),
+        total=round(sum(r.wall_s for r in every), 3),
+    )
+
+
+def iso(seconds: float) -> str:
+    """Seconds since the epoch as UTC text."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _samples(path: Path) -> list[Sample]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if len(lines) > MAX_LINES:
+        raise ValueError(f"metrics.jsonl has {len(lines)} lines; at most {MAX_LINES} are read")
+    out = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line, parse_constant=lambda _: None)
+            out.append(Sample(**{k: v for k, v in _mapping(row).items() if k in Sample.model_fields}))
+        except (ValueError, ValidationError) as e:
+            if number == len(lines):
+                break  # a run that was ended may leave half a line
+            raise ValueError(f"metrics.jsonl line {number}: {str(e).splitlines()[0]}") from e
+    return out
+
+
+def _observed(receipt: Mapping[str, Any]) -> Observed | None:
+    if not receipt.get("numbers") and not receipt.get("ranges") and not receipt.get("collectives"):
+        return None
+    try:
+        return Observed.model_validate({k: v for k, v in receipt.items() if k in Observed.model_fields})
+    except ValidationError as e:
+        raise ValueError(f"summary.json, receipt: {e.errors(include_url=False)[0]['loc']}: {e.errors(include_url=False)[0]['msg']}") from e
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

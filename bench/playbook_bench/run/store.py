@@ -1,0 +1,297 @@
+"""Evidence on disk: one file per verdict, written once, whole or not at all, and checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from playbook.errors import StoreError
+from playbook.paths import data_root, in_package
+from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
+from playbook.yaml_files import read_bytes
+from playbook_bench.judge import verdict
+
+T = TypeVar("T", bound=BaseModel)
+
+DEFAULT_RESULTS = Path(".playbook/results")
+EXPIRY_DAYS = 180
+FIGURE_TOLERANCE = 1e-9
+MAX_BYTES = 64_000_000
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What link(2) says on FAT, and on file systems in user space such as those before object stores."""
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+
+def new_id(now: float | None = None) -> str:
+    """A ULID: 48 bits of milliseconds and 80 random bits, so that names sort by time and two harnesses never meet."""
+    value = (int((time.time() if now is None else now) * 1000) << 80) | secrets.randbits(80)
+    return "".join(_ALPHABET[(value >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, source: Evidence | None = None) -> Evidence:
+    """A sealed record, made now; one whose runs come from another record is valid for as long as that one, for measuring is what ages."""
+    now = datetime.now(UTC)
+    return seal(
+        Evidence(
+            evidence_id=new_id(now.timestamp()),
+            created=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            expires=source.expires if source else (now + timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%d"),
+            command=command,
+            judged_from=source.evidence_id if source else None,
+            measured=measured,
+            derived=derived,
+            seconds=seconds,
+        )
+    )
+
+
+def write(evidence: Evidence, results: Path) -> Path:
+    """Write the record to `<results>/<machine>/<id>.json`.
+
+    Raises:
+        StoreError: it cannot be written; nothing half-written stays behind.
+    """
+    path = results / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(path, render(evidence))
+    return path
+
+
+def render(evidence: Evidence) -> str:
+    """The record as text: a line per field and per run, so that a person can page through it."""
+    data = evidence.model_dump(mode="json")
+    measured = data.pop("measured")
+    lines = [f" {json.dumps(k)}: {_line(v)}," for k, v in data.items()]
+    inner = ",\n".join(f"  {json.dumps(k)}: {_runs(v) if k == 'runs' else _line(v)}" for k, v in measured.items())
+    return "{\n" + "\n".join(lines) + '\n "measured": {\n' + inner + "\n }\n}\n"
+
+
+def _runs(runs: Sequence[Any]) -> str:
+    return "[\n" + ",\n".join(f"   {_line(r)}" for r in runs) + "\n  ]" if runs else "[]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+
+
+def write_once(path: Path, text: str, instead: str = "choose another folder with --results") -> None:
+    """Make a file that did not exist, atomically: readers see all of it or nothing, and no other file is ever replaced.
+
+    `instead` is what a user can do where the folder cannot be written.
+
+    Raises:
+        StoreError: the disk is full, the folder cannot be written, or the file exists.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_through(temporary, text)
+            _give_name(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except FileExistsError as e:
+        raise StoreError(f"{path} exists; a record is written once and never replaced") from e
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or {instead}") from e
+
+
+def _give_name(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, which no other has; where the file system has no hard links, by renaming it."""
+    try:
+        os.link(temporary, path)
+    except OSError as e:
+        if e.errno not in _NO_HARD_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(path) from e
+        temporary.rename(path)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that may replace an older one, atomically.
+
+    Raises:
+        StoreError: it cannot be written; the older one stays as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_through(temporary, text)
+            temporary.rename(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder") from e
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load(path: Path) -> Evidence:
+    """The record in a file, without checking its hash; `replay` does that.
+
+    Raises:
+        StoreError: the file cannot be read or is no evidence record.
+    """
+    return load_with_seal(path)[0]
+
+
+def load_with_seal(path: Path) -> tuple[Evidence, bool]:
+    """The record, and whether its content is the one that was sealed.
+
+    Raises:
+        StoreError: as `load`.
+    """
+    evidence, data = _load(path, Evidence)
+    return evidence, stored_sha(data) == evidence.sha256
+
+
+def load_baseline(path: Path) -> Baseline:
+    """A stored A/A.
+
+    Raises:
+        StoreError: the file cannot be read or is none.
+    """
+    return _load(path, Baseline)[0]
+
+
+def _load(path: Path, model: type[T]) -> tuple[T, Any]:
+    name = f"{path} is no {model.__name__.lower()} record"
+    try:
+        raw = read_bytes(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:
+            raise StoreError(f"{path} is too large; at most {MAX_BYTES} bytes are read")
+        return model.model_validate_json(raw), json.loads(raw, parse_float=_finite, parse_constant=_finite)
+    except OSError as e:
+        where = "; name the file of a record, `playbook evidence list --json` has their paths" if isinstance(e, FileNotFoundError) else ""
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}{where}") from e
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = "".join(f"{p}." for p in first["loc"])[:-1]
+        raise StoreError(f"{name}: {where}{': ' if where else ''}{first['msg']}") from e
+    except (ValueError, RecursionError) as e:
+        raise StoreError(f"{name}: {str(e)[:200]}") from e
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def replay(path: Path) -> tuple[bool, list[str]]:
+    """Derive verdict and figures again from what was measured; (same, what differs).
+
+    Raises:
+        StoreError: the file cannot be read, is no evidence record, or its runs cannot be judged.
+        ConfigError: as `verdict.derive`.
+    """
+    evidence, sealed = load_with_seal(path)
+    differences = []
+    if not sealed:
+        differences.append("sha256: the content is not the one that was sealed")
+    again = _derive(path, evidence.measured)
+    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+    return not differences, differences
+
+
+def _derive(path: Path, measured: Measured) -> Derived:
+    """What follows from a record that may come from anybody: figures that no run gives, such as negative tokens, are one message."""
+    try:
+        return verdict.derive(measured)
+    except (ValueError, ArithmeticError, LookupError) as e:
+        raise StoreError(f"{path} holds runs that cannot be judged: {e}; expected them as the harness wrote them") from e
+
+
+def _differences(a: Any, b: Any, where: str) -> list[str]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
+    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
+        return []
+    return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
+
+
+def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path | None:
+    """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
+
+    Raises:
+        StoreError: the record was altered.
+    """
+    evidence, sealed = load_with_seal(path)
+    if not sealed:
+        raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
+    again = _derive(path, evidence.measured)
+    if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
+        return None
+    return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
+
+
+def accept(path: Path) -> Path:
+    """Copy a record that replays into `bench/results/<machine>/`.
+
+    Raises:
+        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
+    """
+    folder = data_root("results")
+    if in_package(folder):
+        raise StoreError(
+            f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
+            "accept it with the playbook of a checkout: pip install -e"
+        )
+    same, differences = replay(path)
+    if not same:
+        raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
+    evidence = load(path)
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    if evidence.created > f"{tomorrow:%Y-%m-%dT%H:%M:%SZ}" or evidence.expires > f"{tomorrow + timedelta(days=EXPIRY_DAYS):%Y-%m-%d}":
+        raise StoreError(
+            f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
+        )
+    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
+    return target
+
+
+def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:
+    """The newest stored A/A of this machine with the same environment and configuration, whichever case it was measured for, unless it has expired."""
+    oldest = (datetime.now(UTC) - timedelta(days=EXPIRY_DAYS)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    found = [load_baseline(p) for folder in folders for p in sorted((folder / machine.name).glob(f"*.{noise_key}.json"))]
+    fitting = [b for b in found if b.noise_key == noise_key and b.created >= oldest and b.surroundings in (None, surroundings)]
+    return max(fitting, key=lambda b: b.created, default=None)
+
+
+def write_baseline(baseline: Baseline, folder: Path) -> Path:
+    """Store an A/A as `<folder>/<machine>/<case>.<environment>.json`; a newer one of the same environment takes its place."""
+    path = folder / baseline.machine / f"{baseline.case}.{baseline.noise_key}.json"
+    replace(path, json.dumps(baseline.model_dump(mode="json"), ensure_ascii=False, allow_nan=False) + "\n")
+    return path

@@ -1,0 +1,134 @@
+"""From a case and a profile to resolved configurations that differ only in what the case declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.records.case import Case
+from playbook.records.evidence import Variant
+from playbook.yaml_files import did_you_mean
+from playbook_trainer.config import tree as trainer_config
+from playbook_trainer.config.tree import TrainerConfig
+
+_CONFIG_PREFIX = "trainer/configs/"
+_NOT_COMPARED = frozenset({"output"})
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One variant, ready to launch."""
+
+    variant: Variant
+    config: TrainerConfig
+    ranks: int
+    environment: dict[str, str]
+
+    @property
+    def sha(self) -> str:
+        """The configuration's hash."""
+        return trainer_config.config_sha(self.config)
+
+
+def trainer_path(case: Case) -> Path:
+    """The case's trainer configuration, inside `trainer/configs`.
+
+    Raises:
+        ConfigError: none is named, it lies elsewhere, or it does not exist.
+    """
+    if not case.trainer:
+        raise ConfigError(f"case '{case.id}': 'trainer' is missing; name a file in {_CONFIG_PREFIX}")
+    root = data_root("configs").resolve()
+    inside = case.trainer.removeprefix(_CONFIG_PREFIX)
+    path = (root / inside.replace("\0", "")).resolve()
+    if inside == case.trainer or "\0" in inside or not path.is_relative_to(root):
+        raise ConfigError(f"case '{case.id}': trainer {case.trainer!r} is not a path below {_CONFIG_PREFIX}")
+    if not path.is_file():
+        have = [_CONFIG_PREFIX + str(p.relative_to(root)) for p in root.glob("*.yaml")]
+        raise ConfigError(f"case '{case.id}': trainer '{case.trainer}' does not exist{did_you_mean(case.trainer, have)}")
+    return path
+
+
+def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
+    """The variant's configuration: trainer file < profile < the variant's delta < the variant's delta for this profile.
+
+    Raises:
+        ConfigError: the case has no such profile, or `ranks` is not a positive whole number.
+        FileError: the configuration does not fit the trainer's tree.
+    """
+    if profile not in case.profiles:
+        raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
+    own = case.variant_profiles.get(profile, {}).get(variant, {})
+    merged: dict[str, Any] = {**case.profiles[profile], **case.variants[variant], **own}
+    ranks = merged.pop("ranks", 1)
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
+    if profile == "cpu":
+        merged.setdefault("train.device", "cpu")
+    return Resolved(variant, trainer_config.load(trainer_path(case), merged), ranks, dict(case.delta.environment.get(variant, {})))
+
+
+def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
+    """Every variant, refused where two differ in anything that the case does not declare.
+
+    Raises:
+        ConfigError: an undeclared difference, with the keys.
+    """
+    found = {v: resolve_variant(case, v, profile) for v in case.variants}
+    place = f"case '{case.id}', profile '{profile}'"
+    (_, first), *others = found.items()
+    for other in others:
+        keys = undeclared(case, trainer_config.dump(first.config), trainer_config.dump(other[1].config))
+        if keys:
+            raise ConfigError(f"{place}: the variants differ in {', '.join(keys)}, which neither variant declares")
+        if first.ranks != other[1].ranks and not case.delta.ranks:
+            raise ConfigError(f"{place}: {first.ranks} and {other[1].ranks} ranks; declare delta.ranks with a reason")
+    runs = {(r.sha, r.ranks, tuple(sorted(r.environment.items()))) for r in found.values()}
+    if len(runs) < len(found):
+        both = "both variants resolve" if len(found) == 2 else "two of the variants resolve"
+        raise ConfigError(f"{place}: {both} to the same run; nothing would be compared")
+    return found
+
+
+def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
+    """Dotted keys in which two resolved configurations differ without the case saying so."""
+    declared = {key for delta in case.variants.values() for key in delta}
+    return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Dotted keys in which two resolved configurations differ; where results are written does not count."""
+    left, right = flat(a), flat(b)
+    keys = sorted(left.keys() | right.keys())
+    return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
+
+
+def extended(resolved: Resolved) -> Resolved:
+    """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""
+    train = resolved.config.train
+    window = train.steps - train.warmup_steps
+    longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
+    return Resolved(resolved.variant, resolved.config.model_copy(update={"train": longer}), resolved.ranks, resolved.environment)
+
+
+class _Absent:
+    """Stands for a key that is not there."""
+
+
+def _covered(key: str, declared: Iterable[str]) -> bool:
+    return any(key == d or key.startswith(d + ".") for d in declared)
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out.update(flat(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

@@ -1,0 +1,1 @@
+"""Where the time of a step goes: traces, and the table of time per range."""

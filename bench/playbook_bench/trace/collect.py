@@ -1,0 +1,294 @@
+"""Where the time of a step goes: traced launches of both variants of a case, and the table of time per range.
+
+A traced launch is never timed and a timed launch is never traced; both have the same configuration hash. Nsight Systems observes
+rank 0 where it is installed and the run uses a GPU; elsewhere torch.profiler (Kineto) does. The table names the one that did.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from playbook.errors import ConfigError, PlaybookError, StoreError
+from playbook.records.case import LAUNCHED_KINDS, Case, load_case
+from playbook.records.evidence import Machine, RunOutcome, Variant, digest
+from playbook.yaml_files import Strict, read_bytes
+from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
+from playbook_bench.machine import detect
+from playbook_bench.run import store
+from playbook_bench.run.series import threads_per_rank
+from playbook_bench.run.variants import Resolved, resolve_all
+from playbook_bench.trace import kineto, nsys
+from playbook_bench.trace.table import TraceTable, build
+from playbook_trainer.config.tree import ProfileConfig
+
+Collector = Literal["nsys", "kineto"]
+FOLDER = "traces"
+REPORT_S = 300.0
+"""How long Nsight Systems may take to write its report after the run."""
+NSYS = ("nsys", "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop")
+_SQLITE = b"SQLite format 3\0"
+
+
+class ReportFile(Strict):
+    """A collector's own file, kept beside the table."""
+
+    name: str
+    """Path from the folder that holds the record."""
+    sha256: str
+    num_bytes: int
+
+
+class VariantTrace(Strict):
+    """The traced launch of one variant."""
+
+    outcome: RunOutcome
+    message: str = ""
+    config_sha: str
+    """The same as that of the timed launches; where results go and what is profiled does not enter it."""
+    ranks: int
+    rank: int = 0
+    versions: dict[str, str] = Field(default_factory=dict)
+    files: list[ReportFile] = Field(default_factory=list)
+    table: TraceTable | None = None
+
+
+class TraceResult(Strict):
+    """Both variants of a case, traced one after the other on one machine."""
+
+    schema_version: Literal["trace/1"] = "trace/1"
+    trace_id: str = Field(pattern=r"^[0-9a-z]{8,40}$")
+    created: str
+    case: str
+    profile: str
+    machine: Machine
+    collector: Collector
+    collector_version: str
+    command: str
+    variants: dict[Variant, VariantTrace]
+    sha256: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every variant gave a table."""
+        return all(v.table is not None for v in self.variants.values())
+
+
+def run(
+    case_id: str,
+    *,
+    profile: str | None = None,
+    results: Path | None = None,
+    command: Sequence[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    case: Case | None = None,
+) -> TraceResult:
+    """Trace every variant of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
+
+    `command` starts a rank and `progress` gets one line per stage. A launch that fails is an outcome in the record.
+
+    Raises:
+        ConfigError: the case has nothing to launch, or not on this machine.
+        FileError: there is no such case, or its file is invalid.
+        StoreError: the record cannot be written.
+    """
+    case = case or load_case(case_id)
+    if case.kind not in LAUNCHED_KINDS:
+        raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; there is nothing to trace")
+    here = detect.detect()
+    chosen = detect.require_profile(case, here, profile)
+    machine = detect.restrict(here, chosen)
+    collector: Collector = "nsys" if machine.gpus and shutil.which("nsys") else "kineto"
+    folder = new_folder((results or store.DEFAULT_RESULTS) / FOLDER, f"{case.id}-{chosen}")
+    say = progress or (lambda line: None)
+    launches: dict[Variant, VariantTrace] = {}
+    with interruptible():
+        found = resolve_all(case, chosen)
+        threads = threads_per_rank(machine, list(found.values()))
+        for variant, resolved in found.items():
+            say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
+            devices = detect.visible_devices(machine, chosen)
+            launches[variant] = _variant(case, resolved, devices, threads, collector, folder, command or TRAINER)
+            say(f"{variant}: {_summary(launches[variant])}")
+    result = TraceResult(
+        trace_id=folder.name.rsplit("-", 1)[1],
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        case=case.id,
+        profile=chosen,
+        machine=machine,
+        collector=collector,
+        collector_version=_collector_version(collector, launches),
+        command=shlex.join(["playbook", "bench", "trace", case_id, "--profile", chosen]),
+        variants=launches,
+    )
+    return _write(result, folder.with_suffix(".json"))
+
+
+def table_from_file(path: Path) -> TraceTable:
+    """The table of an existing report: an Nsight Systems SQLite export, or a Chrome trace of torch.profiler.
+
+    Raises:
+        PlaybookError: neither, or damaged.
+    """
+    if path.suffix == ".nsys-rep":
+        raise PlaybookError(f"{path}: is an Nsight Systems report; export it first: nsys export --type sqlite {path}")
+    try:
+        with path.open("rb") as f:
+            head = f.read(len(_SQLITE))
+    except OSError as e:
+        raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
+    reader = nsys.read if head == _SQLITE or path.suffix == ".sqlite" else kineto.read
+    return build(reader(path))
+
+
+def latest_trace(results: Sequence[Path], case_id: str, profile: str | None = None) -> TraceResult | None:
+    """The newest intact record of a case (on one profile) below the results folders.
+
+    Raises:
+        StoreError: a record of the case is damaged or altered.
+    """
+    paths = sorted({p for folder in results for p in (folder / FOLDER).glob(f"{case_id}-*.json")})
+    found = [t for t in map(read, paths) if t.case == case_id and profile in (None, t.profile)]
+    return max(found, key=lambda t: (t.created, t.trace_id), default=None)
+
+
+def read(path: Path) -> TraceResult:
+    """A stored record.
+
+    Raises:
+        StoreError: it cannot be read, is no trace record, or is not as it was written.
+    """
+    try:
+        result = TraceResult.model_validate_json(read_bytes(path, store.MAX_BYTES))
+    except OSError as e:
+        raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise StoreError(f"{path}: is no trace record ({'.'.join(map(str, first['loc']))}: {first['msg']}); trace the case again") from e
+    if result.sha256 != _sha(result):
+        raise StoreError(f"{path}: was altered after it was written (its hash does not match); trace the case again")
+    return result
+
+
+def _variant(
+    case: Case, resolved: Resolved, devices: Mapping[str, str], threads: int, collector: Collector, folder: Path, command: Sequence[str]
+) -> VariantTrace:
+    """Launch one variant under the collector, and read what it saw. A report that cannot be read is a message, not a traceback."""
+    steps = resolved.config.profile.steps
+    config = resolved.config.model_copy(
+        update={"profile": ProfileConfig(nvtx=collector == "nsys", kineto=collector == "kineto", steps=steps)}
+    )
+    run_folder = folder / f"{resolved.variant}-run"
+    environment = {**devices, **resolved.environment}
+    limit = case.budget.launch_timeout_s + (REPORT_S if collector == "nsys" else 60.0)
+    spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads)
+    launched = _launcher(command, collector, folder / resolved.variant).run(spec)
+    summary = read_summary(run_folder) or {}
+    out = VariantTrace(
+        outcome=launched.outcome,
+        message=launched.message,
+        config_sha=resolved.sha,
+        ranks=resolved.ranks,
+        versions=_versions(summary),
+    )
+    if launched.outcome != "ok":
+        return out
+    try:
+        report = _report(run_folder, collector, folder / resolved.variant)
+        table = table_from_file(report)
+    except (PlaybookError, OSError) as e:
+        return out.model_copy(update={"outcome": "crash", "message": f"the run ended well, but its trace is unusable: {e}"})
+    shutil.rmtree(run_folder, ignore_errors=True)
+    return out.model_copy(update={"table": table, "files": _files(folder, resolved.variant)})
+
+
+def _launcher(command: Sequence[str], collector: Collector, report: Path) -> Launcher:
+    if collector == "kineto":
+        return LocalLauncher(command)
+    # The other ranks end at once; rank 0 ends only when its report is written.
+    return LocalLauncher(command, drain_s=REPORT_S, wrap=lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words)
+
+
+def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
+    """The file to read, at its final place.
+
+    Raises:
+        PlaybookError: the collector left none.
+    """
+    if collector == "kineto":
+        source, packed = run_folder / "trace.json", target.with_name(target.name + ".trace.json.gz")
+        if not source.is_file():
+            raise PlaybookError("the run wrote no trace.json; expected one with profile.kineto")
+        with source.open("rb") as plain, gzip.open(packed, "wb", compresslevel=5) as f:
+            shutil.copyfileobj(plain, f)
+        return packed
+    exported, original = target.with_name(target.name + ".sqlite"), target.with_name(target.name + ".nsys-rep")
+    if not original.is_file():
+        raise PlaybookError(f"nsys left no {original.name}; its output is in {run_folder / 'rank0.log'}")
+    if not exported.is_file():
+        words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(exported), str(original)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=REPORT_S, check=False)
+        except subprocess.TimeoutExpired as e:
+            raise PlaybookError(f"nsys export took more than {REPORT_S:g} s; trace fewer steps (profile.steps)") from e
+        if done.returncode or not exported.is_file():
+            raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
+    return exported
+
+
+def _files(folder: Path, variant: str) -> list[ReportFile]:
+    """The collector's files of one variant, with hashes."""
+    out = []
+    for path in sorted(folder.glob(f"{variant}.*")):
+        with path.open("rb") as f:
+            sha = hashlib.file_digest(f, "sha256").hexdigest()
+        out.append(ReportFile(name=f"{folder.name}/{path.name}", sha256=sha, num_bytes=path.stat().st_size))
+    return out
+
+
+def _versions(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Library versions as the run reported them."""
+    environment = summary.get("env")
+    strict = environment.get("strict") if isinstance(environment, dict) else None
+    return {k: v for k, v in (strict or {}).items() if isinstance(v, str)} if isinstance(strict, dict) else {}
+
+
+def _collector_version(collector: Collector, launches: Mapping[Variant, VariantTrace]) -> str:
+    if collector == "kineto":
+        return next((f"torch {v.versions['torch']}" for v in launches.values() if "torch" in v.versions), "unknown")
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["nsys", "--version"], capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+    return "unknown"
+
+
+def _summary(traced: VariantTrace) -> str:
+    if traced.table is None:
+        return f"{traced.outcome}: {traced.message[:300]}"
+    t = traced.table
+    shares = [
+        f"{name} {share:.0%}" for name, share in (("forward", t.coverage.forward), ("backward", t.coverage.backward)) if share is not None
+    ]
+    return f"{t.span_ms:.1f} ms a step, {t.measures} busy {t.busy_ms:.1f} ms, in named parts: {', '.join(shares) or 'none'}"
+
+
+def _sha(result: TraceResult) -> str:
+    return digest(result.model_dump(mode="json", exclude={"sha256"}))
+
+
+def _write(result: TraceResult, path: Path) -> TraceResult:
+    """The record with its hash, written once and whole."""
+    sealed = result.model_copy(update={"sha256": _sha(result)})
+    store.write_once(path, json.dumps(sealed.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+    return sealed

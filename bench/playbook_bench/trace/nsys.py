@@ -1,0 +1,221 @@
+"""Nsight Systems' SQLite export as a Timeline.
+
+`nsys export --type sqlite` writes one table per kind of event; which tables and columns exist depends on the version and on what was
+traced, so each is looked for before it is read. The file comes from elsewhere: it is opened read-only and nothing in it is trusted.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from playbook.errors import PlaybookError
+from playbook.kernel_names import COMMUNICATION
+from playbook_bench.trace.table import STEP, Kind, Op, Span, Timeline
+
+PUSH_POP, START_END = 59, 60
+# Ranges that libraries open around their own calls; they name no part of the step.
+_FOREIGN = re.compile(r"^(nccl[A-Z]|nvshmem|nvte_|transformer_engine\.|cub::|thrust::|cudnn|cublas)")
+MAX_ROWS = 5_000_000
+# SQLite calls back after this many of its instructions; the limit ends a file that is built to run for ever.
+_TICK, _MAX_TICKS = 1_000_000, 20_000
+_PROCESS = 0xFFFFFFFFFF000000
+_MAX_TIME = 1 << 62
+_NEEDED = {
+    "NVTX_EVENTS": {"start", "end", "eventType", "text", "globalTid"},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "end", "globalTid", "correlationId"},
+    "CUPTI_ACTIVITY_KIND_KERNEL": {"start", "end", "correlationId"},
+}
+_COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+_NAME_COLUMNS = ("shortName", "demangledName", "mangledName")
+
+_GRAPH = "CUDA graph"
+
+Calls = dict[tuple[int, int], tuple[int, int]]
+
+
+def read(path: Path) -> Timeline:
+    """The trace of the process that ran the steps.
+
+    Raises:
+        PlaybookError: not a SQLite file, damaged, or without the tables that a trace of CUDA and NVTX has.
+    """
+    if not path.is_file():
+        raise PlaybookError(f"{path}: no such file; expected the SQLite export of an Nsight Systems report")
+    with path.open("rb") as f:
+        if f.read(16) != b"SQLite format 3\0":
+            raise PlaybookError(f"{path}: is not a SQLite file; make one with: nsys export --type sqlite {path.stem}.nsys-rep")
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as db:
+            return _timeline(_guarded(db), path)
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as e:
+        raise PlaybookError(f"{path}: cannot be read ({e}); export the report again: nsys export --type sqlite") from e
+
+
+def _guarded(db: sqlite3.Connection) -> sqlite3.Connection:
+    ticks = 0
+
+    def tick() -> int:
+        nonlocal ticks
+        ticks += 1
+        return int(ticks > _MAX_TICKS)
+
+    db.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    db.execute("PRAGMA trusted_schema=OFF")
+    db.execute("PRAGMA query_only=ON")
+    db.set_progress_handler(tick, _TICK)
+    return db
+
+
+def _timeline(db: sqlite3.Connection, path: Path) -> Timeline:
+    tables = _tables(db)
+    _check(tables, path)
+    strings = _strings(db, tables)
+    spans = _spans(db, tables, strings, path)
+    process = _process(spans)
+    spans = [s for s in spans if s.thread & _PROCESS == process]
+    notes: list[str] = []
+    calls = _calls(db, path)
+    ops: list[Op] = []
+    missed = 0
+    for op in _operations(db, tables, strings, calls, process, path):
+        if op is None:
+            missed += 1
+        else:
+            ops.append(op)
+    if graphs := sum(op.name == _GRAPH for op in ops):
+        notes.append(
+            f"{graphs} launches of CUDA graphs were recorded whole and count as computation, with what they communicate and copy; "
+            "nsys shows what is in them with --cuda-graph-trace=node"
+        )
+    if missed:
+        notes.append(f"{missed} operations have no recorded launching call and are left out")
+    return Timeline("nsys", "gpu", spans, ops, notes)
+
+
+def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
+    """Real tables (no view, no virtual table) and their columns."""
+    names = [
+        str(n)
+        for n, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
+        if "VIRTUAL" not in str(sql)[:20].upper()
+    ]
+    wanted = {*_NEEDED, *_COPIES, _GRAPHS, "StringIds"}
+    return {n: {str(row[1]) for row in db.execute(f'PRAGMA table_info("{n}")')} for n in names if n in wanted}
+
+
+def _check(tables: dict[str, set[str]], path: Path) -> None:
+    missing = [n for n in _NEEDED if n not in tables]
+    if missing:
+        raise PlaybookError(
+            f"{path}: has no table {', '.join(missing)}; expected a trace of CUDA and NVTX. "
+            "Trace again with: nsys profile -s none --cpuctxsw=none -t cuda,nvtx ... and with profile.nvtx=true"
+        )
+    for name, columns in _NEEDED.items():
+        lacking = sorted(columns - tables[name])
+        if lacking:
+            raise PlaybookError(f"{path}: table {name} has no column {', '.join(lacking)}; this version of the export is not known here")
+
+
+def _rows(db: sqlite3.Connection, table: str, columns: list[str], path: Path) -> Iterator[tuple[object, ...]]:
+    """Rows of a table, up to a limit; table and column names come from this module."""
+    chosen = ", ".join(f'"{c}"' if c != "NULL" else c for c in columns)
+    for i, row in enumerate(db.execute(f'SELECT {chosen} FROM "{table}"')):
+        if i >= MAX_ROWS:
+            raise PlaybookError(f"{path}: table {table} has more than {MAX_ROWS} rows; trace fewer steps (profile.steps)")
+        yield row
+
+
+def _strings(db: sqlite3.Connection, tables: dict[str, set[str]]) -> dict[int, str]:
+    if not {"id", "value"} <= tables.get("StringIds", set()):
+        return {}
+    return {i: str(v) for i, v in db.execute("SELECT id, value FROM StringIds") if isinstance(i, int)}
+
+
+def _times(path: Path, table: str, *values: object) -> tuple[int, ...]:
+    for value in values:
+        if not isinstance(value, int) or not -_MAX_TIME < value < _MAX_TIME:
+            raise PlaybookError(
+                f"{path}: table {table} holds {str(value)[:40]!r} where a time or an id was expected; the export is damaged"
+            )
+    return tuple(v for v in values if isinstance(v, int))
+
+
+def _spans(db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], path: Path) -> list[Span]:
+    text_id = "textId" if "textId" in tables["NVTX_EVENTS"] else "NULL"
+    found: list[tuple[int, str, int, int | None]] = []
+    latest = 0
+    for start, end, kind, text, number, thread in _rows(
+        db, "NVTX_EVENTS", ["start", "end", "eventType", "text", text_id, "globalTid"], path
+    ):
+        if kind not in (PUSH_POP, START_END):
+            continue
+        name = text if isinstance(text, str) and text else strings.get(number, "") if isinstance(number, int) else ""
+        if not name or _FOREIGN.match(name):
+            continue
+        begin, tid = _times(path, "NVTX_EVENTS", start, thread)
+        until = None if end is None else _times(path, "NVTX_EVENTS", end)[0]
+        latest = max(latest, begin, until or 0)
+        found.append((tid, name[:200], begin, until))
+    # A range that nothing closed lasts until the trace ends.
+    return [Span(tid, name, begin, latest if until is None else until) for tid, name, begin, until in found]
+
+
+def _process(spans: list[Span]) -> int:
+    """The process that ran the steps: data workers, forked from it, have ranges too."""
+    counts: dict[int, tuple[int, int]] = {}
+    for s in spans:
+        steps, every = counts.get(s.thread & _PROCESS, (0, 0))
+        counts[s.thread & _PROCESS] = (steps + (s.name == STEP), every + 1)
+    return max(counts, key=lambda p: counts[p], default=0)
+
+
+def _calls(db: sqlite3.Connection, path: Path) -> Calls:
+    """(process, correlation) of each CUDA call, to its thread and begin."""
+    table = "CUPTI_ACTIVITY_KIND_RUNTIME"
+    out: Calls = {}
+    for row in _rows(db, table, ["globalTid", "correlationId", "start"], path):
+        tid, correlation, start = _times(path, table, *row)
+        # A runtime call may contain a driver call of the same correlation: the outer one, which began first, is the launch.
+        key = (tid & _PROCESS, correlation)
+        if key not in out or start < out[key][1]:
+            out[key] = (tid, start)
+    return out
+
+
+def _operations(
+    db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], calls: Calls, process: int, path: Path
+) -> Iterator[Op | None]:
+    """Kernels, copies, fills and graphs of one process; None for each whose launching call was not recorded.
+
+    By default nsys records the launch of a CUDA graph whole: its kernels are in no other table.
+    """
+    for table in ("CUPTI_ACTIVITY_KIND_KERNEL", *_COPIES, _GRAPHS):
+        columns = tables.get(table, set())
+        if not {"start", "end", "correlationId"} <= columns:
+            continue
+        pid = "globalPid" if "globalPid" in columns else "NULL"
+        named = [c for c in _NAME_COLUMNS if c in columns] or ["NULL"]
+        for start, end, correlation, owner, *labels in _rows(db, table, ["start", "end", "correlationId", pid, *named], path):
+            begin, until, number = _times(path, table, start, end, correlation)
+            if isinstance(owner, int) and owner & _PROCESS != process:
+                continue
+            call = calls.get((process, number))
+            if call is None:
+                yield None
+                continue
+            unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
+            names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
+            yield Op(call[0], call[1], begin, until, _kind(table, names), names[0])
+
+
+def _kind(table: str, names: list[str]) -> Kind:
+    if table in _COPIES:
+        return "copy"
+    # The short name has no namespace: DeepEP's kernels are called `dispatch` and `combine` there.
+    return "communication" if any(COMMUNICATION.search(n.split("(", 1)[0]) for n in names) else "compute"

@@ -1,0 +1,1 @@
+"""Cards: the model, loading with checks, scopes, and search."""

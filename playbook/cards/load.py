@@ -1,0 +1,256 @@
+"""`playbook cards check`, as far as cards go: what a schema cannot say.
+
+Files in, findings out. Nothing is skipped: a file that is no card is a finding too. The command line adds what the harness and
+the trainer know (`cases`, `metrics`) and checks further along the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from playbook.cards import scope
+from playbook.cards.model import OPS, Card, Claim, Expect
+from playbook.errors import FileError, Finding
+from playbook.paths import data_root
+from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
+
+LOGIC_KINDS = ("arithmetic", "invariant")
+
+
+@dataclass(frozen=True)
+class LoadedCard:
+    """A card with the place of each of its values."""
+
+    card: Card
+    path: Path
+    marks: Marks
+
+    def finding(self, where: Path_, message: str) -> Finding:
+        """A finding at `where` in the card's file."""
+        line, column = locate(self.marks, where)
+        return Finding(str(self.path), line, column, message)
+
+
+@dataclass
+class Cards:
+    """What a set of paths holds: the cards that load, and what is wrong with the rest."""
+
+    loaded: list[LoadedCard] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def claims(self) -> Iterator[tuple[LoadedCard, int, Claim]]:
+        """Every claim with its card and its place in it."""
+        for entry in self.loaded:
+            for i, claim in enumerate(entry.card.claims):
+                yield entry, i, claim
+
+    def claim_ids(self) -> set[str]:
+        """The ids of claims and of mechanism checks."""
+        return {i for _, _, c in self.claims() for i in (c.id, c.mechanism_check.id if c.mechanism_check else None) if i}
+
+
+def card_of(claim: str, known: Mapping[str, Card]) -> str | None:
+    """The id of the card that has a claim or a mechanism check of that id."""
+    checks = ((card.id, c.id, c.mechanism_check and c.mechanism_check.id) for card in known.values() for c in card.claims)
+    return next((card for card, *ids in checks if claim in ids), None)
+
+
+def card_files(folder: Path) -> list[Path]:
+    """The card files of a folder, in order of name."""
+    return sorted(folder.glob("*.yaml"))
+
+
+def read_cards(paths: Sequence[Path]) -> Cards:
+    """The cards of files and folders; whatever is no card becomes a finding."""
+    cards = Cards()
+    for path in dict.fromkeys(_files(paths, cards.findings)):
+        try:
+            card, marks = load(path, Card)
+        except FileError as e:
+            cards.findings += e.findings
+        else:
+            cards.loaded.append(LoadedCard(card, path, marks))
+    return cards
+
+
+def load_all() -> dict[str, Card]:
+    """Every card that ships, by id.
+
+    Raises:
+        FileError: one of them is invalid.
+    """
+    cards = read_cards([data_root("cards")])
+    if cards.findings:
+        raise FileError(cards.findings)
+    return {entry.card.id: entry.card for entry in cards.loaded}
+
+
+def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None, metrics: Collection[str] | None = None) -> list[Finding]:
+    """Everything wrong with `cards`. `shelf` holds all the cards there are, where links and ids are looked up.
+
+    `cases` and `metrics` are the known case ids and metric names; None leaves them unasked.
+    """
+    known_cards = {e.card.id for e in (*shelf.loaded, *cards.loaded)}
+    known_claims = shelf.claim_ids() | cards.claim_ids()
+    findings = [*cards.findings, *_duplicates(cards, shelf)]
+    for entry in cards.loaded:
+        findings += _name(entry)
+        findings += _links(entry, known_cards, known_claims)
+        findings += _disputes(entry)
+        for i, claim in enumerate(entry.card.claims):
+            findings += _claim(entry, i, claim, cases, metrics)
+    return findings
+
+
+def _files(paths: Iterable[Path], findings: list[Finding]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            if path.suffix == ".yaml" or not path.exists():
+                yield path  # what is missing or unreadable is reported by the reader
+            else:
+                findings.append(Finding(str(path), 1, 1, "is not a card: expected a file that ends in .yaml"))
+            continue
+        try:
+            entries = sorted(path.iterdir())
+        except OSError as e:
+            findings.append(Finding(str(path), 1, 1, f"cannot be read: {e.strerror or e}"))
+            continue
+        if not entries:
+            findings.append(Finding(str(path), 1, 1, "is an empty folder; expected at least one card (*.yaml)"))
+        for entry in entries:
+            if entry.suffix == ".yaml" and not entry.is_dir():
+                yield entry
+            else:
+                kind = "a folder" if entry.is_dir() else "a file"
+                findings.append(Finding(str(entry), 1, 1, f"is {kind} among the cards; only cards (*.yaml) belong here, move it elsewhere"))
+
+
+def _duplicates(cards: Cards, shelf: Cards) -> Iterator[Finding]:
+    """Card and claim ids that a second file uses; each is reported where it comes second."""
+    checked = {e.path.resolve() for e in cards.loaded}
+    ids: dict[str, LoadedCard] = {}
+    claims: dict[str, LoadedCard] = {}
+    order = [e for e in shelf.loaded if e.path.resolve() not in checked] + cards.loaded
+    for entry in order:
+        report = entry.path.resolve() in checked
+        first = ids.setdefault(entry.card.id, entry)
+        if first is not entry and report:
+            yield entry.finding(("id",), f"card id '{entry.card.id}' is already used by {first.path}; every card needs its own")
+        for i, claim in enumerate(entry.card.claims):
+            check = claim.mechanism_check
+            for where, claim_id in ((("id",), claim.id), (("mechanism_check", "id"), check.id if check else None)):
+                owner = claims.setdefault(claim_id, entry) if claim_id else entry
+                if owner is not entry and report:
+                    yield entry.finding(
+                        ("claims", i, *where), f"claim id '{claim_id}' is already used by {owner.path}; every claim needs its own"
+                    )
+
+
+def clashes(path: Path) -> list[Finding]:
+    """Claim ids of a card from elsewhere that a shipped card of another id uses: its verdicts would be shown as that card's."""
+    cards, shelf = read_cards([path]), read_cards([data_root("cards")])
+    own = {e.card.id for e in cards.loaded}
+    return list(_duplicates(cards, Cards([e for e in shelf.loaded if e.card.id not in own])))
+
+
+def _name(entry: LoadedCard) -> Iterator[Finding]:
+    if entry.path.stem != entry.card.id:
+        message = f"card id '{entry.card.id}' differs from the file's name '{entry.path.name}'; rename the file to '{entry.card.id}.yaml'"
+        yield entry.finding(("id",), message)
+
+
+def _links(entry: LoadedCard, cards: Collection[str], claims: Collection[str]) -> Iterator[Finding]:
+    for kind in ("supersedes", "contradicts", "see"):
+        for i, link in enumerate(getattr(entry.card.related, kind)):
+            if link == entry.card.id:
+                yield entry.finding(("related", kind, i), f"'{link}' is this card itself; name another one")
+            elif link not in cards:
+                yield entry.finding(("related", kind, i), f"card '{link}' does not exist{did_you_mean(link, cards)}")
+    for where, claim, owner in _claims_named(entry.card):
+        if claim == owner:
+            yield entry.finding(where, f"claim '{claim}' names itself; name another one")
+        elif claim not in claims:
+            yield entry.finding(where, f"claim '{claim}' does not exist{did_you_mean(claim, claims)}")
+
+
+def _disputes(entry: LoadedCard) -> Iterator[Finding]:
+    """What stands must be one of the claims in dispute, and the claims must say themselves that they disagree."""
+    named = {c.id: {*c.contradicts, *c.supersedes} for c in entry.card.claims}
+    for d, dispute in enumerate(entry.card.disputes):
+        if dispute.stands not in dispute.claims:
+            message = f"'{dispute.stands}' is not among the claims in dispute, {', '.join(dispute.claims)}; name one of them"
+            yield entry.finding(("disputes", d, "stands"), message)
+        for i, claim in enumerate(dispute.claims):
+            others = set(dispute.claims) - {claim}
+            if not (named.get(claim, set()) & others or any(claim in named.get(o, set()) for o in others)):
+                message = (
+                    f"'{claim}' is in dispute, and no claim of this card links it to the others by contradicts or supersedes; add the link"
+                )
+                yield entry.finding(("disputes", d, "claims", i), message)
+
+
+def _claims_named(card: Card) -> Iterator[tuple[Path_, str, str | None]]:
+    """Every claim id that a card refers to: its place, the id, and the claim that refers to it."""
+    for d, decision in enumerate(card.decide):
+        for i, claim in enumerate(decision.because):
+            yield ("decide", d, "because", i), claim, None
+    for d, dispute in enumerate(card.disputes):
+        for i, claim in enumerate(dispute.claims):
+            yield ("disputes", d, "claims", i), claim, None
+    for c, owner in enumerate(card.claims):
+        for kind in ("contradicts", "supersedes", "depends_on"):
+            for i, claim in enumerate(getattr(owner, kind)):
+                yield ("claims", c, kind, i), claim, owner.id
+
+
+def _claim(entry: LoadedCard, i: int, claim: Claim, cases: Collection[str] | None, metrics: Collection[str] | None) -> Iterator[Finding]:
+    here: Path_ = ("claims", i)
+    for key, message in scope.problems(claim.scope):
+        yield entry.finding((*here, "scope", key), message)
+    if claim.case is None:
+        yield entry.finding((*here, "id"), f"claim '{claim.id}' has no case; add `case:`, or write one in bench/cases/")
+    yield from _tested(entry, here, claim.kind, claim.case, claim.metric, claim.expect, cases, metrics)
+    check = claim.mechanism_check
+    if check:
+        yield from _tested(entry, (*here, "mechanism_check"), "pair", check.case, check.metric, check.expect, cases, metrics)
+        if not check.id.startswith(f"{claim.id}."):
+            yield entry.finding(
+                (*here, "mechanism_check", "id"), f"id '{check.id}' does not belong to claim '{claim.id}'; expected '{claim.id}.m'"
+            )
+
+
+def _tested(
+    entry: LoadedCard,
+    here: Path_,
+    kind: str,
+    case: str | None,
+    metric: str,
+    expect: Expect,
+    cases: Collection[str] | None,
+    metrics: Collection[str] | None,
+) -> Iterator[Finding]:
+    if case is not None and cases is not None and case not in cases:
+        yield entry.finding((*here, "case"), f"case '{case}' does not exist in bench/cases/{did_you_mean(case, cases)}")
+    logic = kind in LOGIC_KINDS
+    if logic != (metric == "holds"):
+        yield entry.finding(
+            (*here, "metric"), f"metric '{metric}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
+        )
+    elif metrics is not None and not logic and metric not in metrics:
+        yield entry.finding((*here, "metric"), f"metric '{metric}' is not known{did_you_mean(metric, metrics)}")
+    if logic != (expect.op == "holds"):
+        yield entry.finding(
+            (*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
+        )
+    elif expect.op not in OPS[kind]:
+        yield entry.finding((*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; expected one of {', '.join(OPS[kind])}")
+    elif (expect.op == "excludes") != (metric == "fits" and kind != "pair"):
+        yield entry.finding((*here, "metric"), f"op '{expect.op}' does not fit metric '{metric}' here; 'excludes' and 'fits' go together")
+    elif not logic and expect.op != "excludes" and expect.margin is None:
+        yield entry.finding((*here, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
+    elif kind == "pair" and (expect.at or expect.infeasible):
+        yield entry.finding((*here, "expect"), "'at' and 'infeasible' name variants of a sweep or an interaction; a pair has neither")
+    elif logic and (expect.margin is not None or expect.at or expect.infeasible):
+        yield entry.finding((*here, "expect", "margin"), "a claim that holds or does not has no margin; remove it")

@@ -1,0 +1,159 @@
+"""From text to search terms, and from a question to what it says about the machine. The same rules serve cards and questions.
+
+Text of others: every pattern here is linear in its length.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import yaml
+
+from playbook.errors import PlaybookError
+from playbook.paths import data_root
+from playbook.planner.shapes import MODELS
+from playbook.yaml_files import did_you_mean
+
+SYNONYMS = "synonyms.yaml"
+STOP_WORDS = "stopwords.txt"
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
+_THOUSANDS = re.compile(r"(?<=\d)[,_](?=\d{3}(?!\d))")
+_TOKENS = re.compile(r"\b(\d{1,4})\s?([km])\b(?!\s?(?:tokens?|tok)?\s?/|\s?(?:tok|tokens?) per s)")
+_WORD = re.compile(r"[a-z0-9]+(?:\.[0-9]+)?")
+_IDENTIFIER = re.compile(r"(?<![a-z0-9])[a-z0-9]++(?:_[a-z0-9]+)+")
+_COUNT = re.compile(r"\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b")
+_PROFILE = re.compile(r"\b(\d{1,6})\s?x\s?(?:nvidia\s)?([a-z]{1,2}\d{2,3})\b|\b([a-z]{1,2}\d{2,3})\s?x\s?(\d{1,6})\b")
+_LENGTH = re.compile(r"\b\d{4,7}\b")
+
+FAMILIES = {
+    "hopper": ("h100", "h200", "h800", "h20", "gh200"),
+    "blackwell": ("b200", "b300", "gb200", "gb300"),
+    "nvl72": ("gb200", "gb300"),
+    "ampere": ("a100", "a800"),
+}
+"""GPUs by architecture and by rack. Source: NVIDIA's data sheets of each."""
+
+GPUS = frozenset(g for names in FAMILIES.values() for g in names)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a question says about the run. Several GPU names mean any of them; what is None is not said."""
+
+    hardware: tuple[str, ...] = ()
+    gpus: int | None = None
+    model: str | None = None
+    seq_len: int | None = None
+
+    @property
+    def stated(self) -> bool:
+        """Whether anything is said."""
+        return self != Facts()
+
+    def over(self, found: Facts) -> Facts:
+        """These facts, completed by what a question says."""
+        mine = {k: v for k, v in vars(self).items() if v not in (None, ())}  # no GPU at all is said, too
+        return replace(found, **mine)
+
+    def each(self) -> list[dict[str, Any]]:
+        """The facts as `playbook.cards.scope` asks for them, once for every GPU name."""
+        common: dict[str, Any] = {k: v for k, v in (("gpus", self.gpus), ("seq_len", self.seq_len)) if v is not None}
+        if self.model is not None:
+            common["model"] = self.model
+            shape = MODELS.get(self.model)
+            if shape is not None:
+                common |= {"moe": shape.experts > 0, "vision": shape.vision is not None}
+        return [{**common, "gpu": name} for name in self.hardware] or [common]
+
+
+def normal(text: str) -> str:
+    """Lower case, compatible characters as one, no control characters, 128k as 131072 and 131,072 as 131072."""
+    line = "".join(c if c.isprintable() else " " for c in unicodedata.normalize("NFKC", text))
+    return _TOKENS.sub(_power, _THOUSANDS.sub("", line.lower()))
+
+
+def _power(match: re.Match[str]) -> str:
+    return str(int(match[1]) * (1 << (10 if match[2] == "k" else 20)))
+
+
+def terms(text: str) -> list[str]:
+    """The terms of a text: stems of its words, identifiers whole, and the names that the table of synonyms gives to its phrases."""
+    line = normal(text)
+    spaced = " ".join(_WORD.findall(line))
+    table, pattern = _synonyms()
+    named = [name for m in pattern.finditer(spaced) for name in table[m.group(0)]]
+    parts = [part.lower() for word in text.split() if not word.islower() and len(found := _CAMEL.split(word)) > 1 for part in found]
+    words = [w for w in [*spaced.split(), *parts] if w not in _stop_words()]
+    return [*_stemmer().stemWords(words), *named, *_IDENTIFIER.findall(line)]
+
+
+def facts(text: str) -> Facts:
+    """What a question says about GPUs, model and sequence length; nothing where it names several lengths."""
+    line = normal(text)
+    words = set(_WORD.findall(line))
+    hardware = [g for g in sorted(GPUS) if g in words or f"{g}s" in words]
+    gpus = [int(m[1]) for m in _COUNT.finditer(line)]
+    for match in _PROFILE.finditer(line):
+        name, number = match[2] or match[3], int(match[1] or match[4])
+        if name in GPUS:
+            hardware, gpus = [*hardware, name], [*gpus, number]
+    hardware += [g for family, members in FAMILIES.items() if family in words for g in members]
+    lengths = {int(n) for n in _LENGTH.findall(line) if int(n) % 1024 == 0}
+    return Facts(
+        hardware=tuple(dict.fromkeys(hardware)),
+        gpus=gpus[0] if len(set(gpus)) == 1 else None,
+        model=_model(line),
+        seq_len=lengths.pop() if len(lengths) == 1 else None,
+    )
+
+
+def stated(hardware: str | None, model: str | None, gpus: int | None) -> Facts:
+    """A run as named by options; hardware is `h200`, `h200x4`, `4 x H200`, `hopper`, `cpu`, or another word that stands for itself.
+
+    Raises:
+        PlaybookError: the model is not in the table.
+    """
+    if model is not None and model not in MODELS:
+        raise PlaybookError(f"model '{model[:40]}' is not known{did_you_mean(model[:40], MODELS)}")
+    found = facts((hardware or "")[:100])
+    if hardware and not found.hardware:
+        word = " ".join(_WORD.findall(normal(hardware[:100])))
+        found = Facts((word,) if word else (), 0 if word == "cpu" else found.gpus)
+    return Facts(found.hardware, found.gpus if gpus is None else gpus, model)
+
+
+def _model(line: str) -> str | None:
+    """The model of the table whose whole name stands in the line, the longest where several do."""
+    flat = "".join(_WORD.findall(line)).replace(".", "")
+    whole = [m for m in MODELS if m.replace("_", "") in flat]
+    return max(whole, key=len) if whole else None
+
+
+@cache
+def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str]]:
+    """The names of each phrase, and a pattern that finds the longest phrase at each place."""
+    groups: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / SYNONYMS).read_text(encoding="utf-8"))
+    table: dict[str, list[str]] = {}
+    for name, phrases in groups.items():
+        for phrase in dict.fromkeys(" ".join(_WORD.findall(normal(p))) for p in [name.replace("_", " "), *phrases]):
+            table.setdefault(phrase, []).append(f"={name}")
+    longest = sorted(table, key=len, reverse=True)
+    return table, re.compile(r"(?<![^ ])(?:" + "|".join(map(re.escape, longest)) + r")(?![^ ])")
+
+
+@cache
+def _stop_words() -> frozenset[str]:
+    return frozenset((data_root("tables") / STOP_WORDS).read_text(encoding="utf-8").split())
+
+
+@cache
+def _stemmer() -> Any:
+    import Stemmer
+
+    return Stemmer.Stemmer("english")

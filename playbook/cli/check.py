@@ -1,0 +1,320 @@
+"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys. Part of the command line.
+
+Each package judges what it owns; here their answers are put side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from playbook.cards import scope
+from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
+from playbook.cards.model import Claim, Comparison, Expect, speaks_for
+from playbook.cli import recipes
+from playbook.errors import ConfigError, FileError, Finding
+from playbook.lint import table as lint
+from playbook.paths import data_root
+from playbook.records.case import Case, beside, case_problems, receipts
+from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
+from playbook_bench.judge import curve_rules, receipt
+from playbook_bench.judge.metrics import METRICS
+from playbook_bench.judge.verdict import threshold
+from playbook_bench.run.variants import resolve_all, trainer_path
+from playbook_bench.statements import table as logic
+from playbook_trainer.config import checks
+from playbook_trainer.config import tree as trainer
+
+NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
+"""What a receipt counts with; see `playbook.records.case.Rule`."""
+
+RANKS = "ranks"
+"""The one key of profiles and deltas that belongs to the launch, not to the trainer."""
+
+
+@dataclass(frozen=True)
+class LoadedCase:
+    """A case with the place of each of its values."""
+
+    case: Case
+    path: Path
+    marks: Marks
+
+    def finding(self, where: Path_, message: str) -> Finding:
+        """A finding at `where` in the case's file."""
+        line, column = locate(self.marks, where)
+        return Finding(str(self.path), line, column, message)
+
+
+CASE_RULES = (
+    ("claim-out-of-reach", "A claim whose case has no profile inside the claim's scope"),
+    ("evidence-old", "A claim whose newest evidence has expired"),
+)
+"""The rules that need cases or evidence beside the cards: id and title."""
+
+DEGREE_KEYS = {
+    "parallel.tp": "tp",
+    "parallel.pp": "pp",
+    "parallel.cp": "cp",
+    "parallel.ep": "ep",
+    "data.seq_len": "seq_len",
+    RANKS: "ranks",
+}
+"""The keys of a profile that a scope asks about, by the scope's name."""
+
+
+def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
+    """The cards of `paths` (all that ship, if empty), the cases, and everything that is wrong with them.
+
+    `today` (YYYY-MM-DD) is the day by which age is judged.
+    """
+    shelf = read_cards([data_root("cards")])
+    cards = read_cards(paths) if paths else shelf
+    cases, findings = read_cases(data_root("cases"))
+    own, more = _cases_beside(cards)
+    findings += more
+    broken = {Path(f.file).stem for f in findings}
+    found = check_cards(cards, shelf, cases=set(cases).union(broken, *own.values()), metrics=METRICS)
+    for entry, i, claim in cards.claims():
+        found += _claim_and_case(entry, i, claim, {**cases, **own.get(entry.path, {})})
+    brought = {loaded.path: loaded for of_card in own.values() for loaded in of_card.values()}
+    for loaded in (*cases.values(), *brought.values()):
+        findings += check_case(loaded)
+    cases |= {loaded.case.id: loaded for loaded in brought.values()}
+    day = today or datetime.now(UTC).strftime("%Y-%m-%d")
+    found += lint.run(cards, shelf, day)
+    found += recipes.findings(cards)
+    found += _expired(cards, data_root("results"), day)
+    return cards, cases, found + findings
+
+
+def read_cases(folder: Path) -> tuple[dict[str, LoadedCase], list[Finding]]:
+    """The cases of a folder by id, and what does not load."""
+    cases: dict[str, LoadedCase] = {}
+    findings: list[Finding] = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".yaml" or path.is_dir():
+            findings.append(Finding(str(path), 1, 1, "is no case; only cases (*.yaml) belong here, move it elsewhere"))
+            continue
+        _read_case(path, cases, findings)
+    return cases, findings
+
+
+def _read_case(path: Path, cases: dict[str, LoadedCase], findings: list[Finding]) -> None:
+    try:
+        case, marks = load(path, Case)
+    except FileError as e:
+        findings += e.findings
+        return
+    loaded = LoadedCase(case, path, marks)
+    if path.stem != case.id:
+        findings.append(loaded.finding(("id",), f"case id '{case.id}' differs from the file's name; rename the file to '{case.id}.yaml'"))
+    cases[case.id] = loaded
+
+
+def _cases_beside(cards: Cards) -> tuple[dict[Path, dict[str, LoadedCase]], list[Finding]]:
+    """By card, the cases that it brings along, as `playbook confirm CARD.yaml` finds them; and what does not load."""
+    shipped = data_root("cases").resolve()
+    read: dict[Path, dict[str, LoadedCase]] = {}
+    own: dict[Path, dict[str, LoadedCase]] = {}
+    findings: list[Finding] = []
+    for entry, _, claim in cards.claims():
+        names = [claim.case, claim.mechanism_check.case if claim.mechanism_check else None]
+        for path in (found for name in names if name and (found := beside(entry.path, name))):
+            if path.parent == shipped:
+                continue
+            if path not in read:
+                read[path] = {}
+                _read_case(path, read[path], findings)
+            own.setdefault(entry.path, {}).update(read[path])
+    return own, findings
+
+
+def check_case(loaded: LoadedCase) -> list[Finding]:
+    """What is wrong with one case: its fields, its function, its trainer configuration, its keys, its layouts."""
+    case = loaded.case
+    findings = [loaded.finding(where, message) for where, message in case_problems(case)]
+    if findings:
+        return findings
+    if case.kind in LOGIC_KINDS:
+        return list(_function(loaded))
+    for where, name in ((("metric",), str(case.metric)), *((("also", i), name) for i, name in enumerate(case.also))):
+        if name not in METRICS:
+            findings.append(loaded.finding(where, f"metric '{name}' is not known{did_you_mean(name, METRICS)}"))
+    try:
+        trainer_path(case)
+    except ConfigError as e:
+        return [*findings, loaded.finding(("trainer",), str(e))]
+    findings += _formulas(loaded)
+    return findings + (list(_unknown_keys(loaded)) or list(_layouts(loaded)))
+
+
+def trainer_keys() -> set[str]:
+    """Every dotted key of the trainer's tree, sections included."""
+    keys = {"model.preset"}
+    pending: list[tuple[str, Any]] = [("", trainer.TrainerConfig), ("model.", trainer.ModelConfig), ("model.vision.", trainer.VisionConfig)]
+    while pending:
+        prefix, model = pending.pop()
+        for name, info in model.model_fields.items():
+            keys.add(prefix + name)
+            if hasattr(info.annotation, "model_fields"):
+                pending.append((f"{prefix}{name}.", info.annotation))
+    return keys
+
+
+def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    here: Path_ = ("claims", i)
+    yield from _same(entry, here, claim.kind, claim.case, claim.metric, claim.comparison, cases)
+    yield from _margin(entry, here, claim.metric, claim.expect)
+    yield from _out_of_reach(entry, here, claim, cases)
+    yield from _rule(entry, here, claim, cases)
+    check = claim.mechanism_check
+    if check:
+        yield from _margin(entry, (*here, "mechanism_check"), check.metric, check.expect)
+        yield from _same(entry, (*here, "mechanism_check"), "pair", check.case, check.metric, check.comparison, cases)
+
+
+def _same(
+    entry: LoadedCard, here: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
+) -> Iterator[Finding]:
+    """A claim and its case must speak of the same thing."""
+    loaded = cases.get(name or "")
+    if loaded is None:
+        return  # reported as a case that does not exist, or as a case file that does not load
+    case = loaded.case
+    if case.kind != kind:
+        yield entry.finding((*here, "case"), f"case '{case.id}' is of kind '{case.kind}', the claim of kind '{kind}'; make them agree")
+    if case.metric is not None and metric not in (case.metric, *case.also):
+        expected = "' or '".join((case.metric, *case.also))
+        yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{expected}' in case '{case.id}'; make them agree")
+    for variant in ("baseline", "candidate"):
+        ours, theirs = getattr(comparison, variant), getattr(case, variant)
+        if ours != theirs:
+            where = (*here, "comparison", variant)
+            yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")
+
+
+def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    """A rule on a curve must speak of variants that its case has."""
+    loaded = cases.get(claim.case or "")
+    if loaded is not None and claim.kind == loaded.case.kind and claim.kind in ("sweep", "interaction") and not case_problems(loaded.case):
+        for message in curve_rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
+            yield entry.finding((*here, "expect"), message)
+
+
+def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
+    """The margin's unit must fit the metric."""
+    if metric in METRICS and expect.margin is not None:
+        try:
+            threshold(METRICS[metric], expect.margin)
+        except ConfigError as e:
+            yield entry.finding((*here, "expect", "margin"), str(e))
+
+
+def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
+    """At least one profile of the case must lie in the claim's scope, as far as its layout says."""
+    loaded = cases.get(claim.case or "")
+    if loaded is None or not loaded.case.profiles or scope.problems(claim.scope):
+        return
+    case, reasons = loaded.case, []
+    for name, keys in case.profiles.items():
+        varied = {k for delta in case.variants.values() for k in delta}
+        fixed = {k: v for k, v in keys.items() if k not in varied}
+        facts = {fact: fixed[key] for key, fact in DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
+        facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
+        unmet = scope.unmet({k: v for k, v in claim.scope.items() if k in facts}, facts)
+        if not unmet:
+            return
+        reasons.append(f"{name} has {unmet[0]}")
+    at = entry.finding(
+        (*here, "scope"), f"no profile of case '{case.id}' lies in this scope: {'; '.join(reasons)}; add one, or widen the scope"
+    )
+    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
+
+
+def _expired(cards: Cards, folder: Path, today: str) -> Iterator[Finding]:
+    """Claims whose newest record has expired: what it found may no longer hold."""
+    found: dict[str, list[tuple[Any, bool, str]]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            then = record["measured"]["claim"] or {}
+            # One that settles nothing takes no verdict's place, however new it is.
+            settles = record["derived"]["verdict"]["status"] not in ("not_applicable", "error")
+            # Not by when it was written: a record that is judged again is valid no longer than the one that its runs come from.
+            found.setdefault(then.get("id", ""), []).append((then, settles, record["expires"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # no record of a verdict: traces lie here too, and `playbook site build` reports what does not read
+    for entry, i, claim in cards.claims():
+        own = [(settles, until) for then, settles, until in found.get(claim.id, ()) if speaks_for(then, entry.card.id, claim)]
+        _, expires = max(own, default=(False, "9999"))
+        if expires < today:
+            at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
+            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0], warning=True)
+
+
+def _delta(values: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{k}: {v}" for k, v in values.items()) + "}"
+
+
+def _function(loaded: LoadedCase) -> Iterator[Finding]:
+    case = loaded.case
+    table = logic.ARITHMETIC if case.kind == "arithmetic" else logic.INVARIANTS
+    if case.function not in table:
+        yield loaded.finding(
+            ("function",), f"function '{case.function}' is not in the harness's table{did_you_mean(str(case.function), table)}"
+        )
+
+
+def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
+    """Every count must be a formula over the numbers of a receipt."""
+    for where, found in receipts(loaded.case):
+        for i, rule in enumerate(found.require):
+            try:
+                receipt.evaluate(str(rule.count or 0), dict.fromkeys(NUMBERS, 1.0))
+            except ConfigError as e:
+                yield loaded.finding((*where, "require", i, "count"), str(e))
+
+
+def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
+    known = trainer_keys() | {RANKS}
+    places = _deltas(loaded.case)
+    places += [(("profiles", name), keys) for name, keys in loaded.case.profiles.items()]
+    for name, variants in loaded.case.variant_profiles.items():
+        places += [(("variant_profiles", name, variant), own) for variant, own in variants.items()]
+    for where, keys in places:
+        for key in keys:
+            if key not in known:
+                yield loaded.finding((*where, key), f"the trainer has no key '{key}'{did_you_mean(key, known)}")
+
+
+def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
+    """Every configuration delta that the case writes down, with its place."""
+    places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), case.baseline), (("candidate",), case.candidate)]
+    places += [(("values", i, "set"), value.set) for i, value in enumerate(case.values)]
+    for i, factor in enumerate(case.factors):
+        places += [(("factors", i, level, "set"), getattr(factor, level).set) for level in ("low", "high")]
+    return places
+
+
+def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
+    """Each variant on each profile must resolve, differ only as declared, and divide its ranks."""
+    for profile in loaded.case.profiles:
+        try:
+            problems = list(_variant_problems(loaded.case, profile))
+        except FileError as e:
+            problems = [f"profile '{profile}': {f.message}" for f in e.findings]
+        except ConfigError as e:
+            text = " ".join(str(e).split())
+            problems = [text if profile in text else f"profile '{profile}': {text}"]
+        yield from (loaded.finding(("profiles", profile), p) for p in problems)
+
+
+def _variant_problems(case: Case, profile: str) -> Iterator[str]:
+    for variant, run in resolve_all(case, profile).items():
+        problems = checks.layout_problems(run.config, run.ranks) + checks.feature_problems(run.config)
+        yield from (f"{variant} on profile '{profile}': {p}" for p in problems)

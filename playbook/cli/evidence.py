@@ -1,0 +1,170 @@
+"""`playbook evidence`: records of verdicts, and where a claim stands by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from playbook.cli.text import complain, print_json, print_table, say
+from playbook.errors import PlaybookError
+
+if TYPE_CHECKING:
+    from datetime import date
+
+    from playbook.cards.model import Card, Claim, MechanismCheck
+    from playbook.records.read import Present, Record
+    from playbook.records.staleness import Here
+
+evidence_app = typer.Typer(no_args_is_help=True, help="Evidence: records of verdicts.")
+
+
+@evidence_app.command("list")
+def evidence_list(
+    results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+) -> None:
+    """List the records: those of this folder's runs and those in the repository."""
+    from playbook.cards.load import load_all
+    from playbook.cards.model import by_claim
+    from playbook.records.read import EVIDENCE
+
+    if results is not None and not results.is_dir():
+        raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
+    cards = load_all()
+    claims = by_claim(cards)
+    found = [r for r in reversed(records_here(cards, here(), results)) if r.schema == EVIDENCE]
+    rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(r)} for r in found]
+    columns = ("evidence", "claim", "status", "machine", "created", "sentence")
+    print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
+
+
+@evidence_app.command("show")
+def evidence_show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+) -> None:
+    """Show one record: what was claimed, what was found, what it rests on."""
+    from playbook_bench.run import report, store
+    from playbook_bench.run.confirm import Outcome
+
+    evidence, sealed = store.load_with_seal(file)
+    if as_json:
+        print_json(evidence.model_dump(mode="json"))
+        return
+    if not sealed:
+        complain(f"{file} was altered after it was sealed; it counts for nothing")
+    out = report.console()
+    claim = evidence.measured.claim
+    say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
+    if claim is not None:
+        say(f"{claim.card}/{claim.id}: {claim.statement}")
+    report.print_outcome(Outcome(evidence, file), out)
+    for condition in evidence.derived.gates:
+        say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
+    if stale := _stale_file(file):
+        say(f"stale    {stale}")
+    say(f"repeat   {evidence.command}")
+
+
+@evidence_app.command("accept")
+def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
+    """Copy a record that replays into bench/results/, to be committed."""
+    from playbook_bench.run import store
+
+    say(str(store.accept(file)))
+
+
+def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None) -> list[Record]:
+    """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
+
+    Raises:
+        FileError: as `playbook.records.read.read`.
+    """
+    from playbook.paths import data_root
+    from playbook.records.read import read
+    from playbook_bench.run.store import DEFAULT_RESULTS
+
+    return read([results or DEFAULT_RESULTS, data_root("results")], cards, present(mine))
+
+
+def present(mine: Here | None) -> Present:
+    """What this version of the playbook compares verdicts with."""
+    from playbook.records.read import Present
+    from playbook_bench.judge.outdated import edited
+    from playbook_bench.machine import detect
+
+    return Present(detect.performance_revision(), mine, edited)
+
+
+def here() -> Here:
+    """This machine, with which verdicts from one like it are compared."""
+    from playbook_bench.machine import detect
+
+    return detect.here()
+
+
+def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[str, Any]:
+    """Where a claim stands, by its newest evidence, and on each machine (`verdicts`)."""
+    from playbook.records.read import UNTESTED, verdicts
+
+    found = sorted(verdicts(records, claim.id), key=lambda r: r.precedence, reverse=True)
+    rows = [_row(r, claim) for r in found]
+    for row in rows:
+        if row["stale"]:
+            row["sentence"] += f"; stale: {'; '.join(row['stale'])}"
+    first = rows[0] if rows else {"status": UNTESTED, "sentence": None, "evidence": None, "stale": []}
+    return {**first, "verdicts": rows}
+
+
+def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for a table, whose status says when it no longer counts, and names the machines where they disagree."""
+    each = [(_word(v), v["machine"]) for v in row.get("verdicts", ())]
+    if len({word for word, _ in each}) > 1:
+        return {**row, "status": "; ".join(f"{word} on {machine}" for word, machine in each)}
+    return {**row, "status": _word(row)}
+
+
+def _word(row: Mapping[str, Any]) -> str:
+    return f"{row['status']}, stale" if row.get("stale") else str(row["status"])
+
+
+def _stale_file(path: Path) -> str | None:
+    """Why the verdict in a file no longer speaks for the present, on this machine."""
+    from playbook.cards.load import load_all
+    from playbook.cards.model import by_claim
+    from playbook.records.read import read_file
+
+    claims = by_claim(load_all())
+    record = read_file(path, claims, present(here()))
+    return record.stale(_today(), claims[record.claim][1] if record.claim in claims else None)
+
+
+def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
+    return {
+        "status": record.status,
+        "sentence": record.sentence,
+        "evidence": record.id,
+        "machine": record.machine,
+        "created": record.created,
+        "path": str(record.path),
+        "stale": record.reasons(_today(), claim),
+    }
+
+
+def _origin(record: Record) -> dict[str, Any]:
+    """What a list of records says of each beside its verdict."""
+    return {
+        "claim": record.get("measured", "claim", "id"),
+        "card": record.get("measured", "claim", "card"),
+        "case": record.get("measured", "case", "id"),
+        "expires": record.get("expires"),
+    }
+
+
+def _today() -> date:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).date()

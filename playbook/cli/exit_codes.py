@@ -1,0 +1,80 @@
+"""How a command ends: every way out as an exit code that no verdict has already."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.cli.text import complain
+from playbook.errors import FileError, PlaybookError
+
+USAGE = 2
+FAILED = 5
+INTERRUPTED = 130
+READER_LEFT = 141
+"""128 + SIGPIPE: what a shell reports of a command whose reader went away."""
+
+
+def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
+    """The exit code of a command; a user's mistake is a message, and no accident looks like a verdict (Python's own code for one is 1)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, who does not want to hear
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)
+    try:
+        code = _code(app, argv)
+        sys.stdout.flush()
+    except PlaybookError as e:
+        _tell(str(e) if isinstance(e, FileError) else f"error: {e}")
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as e:
+        if e.errno == errno.EPIPE:
+            return _without_reader()
+        _tell(f"error: {e.filename or 'the output'} cannot be read or written: {e.strerror or e}; free some space, or name another place")
+        _abandon(sys.stdout)
+        return USAGE
+    except Exception:
+        _tell(f"{traceback.format_exc()}error: this is a fault of playbook, not of what it was given; please report the lines above")
+        return FAILED
+    return code
+
+
+def _code(app: Callable[..., Any], argv: Sequence[str]) -> int:
+    code: Any
+    try:
+        code = app(list(argv), prog_name="playbook", standalone_mode=True)
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # typer ends with 1 then, which would read as `refuted`
+            return _without_reader()
+        code = e.code
+    if isinstance(code, str):
+        _tell(code)
+        return FAILED
+    return code or 0
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        complain(text)
+
+
+def _without_reader() -> int:
+    """The reader left (`playbook cards list | head -1`): there is nobody to tell, and nothing to be flushed when Python ends."""
+    for stream in (sys.stdout, sys.stderr):
+        _abandon(stream)
+    return READER_LEFT
+
+
+def _abandon(stream: Any) -> None:
+    """Point the stream elsewhere, so that what is left in its buffer cannot fail once more at the end."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as in a test, has nothing to flush to
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

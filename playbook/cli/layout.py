@@ -1,0 +1,109 @@
+"""`playbook layout`: check a layout, estimate its memory, count its work and traffic. Part of the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from playbook.cli.text import count, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from playbook.planner.memory import Stage
+    from playbook.planner.nearest import Near
+    from playbook.planner.plan import Plan
+
+USAGE = 2
+GIB = 1 << 30
+MIB = 1 << 20
+
+layout_app = typer.Typer(no_args_is_help=True, help="Layouts: which are possible, what they store, what they compute and send.")
+
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value", help="Degrees, batch and options, such as tp=1 ep=8 mbs=2 seq_len=4096.")
+]
+Model = Annotated[str, typer.Option("--model", help="A model's name, such as deepseek_v3; an unknown one lists them all.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
+
+
+@layout_app.command("check")
+def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
+    """Check a layout against every rule, and offer the nearest legal ones; exits with 2 if it breaks one."""
+    from playbook.planner.nearest import nearest
+    from playbook.planner.plan import parse
+
+    plan = parse(model, settings or [], gpus=gpus)
+    broken = plan.broken()
+    near = nearest(plan) if broken else []
+    if as_json:
+        offers = [{"changes": n.changes, "distance": n.distance, "layout": degrees(n.plan)} for n in near]
+        print_json({"legal": not broken, "layout": degrees(plan), "broken": broken, "nearest": offers})
+    elif not broken:
+        say(f"legal: {_line(plan)}")
+    else:
+        _explain(broken, near)
+    if broken:
+        raise typer.Exit(USAGE)
+
+
+@layout_app.command("memory")
+def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
+    """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP."""
+    from playbook.planner.memory import estimate
+    from playbook.planner.plan import parse
+
+    plan = parse(model, settings or [], gpus=gpus)
+    stages = estimate(plan)
+    most = max(stages, key=lambda s: s.peak)
+    if as_json:
+        print_json({"layout": degrees(plan), "unit": "bytes", "peak": most.peak, "stage": most.stage, "stages": [s.row() for s in stages]})
+        return
+    say(_line(plan))
+    print_table([_row(s) for s in stages], tuple(_row(most)))
+    say(f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.stage}, columns in GiB; reserved memory and the driver's are not in it")
+
+
+@layout_app.command("traffic")
+def layout_traffic(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
+    """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
+    from playbook.planner.plan import parse
+    from playbook.planner.traffic import traffic
+
+    plan = parse(model, settings or [], gpus=gpus)
+    found = traffic(plan)
+    if as_json:
+        print_json({"layout": degrees(plan), **found})
+        return
+    say(_line(plan))
+    say(f"{found['flops_per_token'] / 1e9:.2f} GFLOP per token, forward and backward; bubble {found['bubble']:.1%}")
+    rows = [{**row, "forward MiB": f"{row['forward'] / MIB:.1f}", "backward MiB": f"{row['backward'] / MIB:.1f}"} for row in found["sent"]]
+    print_table(rows, ("what", "per", "forward MiB", "backward MiB"))
+
+
+def degrees(plan: Plan) -> dict[str, Any]:
+    """A plan's degrees and batch, the derived ones included."""
+    keys = ("model", "gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "seq_len", "microbatches")
+    return {k: getattr(plan, k) for k in keys} | {"layers": plan.shape.layers, "gbs": plan.global_batch}
+
+
+def _line(plan: Plan) -> str:
+    return "  ".join(f"{k} {v}" for k, v in degrees(plan).items())
+
+
+def _explain(broken: list[str], near: list[Near]) -> None:
+    say(f"{count(len(broken), 'broken rule')}")
+    for sentence in broken:
+        say(f"  - {sentence}")
+    say("nearest legal layouts" if near else "no choice of degrees makes this legal: first change the options that the rules above name")
+    for found in near:
+        changes = " ".join(f"{k}={str(v).lower()}" for k, v in found.changes.items())
+        say(f"  {changes}    ({_line(found.plan)})")
+
+
+def _row(stage: Stage) -> dict[str, str]:
+    """A stage in GiB; columns that are zero everywhere still show, so that nothing seems forgotten."""
+    parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace", "peak")
+    figures = stage.row()
+    flying = "+".join(map(str, stage.in_flight))
+    return {"stage": str(stage.stage), "layers": str(stage.layers), "in flight": flying} | {k: f"{figures[k] / GIB:.2f}" for k in parts}

@@ -1,0 +1,107 @@
+"""What the command line prints: cards as text, tables, JSON. Strings in, strings out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playbook.cards.model import Card, Claim
+
+
+_CONTROLS = {c: f"\\x{c:02x}" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
+
+
+def plain(text: str) -> str:
+    """The text with control characters written out: a file of somebody else's must not steer the reader's terminal."""
+    return text.translate(_CONTROLS)
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(plain(text) + "\n")
+
+
+def complain(text: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(plain(text) + "\n")
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document on one line."""
+    sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def count(number: int, noun: str) -> str:
+    """`3 cards`, `1 card`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in values.items())
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Plain columns without lines; the last one is as wide as it needs."""
+    cells = [list(columns), *([", ".join(v) if isinstance(v := row[c], list) else str(v) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_trace(trace: Mapping[str, Any]) -> None:
+    """Time per range of one variant, in milliseconds per step, with what the figures cover."""
+    figures = ("host_ms", "busy_ms", "self_ms", "exposed_comm_ms")
+    rows = [{**row, "count": f"{row['count']:g}", **{k: f"{row[k]:.2f}" for k in figures}} for row in trace["rows"]]
+    print_table(rows, ("path", "phase", "count", *figures))
+    shares = ", ".join(f"{k} {v:.0%}" for k, v in trace["coverage"].items() if v is not None)
+    say(
+        f"{trace['span_ms']:.1f} ms a step over {count(trace['num_steps'], 'step')}; busy is {trace['measures']} time; in named parts: {shares}"
+    )
+    for note in trace["notes"]:
+        say(f"note: {note}")
+
+
+def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """A card as text, with the status of its claims."""
+    yield f"{card.id}: {card.title}"
+    yield card.summary
+    for claim in card.claims:
+        yield from _claim_lines(claim, status)
+    if card.decide:
+        yield "\ndecide"
+    for rule in card.decide:
+        never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
+        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)})"
+        if rule.note:
+            yield f"    {rule.note}"
+    for dispute in card.disputes:
+        yield f"\nin dispute: {dispute.subject}\n  {', '.join(dispute.claims)}; {dispute.stands} stands: {dispute.why}"
+    if card.pitfalls:
+        yield "\npitfalls"
+    for pitfall in card.pitfalls:
+        yield f"  {pitfall.symptom}\n    cause: {pitfall.cause}\n    fix: {pitfall.fix}"
+    if card.interactions:
+        yield "\ninteractions"
+    for words in card.interactions:
+        yield f"  {words}"
+
+
+def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
+    yield from _verdict_lines(status[claim.id])
+    yield f"  why: {claim.mechanism}"
+    yield f"  scope: {_pairs(claim.scope) or 'any'}    case: {claim.case}    label: {claim.label}"
+    for source in claim.sources:
+        yield f"  source: {source.title}, {source.origin}, {source.section or 'whole'}, {source.date}"
+    check = claim.mechanism_check
+    if check:
+        yield f"  {check.id}  {status[check.id]['status']}  {check.statement}"
+        yield from (f"  {line}" for line in _verdict_lines(status[check.id]))
+
+
+def _verdict_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    """What was found on each machine."""
+    return (f"  {v['sentence']}  [on {v['machine']}, {v['evidence']}]" for v in status["verdicts"])

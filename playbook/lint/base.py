@@ -1,0 +1,185 @@
+"""What every lint rule is made of: the cards it looks at, the configurations in them, and when two situations overlap."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from playbook.cards.load import LoadedCard
+from playbook.cards.model import Claim
+from playbook.errors import Finding
+from playbook.yaml_files import Path_
+
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
+_COMPARE = re.compile(rf"\s*(>=|<=|==|>|<)?\s*({_NUMBER})\s*\Z")
+_RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
+GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The cards that are checked, all the cards they can disagree with (the checked ones last), and the day to judge age by."""
+
+    checked: Sequence[LoadedCard]
+    every: Sequence[LoadedCard]
+    today: str
+
+    def pairs(self) -> Iterator[tuple[LoadedCard, LoadedCard]]:
+        """Each pair of cards of which the second is checked, once; a card is also paired with itself."""
+        asked = {id(e) for e in self.checked}
+        for j, second in enumerate(self.every):
+            if id(second) in asked:
+                yield from ((first, second) for first in self.every[: j + 1])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong: `check` yields (card, place in it, message)."""
+
+    id: str
+    title: str
+    check: Callable[[Shelf], Iterator[Found]]
+    warning: bool = False
+
+    def run(self, shelf: Shelf) -> Iterator[Finding]:
+        """The rule's findings, at file:line:column."""
+        for entry, where, message in self.check(shelf):
+            at = entry.finding(where, message)
+            yield Finding(at.file, at.line, at.column, at.message, self.id, self.warning)
+
+
+Found = tuple[LoadedCard, Path_, str]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Something that a card sets: a family, a decision, or a variant of a claim, as flat keys."""
+
+    entry: LoadedCard
+    where: Path_
+    name: str
+    values: Mapping[str, Any]
+    layout: Mapping[str, int]
+    hardware: str = ""
+    model: str = ""
+    gpus: int | None = None
+
+
+def configs(entry: LoadedCard) -> Iterator[Config]:
+    """Every configuration that a card speaks of."""
+    for i, family in enumerate(entry.card.families):
+        yield Config(
+            entry,
+            ("families", i, "settings"),
+            f"family '{family.name}'",
+            family.settings,
+            family.layout,
+            family.hardware,
+            family.model,
+            family.gpus,
+        )
+    for i, decision in enumerate(entry.card.decide):
+        hardware = " ".join(map(str, _as_list(decision.when.get("gpu", ""))))
+        model = str(decision.when.get("model", ""))
+        gpus = decision.set.get("gpus", decision.when.get("gpus"))
+        count = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) else None
+        yield Config(entry, ("decide", i, "set"), "the decision", decision.set, degrees_of(decision.set), hardware, model, count)
+    for i, claim in enumerate(entry.card.claims):
+        yield from _variants(entry, ("claims", i), claim)
+
+
+def _variants(entry: LoadedCard, here: Path_, claim: Claim) -> Iterator[Config]:
+    hardware = " ".join(map(str, _as_list(claim.scope.get("gpu", ""))))
+    for variant in ("baseline", "candidate"):
+        values = getattr(claim.comparison, variant)
+        if values:
+            yield Config(entry, (*here, "comparison", variant), f"the {variant} of {claim.id}", values, degrees_of(values), hardware)
+
+
+def degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
+    """The parallel degrees among dotted keys, such as `parallel.tp`."""
+    found = {}
+    for key, value in values.items():
+        name = key.rsplit(".", 1)[-1]
+        if name in ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp") and isinstance(value, int) and not isinstance(value, bool):
+            found[name] = value
+    return found
+
+
+def gpus_named(text: str) -> frozenset[str]:
+    """The GPU names in a phrase such as 'H100 or B200 class'; GB200 is not B200."""
+    words = {w.upper() for w in re.findall(r"[A-Za-z]+[0-9]+", text)}
+    return frozenset(name for name in GPU_NAMES if name in words)
+
+
+def overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether one situation can meet both predicates; a key that only one names does not separate them."""
+    return all(_meet(a[key], b[key]) for key in a.keys() & b.keys())
+
+
+def linked(first: LoadedCard, a: Claim | None, second: LoadedCard, b: Claim | None) -> bool:
+    """Whether a card or claim already says that it supersedes or contradicts the other."""
+    named = {*first.card.related.supersedes, *first.card.related.contradicts, *second.card.related.supersedes}
+    named |= set(second.card.related.contradicts)
+    if first is not second and {first.card.id, second.card.id} & named:
+        return True
+    pairs = ((a, b), (b, a))
+    return any(x is not None and y is not None and y.id in (*x.supersedes, *x.contradicts) for x, y in pairs)
+
+
+def show(value: Any) -> str:
+    """A value as a card writes it."""
+    return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
+
+
+def place(entry: LoadedCard, here: LoadedCard, label: str) -> str:
+    """`label`, with its card where that is another one."""
+    return label if entry is here else f"{label} of card '{entry.card.id}'"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _meet(a: Any, b: Any) -> bool:
+    if a == b:
+        return True
+    return _words_meet(a, b) if isinstance(a, str) and isinstance(b, str) else _ranges_or_words_meet(a, b)
+
+
+@cache  # as for `_read_span`
+def _words_meet(a: str, b: str) -> bool:
+    return _ranges_or_words_meet(a, b)
+
+
+def _ranges_or_words_meet(a: Any, b: Any) -> bool:
+    spans = [[_span(v) for v in _as_list(side)] for side in (a, b)]
+    if all(s is not None for side in spans for s in side):
+        return any(x[0] <= y[1] and y[0] <= x[1] for x in spans[0] if x for y in spans[1] if y)
+    words = [{part.strip().lower() for v in _as_list(side) for part in str(v).split("|")} for side in (a, b)]
+    return bool(words[0] & words[1])
+
+
+def _span(value: Any) -> tuple[float, float] | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    return _read_span(str(value))
+
+
+@cache  # a few hundred cards are compared pair by pair, and their predicates are few
+def _read_span(text: str) -> tuple[float, float] | None:
+    match = _RANGE.match(text)
+    if match:
+        return float(match[1]), float(match[2])
+    match = _COMPARE.match(text)
+    if match is None:
+        return None
+    bound = float(match[2])
+    above, below = math.nextafter(bound, math.inf), math.nextafter(bound, -math.inf)
+    return {">=": (bound, math.inf), "<=": (-math.inf, bound), ">": (above, math.inf), "<": (-math.inf, below)}.get(
+        match[1] or "", (bound, bound)
+    )

@@ -1,0 +1,253 @@
+"""Lint rules about cards that contradict each other, or themselves, without saying so."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from playbook.cards.load import LoadedCard
+from playbook.cards.model import Claim, ConfigFamily, Decision, Expect
+from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, place, show
+from playbook.yaml_files import Path_
+
+SHARED_ALIASES = 0.6
+TITLE_OVERLAP = 0.75
+_FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|using|when|with|choosing|use|guide|training|performance)\b")
+
+
+def opposed_claims(shelf: Shelf) -> Iterator[Found]:
+    """Claims on one comparison and metric that cannot both hold where their scopes overlap."""
+    index: dict[str, list[tuple[LoadedCard, int, Claim]]] = {}
+    for entry in shelf.every:
+        for i, claim in enumerate(entry.card.claims):
+            if claim.kind == "pair":
+                sides = sorted(_frozen(getattr(claim.comparison, v)) for v in ("baseline", "candidate"))
+                index.setdefault(json.dumps([claim.metric, *sides]), []).append((entry, i, claim))
+    asked = {id(e) for e in shelf.checked}
+    for rows in index.values():
+        for n, (second, i, b) in enumerate(rows):
+            for first, _, a in rows[:n] if id(second) in asked else ():
+                if _opposed(a, b) and overlap(a.scope, b.scope) and not linked(first, a, second, b):
+                    message = (
+                        f"{b.id} and {place(first, second, a.id)} cannot both hold: one comparison and metric, scopes that overlap,"
+                        " opposite expectations; narrow a scope, or link them by supersedes or contradicts"
+                    )
+                    yield second, ("claims", i, "expect"), message
+
+
+def _opposed(a: Claim, b: Claim) -> bool:
+    one, two = effect(a.expect), effect(b.expect)
+    if one is None or two is None or one[0] != two[0]:
+        return False
+    if a.comparison.baseline != b.comparison.baseline:
+        two = (two[0], -two[2], -two[1])
+    return max(one[1], two[1]) > min(one[2], two[2])
+
+
+def effect(expect: Expect) -> tuple[str, float, float] | None:
+    """What an expectation allows the effect to be: (scale, least, most); ratios and percent become logarithms."""
+    if expect.margin is None or expect.op == "holds":
+        return None
+    unit, value = expect.margin.unit, expect.margin.value
+    if unit in ("percent", "ratio"):
+        ratio = 1 + value / 100 if unit == "percent" else value
+        if ratio <= 0:
+            return None
+        scale, bound = "log", math.log(ratio)
+    else:
+        scale, bound = unit, value
+    low, high = {">=": (bound, math.inf), "<=": (-math.inf, bound)}.get(expect.op, (-abs(bound), abs(bound)))
+    return scale, low, high
+
+
+def opposed_decisions(shelf: Shelf) -> Iterator[Found]:
+    """Decisions that set one key to different values in the same situation."""
+    index: dict[tuple[str, ...], list[tuple[LoadedCard, int, Decision]]] = {}
+    for entry in shelf.every:
+        for i, decision in enumerate(entry.card.decide):
+            index.setdefault(tuple(sorted(decision.when)), []).append((entry, i, decision))
+    asked = {id(e) for e in shelf.checked}
+    for rows in index.values():
+        for n, (second, i, b) in enumerate(rows):
+            for first, _, a in rows[:n] if id(second) in asked else ():
+                differ = [k for k in a.set if k in b.set and a.set[k] != b.set[k]]
+                if differ and overlap(a.when, b.when) and not linked(first, None, second, None):
+                    yield from _set_twice(first, a, second, i, b, differ)
+
+
+def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: Decision, keys: list[str]) -> Iterator[Found]:
+    other = place(first, second, "another decision")
+    for key in sorted(keys):
+        message = f"sets {key} to {show(b.set[key])}, and {other} to {show(a.set[key])} in the same situation; keep one, or narrow `when`"
+        yield second, ("decide", i, "set", key), message
+
+
+def avoided_settings(shelf: Shelf) -> Iterator[Found]:
+    """Decisions that set what another one says to avoid, in a situation that both meet."""
+    warnings: dict[str, list[tuple[int, LoadedCard, Decision]]] = {}
+    for n, entry in enumerate(shelf.every):
+        for decision in entry.card.decide:
+            for key in decision.avoid:
+                warnings.setdefault(key, []).append((n, entry, decision))
+    asked = {id(e) for e in shelf.checked}
+    for m, sets in enumerate(shelf.every):
+        for i, decision in enumerate(sets.card.decide):
+            met = {id(other): (n, warns, other) for key in decision.set for n, warns, other in warnings.get(key, ())}
+            for n, warns, other in met.values():
+                later = shelf.every[max(m, n)]
+                if id(later) in asked and overlap(decision.when, other.when) and not linked(warns, None, sets, None):
+                    yield from _avoided(warns, other, sets, i, decision)
+
+
+def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decision: Decision) -> Iterator[Found]:
+    for key in sorted(decision.set.keys() & other.avoid.keys()):
+        common = _members(decision.set[key]) & _members(other.avoid[key])
+        if common:
+            because = ", ".join(other.because)
+            who = place(warns, sets, "a decision")
+            message = f"sets {key} to {', '.join(sorted(common))}, which {who} says to avoid (because {because}); follow the evidence, or narrow `when`"
+            yield sets, ("decide", i, "set", key), message
+
+
+def unsupported_decisions(shelf: Shelf) -> Iterator[Found]:
+    """Decisions for the sake of a metric that a claim says the setting does not improve."""
+    claims = {c.id: (e, c) for e in shelf.every for c in e.card.claims}
+    useless = [(e, c) for e, c in claims.values() if c.kind == "pair" and _gains_nothing(c) and c.comparison.candidate]
+    for entry in shelf.checked:
+        for i, decision in enumerate(entry.card.decide):
+            reasons = [claims[r][1] for r in decision.because if r in claims]
+            metrics = {r.metric for r in reasons}
+            for owner, claim in useless:
+                if claim.metric not in metrics or claim.id in decision.because or not overlap(claim.scope, decision.when):
+                    continue
+                settled = any(linked(owner, claim, entry, r) for r in reasons)
+                if not settled and all(_members(v) <= _members(decision.set.get(k, [])) for k, v in claim.comparison.candidate.items()):
+                    message = (
+                        f"sets what {place(owner, entry, claim.id)} says gains nothing in {claim.metric};"
+                        " say by supersedes or contradicts which claim stands, or change the decision"
+                    )
+                    yield entry, ("decide", i, "set"), message
+
+
+def _gains_nothing(claim: Claim) -> bool:
+    bounds = effect(claim.expect)
+    return bounds is not None and bounds[0] == "log" and bounds[2] <= math.log(1.02)
+
+
+def same_row(shelf: Shelf) -> Iterator[Found]:
+    """One configuration that two families state differently, or that fills in what its source leaves open."""
+    index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
+    asked = {id(e) for e in shelf.checked}
+    for entry in shelf.every:
+        for i, family in enumerate(entry.card.families):
+            index.setdefault((family.model, family.gpus), []).append((entry, i, family))
+            for key in sorted(set(family.unspecified) & family.layout.keys()) if id(entry) in asked else ():
+                message = f"'{family.name}' sets {key} to {family.layout[key]}, and lists it as unspecified by its source; remove one"
+                yield entry, ("families", i, "layout", key), message
+    for rows in index.values():
+        for n, (second, i, b) in enumerate(rows):
+            for first, j, a in rows[:n] if id(second) in asked else ():
+                if _one_row(a, b) and gpus_named(a.hardware) & gpus_named(b.hardware) and not linked(first, None, second, None):
+                    yield from _row_differs(first, j, a, second, i, b)
+
+
+def _one_row(a: ConfigFamily, b: ConfigFamily) -> bool:
+    if a.layout == b.layout and not a.unspecified and not b.unspecified:
+        return False  # nothing to disagree about
+    grid = [k for k in ("tp", "pp", "cp", "ep", "etp") if k in a.layout and k in b.layout]
+    same = all(a.layout[k] == b.layout[k] for k in grid)
+    work = all(a.settings[k] == b.settings[k] for k in ("seq_len", "precision") if k in a.settings and k in b.settings)
+    return work and same and (len(grid) >= 3 or a.name == b.name)
+
+
+def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+    other = place(first, second, f"'{a.name}'")
+    for key in sorted(a.layout.keys() & b.layout.keys()):
+        if a.layout[key] != b.layout[key]:
+            message = f"'{b.name}' has {key} {b.layout[key]}, {other} has {a.layout[key]} for the same model, GPUs and degrees; keep what the source says"
+            yield second, ("families", i, "layout", key), message
+    for open_, set_, entry, place_ in ((a, b, second, i), (b, a, first, j)):
+        for key in sorted(set(open_.unspecified) & set_.layout.keys()):
+            who = other if open_ is a else place(second, first, f"'{b.name}'")
+            message = f"'{set_.name}' has {key} {set_.layout[key]}, which {who} says the source leaves open; remove it, or name the source"
+            yield entry, ("families", place_, "layout", key), message
+
+
+def one_measurement(shelf: Shelf) -> Iterator[Found]:
+    """The same figures under two descriptions: two families whose measurements are equal and whose settings are not."""
+    index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
+    for entry in shelf.every:
+        for i, family in enumerate(entry.card.families):
+            for name, value in family.measured.items():
+                if len(re.sub(r"\D", "", f"{value.value:g}").rstrip("0").lstrip("0")) >= 3:
+                    index.setdefault(f"{name} {value.value:g} {value.unit}", []).append((entry, i, family))
+    asked = {id(e) for e in shelf.checked}
+    seen: set[tuple[int, str, int, str]] = set()
+    for rows in index.values():
+        for n, (second, i, b) in enumerate(rows):
+            for first, j, a in rows[:n] if id(second) in asked else ():
+                pair = (id(first), f"{j}", id(second), f"{i}")
+                if pair in seen or (first is second and i == j):
+                    continue
+                seen.add(pair)
+                yield from _described_twice(first, a, second, i, b)
+
+
+def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: int, b: ConfigFamily) -> Iterator[Found]:
+    facts = [{**f.settings, **f.layout, "model": f.model, **({"gpus": f.gpus} if f.gpus else {})} for f in (a, b)]
+    for key in sorted(facts[0].keys() & facts[1].keys()):
+        if facts[0][key] != facts[1][key]:
+            other = place(first, second, f"'{a.name}'")
+            message = (
+                f"'{b.name}' has the figures of {other}, but {key} is {show(facts[1][key])} here and {show(facts[0][key])} there;"
+                " one measurement has one description, correct it"
+            )
+            where: Path_ = ("families", i, "settings", key) if key in b.settings else ("families", i, "layout")
+            yield second, where, message
+
+
+def duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
+    """Two cards on one subject, by their titles and aliases: a search cannot tell them apart."""
+    words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
+    for first, second in shelf.pairs():
+        if first is second or first.card.id == second.card.id or linked(first, None, second, None):
+            continue
+        (title_a, alias_a), (title_b, alias_b) = words[id(first)], words[id(second)]
+        shared = alias_a & alias_b
+        few = min(len(alias_a), len(alias_b))
+        aliases = len(shared) >= 2 and len(shared) / few >= SHARED_ALIASES
+        titles = len(title_a & title_b) >= 2 and len(title_a & title_b) / len(title_a | title_b) >= TITLE_OVERLAP
+        if aliases or titles:
+            why = f"share the aliases {', '.join(sorted(shared))}" if aliases else "have nearly the same title"
+            message = f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other"
+            yield second, ("aliases",) if aliases else ("title",), message
+
+
+def _title(text: str) -> frozenset[str]:
+    return frozenset(w.rstrip("s") for w in re.findall(r"[a-z0-9]+", _FILLER.sub(" ", text.lower())))
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+def _members(value: Any) -> frozenset[str]:
+    return frozenset(str(v) for v in value) if isinstance(value, list) else frozenset({str(value)})
+
+
+def _frozen(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+RULES = (
+    Rule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", opposed_claims),
+    Rule("conflict-decisions", "Two decisions that set one key differently in the same situation", opposed_decisions),
+    Rule("conflict-avoid", "A decision that sets what another one says to avoid", avoided_settings),
+    Rule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", unsupported_decisions),
+    Rule("conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", same_row),
+    Rule("conflict-measurement", "The same figures under two descriptions", one_measurement),
+    Rule("duplicate-subject", "Two cards on one subject, by titles and aliases", duplicate_subjects),
+)

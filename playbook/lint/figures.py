@@ -1,0 +1,177 @@
+"""Lint rules about numbers: units, text that should be a number, and figures that contradict arithmetic or each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+from playbook.cards.load import LoadedCard
+from playbook.cards.model import Quantity
+from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, place
+from playbook.yaml_files import Path_
+
+UNITS: Mapping[str, tuple[str, ...]] = {
+    "model_tflops_per_gpu": ("tflops",),
+    "peak_tflops": ("tflops",),
+    "mfu": ("percent",),
+    "step_time": ("seconds",),
+    "peak_memory": ("gib", "bytes"),
+    "training_state": ("gib", "bytes"),
+    "training_state_per_parameter": ("bytes",),
+    "tokens_per_s_per_gpu": ("tokens",),
+    "parameters": ("count",),
+    "hybridep_ranks_per_nvlink_domain": ("count", "gpus"),
+    "throughput_gain": ("percent", "ratio"),
+    "memory_saved": ("percent", "gib", "bytes"),
+}
+"""The figures that a card may state outside its claims, with the units that fit."""
+
+ADAM_BYTES = (16.0, 18.0)
+"""Bytes per parameter of mixed-precision Adam: 2 weights, 2 or 4 gradients, 4 master weights, 8 moments.
+
+Source: ZeRO, https://arxiv.org/abs/1910.02054, section 3.1 (16); Megatron-LM `theoretical_memory_usage.py` (18)."""
+
+PEAK_TOLERANCE = 0.02
+_NUMERIC = re.compile(
+    r"[~≈]?\s*[0-9]+(?:\.[0-9]+)?\s*(?:-\s*[0-9]+(?:\.[0-9]+)?)?\s*(%|percent|gb|gib|tb|ms|s|tf|tflops|tok/s|x)\Z", re.IGNORECASE
+)
+_TILDE = re.compile(r"[~≈]\s*[0-9]+(?:\.[0-9]+)?\Z")
+
+
+def figure_units(shelf: Shelf) -> Iterator[Found]:
+    """Figures of an unknown name, or in a unit that does not fit it."""
+    for entry in shelf.checked:
+        for where, name, value in _quantities(entry):
+            if name not in UNITS:
+                yield entry, where, f"figure '{name}' is not known; expected one of: {', '.join(sorted(UNITS))}"
+            elif value.unit not in UNITS[name]:
+                yield entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(UNITS[name])}"
+
+
+def text_numbers(shelf: Shelf) -> Iterator[Found]:
+    """Numbers written as text, which nothing can compare."""
+    for entry in shelf.checked:
+        places: list[tuple[Path_, Mapping[str, Any]]] = [
+            (("families", i, "settings"), f.settings) for i, f in enumerate(entry.card.families)
+        ]
+        places += [(("decide", i, part), getattr(d, part)) for i, d in enumerate(entry.card.decide) for part in ("when", "set")]
+        for where, values in places:
+            for key, value in values.items():
+                if isinstance(value, str) and is_text_number(value):
+                    yield (
+                        entry,
+                        (*where, key),
+                        f"'{key}' is the text '{value}'; write a number, or a measured figure {{value, unit, approx}}",
+                    )
+
+
+def is_text_number(text: str) -> bool:
+    """Whether a text is a number in disguise, such as `~300` or `19 %`."""
+    return len(text) <= 40 and bool(_NUMERIC.match(text.strip()) or _TILDE.match(text.strip()))
+
+
+def state_bytes(shelf: Shelf) -> Iterator[Found]:
+    """Training-state figures below or above what mixed-precision Adam needs per parameter."""
+    low, high = ADAM_BYTES
+    for entry in shelf.checked:
+        for i, figure in enumerate(entry.card.figures):
+            per = _bytes_per_parameter(figure.name, figure.value, figure.when)
+            if per is None or str(figure.when.get("optimizer", "adam")).lower() != "adam":
+                continue
+            if not low * 0.97 <= per <= high * 1.03:
+                message = (
+                    f"{figure.name} is {per:.3g} bytes per parameter; mixed-precision Adam keeps {low:g} to {high:g}"
+                    " (2 weights, 2 or 4 gradients, 12 master weights and moments); correct the figure, or name the optimizer"
+                )
+                yield entry, ("figures", i, "value"), message
+
+
+def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) -> float | None:
+    amount = value.value * (1024**3 if value.unit == "gib" else 1)
+    if name == "training_state_per_parameter":
+        return amount
+    count = when.get("parameters")
+    if name != "training_state" or isinstance(count, bool) or not isinstance(count, int | float) or count <= 0:
+        return None
+    return amount / count
+
+
+def implied_peak(shelf: Shelf) -> Iterator[Found]:
+    """TFLOP/s over MFU is the peak that a row was divided by; rows of one chip and precision must agree on it within rounding."""
+    rows = [row for entry in shelf.every for row in _peaks(entry)]
+    asked = {id(e) for e in shelf.checked}
+    for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in combinations(rows, 2):
+        if id(second) not in asked or key_a != key_b or linked(first, None, second, None):
+            continue
+        if max(low_a, low_b) > min(high_a, high_b):
+            gpu, precision = key_b
+            message = (
+                f"'{name_b}' implies a peak of {low_b:.0f} to {high_b:.0f} TFLOP/s for {gpu} in {precision},"
+                f" '{place(first, second, name_a)}' one of {low_a:.0f} to {high_a:.0f}; state both by one peak, or correct the MFU"
+            )
+            yield second, where, message
+
+
+def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[str, str], float, float]]:
+    for i, family in enumerate(entry.card.families):
+        rate, mfu = family.measured.get("model_tflops_per_gpu"), family.measured.get("mfu")
+        gpus, precision = gpus_named(family.hardware), family.settings.get("precision")
+        if rate and mfu and mfu.value > 0 and len(gpus) == 1 and isinstance(precision, str):
+            (r_low, r_high), (m_low, m_high) = rounding(rate), rounding(mfu)
+            where: Path_ = ("families", i, "measured")
+            key = (next(iter(gpus)), precision)
+            yield (
+                entry,
+                where,
+                family.name,
+                key,
+                100 * r_low / m_high * (1 - PEAK_TOLERANCE),
+                100 * r_high / m_low * (1 + PEAK_TOLERANCE),
+            )
+
+
+def rounding(value: Quantity) -> tuple[float, float]:
+    """The interval that a written number stands for: half a unit of its last digit that is not a trailing zero, if it is rounded."""
+    if not value.approx:
+        return value.value, value.value
+    text = f"{value.value:.6f}".rstrip("0").rstrip(".")
+    decimals = len(text.partition(".")[2])
+    zeros = 0 if decimals else len(text) - len(text.rstrip("0"))
+    half = 0.5 * 10.0 ** (zeros - decimals)
+    return max(value.value - half, 1e-9), value.value + half
+
+
+def figure_conflicts(shelf: Shelf) -> Iterator[Found]:
+    """The same figure with two values where both situations hold."""
+    rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
+    asked = {id(e) for e in shelf.checked}
+    for (first, _, a), (second, i, b) in combinations(rows, 2):
+        same = a.name == b.name and a.value.unit == b.value.unit and a.when.keys() == b.when.keys()
+        if not same or id(second) not in asked or not overlap(a.when, b.when) or linked(first, None, second, None):
+            continue
+        (low_a, high_a), (low_b, high_b) = rounding(a.value), rounding(b.value)
+        apart = max(low_a, low_b) > min(high_a, high_b)
+        if apart and not math.isclose(a.value.value, b.value.value, rel_tol=0.01):
+            message = (
+                f"{b.name} is {b.value.value:g} {b.value.unit} here and {a.value.value:g} in {place(first, second, 'another figure')}"
+                " for the same situation; keep one, or say in `when` what differs"
+            )
+            yield second, ("figures", i, "value"), message
+
+
+def _quantities(entry: LoadedCard) -> Iterator[tuple[Path_, str, Quantity]]:
+    for i, family in enumerate(entry.card.families):
+        yield from ((("families", i, "measured", name), name, value) for name, value in family.measured.items())
+    yield from ((("figures", i, "value"), f.name, f.value) for i, f in enumerate(entry.card.figures))
+
+
+RULES = (
+    Rule("number-unit", "A figure in a unit that does not fit it, or of a name that nobody knows", figure_units),
+    Rule("number-text", "A number written as text, such as `~300` or `19 %`", text_numbers),
+    Rule("number-state", "Training state that is not what the optimizer keeps per parameter", state_bytes),
+    Rule("number-peak", "Two rows of one chip and precision whose TFLOP/s and MFU imply different peaks", implied_peak),
+    Rule("number-conflict", "One figure with two values in the same situation", figure_conflicts),
+)

@@ -1,0 +1,166 @@
+"""Lint rules about layouts: degrees that do not divide, degrees stated wrongly, and sizing rules that are wrong."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+
+from playbook.errors import ConfigError
+from playbook.lint.base import Config, Found, Rule, Shelf, configs
+from playbook.planner import layout
+from playbook.planner.shapes import MODELS
+from playbook.yaml_files import did_you_mean
+
+DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
+_PROBES = (
+    {"gpus": 64, "tp": 2, "pp": 2, "cp": 2, "ep": 8, "etp": 1},
+    {"gpus": 256, "tp": 1, "pp": 8, "cp": 4, "ep": 32, "etp": 1},
+    {"gpus": 128, "tp": 4, "pp": 4, "cp": 4, "ep": 4, "etp": 2},
+)
+"""Layouts that tell a right sizing rule from a wrong one: in some the attention grid is the larger, in others the expert grid."""
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = None, model: str = "") -> Iterator[str]:
+    """What is impossible about a layout: unknown degrees, grids that do not divide, DP or EDP other than what the GPUs leave.
+
+    Source: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py`.
+    """
+    unknown = [k for k in degrees if k not in DEGREES]
+    yield from (f"unknown degree '{k}'{did_you_mean(k, DEGREES)}" for k in unknown)
+    low = [k for k, v in degrees.items() if v < 1]
+    yield from (f"degree '{k}' is {degrees[k]}; expected 1 or more" for k in low)
+    if unknown or low:
+        return
+    tp, pp, ep = (degrees.get(k, 1) for k in ("tp", "pp", "ep"))
+    if gpus is not None:
+        yield from _grids(name, degrees, gpus)
+    shape = MODELS.get(model)
+    if shape and shape.heads % tp:
+        yield f"{name}: {shape.heads} attention heads of {model} do not divide over tp {tp}; set tp to a divisor of {shape.heads}"
+    elif shape and shape.kv_heads % tp and tp % shape.kv_heads:
+        yield f"{name}: {shape.kv_heads} key-value heads of {model} and tp {tp}: one must be a multiple of the other; change tp"
+    if shape and ep > 1 and not shape.experts:
+        yield f"{name}: ep {ep} on {model}, which has no experts; leave ep out"
+    elif shape and shape.experts % ep:
+        yield f"{name}: {shape.experts} experts of {model} do not divide over ep {ep}; set ep to a divisor of {shape.experts}"
+    if degrees.get("vpp", 1) > 1 and pp == 1:
+        yield f"{name}: vpp {degrees['vpp']} needs pp > 1; leave vpp out, or say which pp it was used with"
+
+
+def _grids(name: str, degrees: Mapping[str, int], gpus: int) -> Iterator[str]:
+    if gpus < 1:
+        yield f"{name}: gpus is {gpus}; expected 1 or more"
+        return
+    tp, pp, cp, ep, etp = (degrees.get(k, 1) for k in ("tp", "pp", "cp", "ep", "etp"))
+    broken = layout.grid(gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    yield from (f"{name}: {rule}" for rule in broken)
+    if broken:
+        return
+    left = {"dp": gpus // (tp * pp * cp), "edp": gpus // (etp * ep * pp)}
+    yield from (
+        f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {left[k]}; expected {left[k]}"
+        for k in left
+        if degrees.get(k, left[k]) != left[k]
+    )
+
+
+def evaluate(expression: str, numbers: Mapping[str, float]) -> float:
+    """The value of a sizing rule: numbers, names, + - * / //, `min` and `max`.
+
+    Raises:
+        ConfigError: anything else, or a division by zero.
+    """
+    try:
+        tree = ast.parse(expression, mode="eval")
+        return _value(tree.body, numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as e:
+        raise ConfigError(f"'{expression}' cannot be evaluated: {e}") from e
+
+
+def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.Name) and node.id in numbers:
+        return float(numbers[node.id])
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("min", "max")
+        and node.args
+        and not node.keywords
+    ):
+        values = [_value(arg, numbers) for arg in node.args]
+        return min(values) if node.func.id == "min" else max(values)
+    name = f" '{node.id}'" if isinstance(node, ast.Name) else ""
+    raise ValueError(f"found {type(node).__name__}{name}; expected numbers, min, max, + - * / // and one of {', '.join(sorted(numbers))}")
+
+
+def family_layouts(shelf: Shelf) -> Iterator[Found]:
+    """Families whose layout cannot be, on their GPUs or on their model."""
+    for entry in shelf.checked:
+        for i, family in enumerate(entry.card.families):
+            for message in layout_problems(family.name, family.layout, family.gpus, family.model):
+                yield entry, ("families", i, "layout"), message
+
+
+def decision_layouts(shelf: Shelf) -> Iterator[Found]:
+    """Decisions and claims that set a layout which cannot be."""
+    for config in _others(shelf):
+        for message in layout_problems(config.name, config.layout, config.gpus, config.model):
+            yield config.entry, config.where, message
+
+
+def _others(shelf: Shelf) -> Iterator[Config]:
+    for entry in shelf.checked:
+        yield from (c for c in configs(entry) if c.where[0] == "decide" and c.layout)
+
+
+def formulas(shelf: Shelf) -> Iterator[Found]:
+    """Sizing rules that disagree with the arithmetic of the two grids, or ask for more GPUs than the card's own rows have."""
+    for entry in shelf.checked:
+        for i, formula in enumerate(entry.card.formulas):
+            where = ("formulas", i, "expression")
+            rows = [(f"family '{f.name}'", f.gpus, f.layout) for f in entry.card.families if f.gpus and set(f.layout) <= set(DEGREES)]
+            rows += [("a layout that divides", p["gpus"], p) for p in _PROBES]
+            try:
+                message = next((m for row in rows for m in _disagrees(formula.quantity, formula.expression, *row)), None)
+            except ConfigError as e:
+                message = str(e)
+            if message:
+                yield entry, where, message
+
+
+def _disagrees(quantity: str, expression: str, name: str, gpus: int, degrees: Mapping[str, int]) -> Iterator[str]:
+    d = {k: degrees.get(k, 1) for k in ("tp", "pp", "cp", "ep", "etp")}
+    right = {"min_gpus": "pp * max(tp * cp, ep * etp)", "dp": "gpus / (tp * cp * pp)", "edp": "gpus / (etp * ep * pp)"}
+    if quantity not in right:
+        return  # a guess for a degree is what claims are for
+    numbers = {**d, "gpus": gpus}
+    found, expected = evaluate(expression, numbers), evaluate(right[quantity], numbers)
+    if found != expected:
+        degrees_shown = " ".join(f"{k} {v}" for k, v in d.items() if v > 1)
+        yield (
+            f"{quantity} by '{expression}' is {found:g} for {name} ({degrees_shown}, {gpus} GPUs), expected {expected:g}; write '{right[quantity]}'"
+        )
+
+
+RULES = (
+    Rule(
+        "layout-family",
+        "A family's degrees do not divide its GPUs, heads or experts, or state a DP, EDP or VPP that cannot be",
+        family_layouts,
+    ),
+    Rule("layout-decision", "A decision sets degrees that cannot be", decision_layouts),
+    Rule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
+)

@@ -1,0 +1,1 @@
+"""The MCP server and the types of its answers."""

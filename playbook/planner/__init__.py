@@ -1,0 +1,1 @@
+"""Arithmetic of models and layouts: shapes, rules, memory, work and traffic. Torch-free."""

@@ -1,0 +1,116 @@
+"""Bytes that one decoder layer keeps for its backward pass, per microbatch and rank, tensor by tensor.
+
+bf16 tensors, flash or fused attention, grouped expert GEMMs with the routing weights applied inside the activation, no dropped tokens.
+Sources: Megatron-LM, `megatron/core/transformer/attention.py`, `multi_latent_attention.py`, `moe/experts.py`, `moe/token_dispatcher.py`
+and the recompute modules of `transformer_config.py`; Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from playbook.errors import ConfigError
+from playbook.planner.parameters import is_linear
+from playbook.planner.plan import LOSSES, Plan
+
+BF16 = 2
+FP32 = 4
+
+FREED = {
+    "layernorm": frozenset({"attention norm out", "mlp norm out"}),
+    "mla_up_proj": frozenset({"q, k, v"}),
+    "mlp": frozenset({"mlp fc1 out", "mlp act out"}),
+    "moe_act": frozenset({"expert act out"}),
+    "shared_experts": frozenset({"shared experts"}),
+    "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts"}),
+}
+"""What each recompute module frees; `core_attn` frees nothing that flash or fused attention would keep."""
+
+
+def tokens(plan: Plan) -> int:
+    """Tokens of one microbatch that a CP rank holds."""
+    return plan.seq_len * plan.mbs // plan.cp
+
+
+def saved(plan: Plan, index: int) -> dict[str, float]:
+    """Bytes of each tensor that a layer keeps, without recompute.
+
+    Raises:
+        ConfigError: the layer has linear attention, for which there is no formula here.
+    """
+    if is_linear(plan.shape, index):
+        raise ConfigError("activations of linear attention are not modelled; choose a model with full attention in every layer")
+    dense = index < plan.shape.dense_layers
+    wide = tokens(plan)
+    thin = wide / plan.tp if plan.sequence_parallel else wide
+    h, eight = plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
+    return {
+        "attention norm in": BF16 * thin * h,
+        "attention norm out": BF16 * thin * h * eight,
+        **_attention(plan, wide, thin),
+        "mlp norm in": BF16 * thin * h,
+        "mlp norm out": BF16 * thin * h * (eight if dense else 1.0),
+        **(_dense_mlp(plan, wide) if dense else _experts(plan, wide, thin)),
+    }
+
+
+def kept(plan: Plan, index: int) -> float:
+    """Bytes that a layer keeps from its forward to its backward pass, with the plan's recompute."""
+    if "full" in plan.options.recompute:
+        return saved(plan, index)["attention norm in"]
+    return sum(size for name, size in saved(plan, index).items() if name not in freed(plan))
+
+
+def replayed(plan: Plan, index: int) -> float:
+    """Bytes that come back while a layer is recomputed in its backward pass."""
+    return sum(saved(plan, index).values()) - kept(plan, index)
+
+
+def freed(plan: Plan) -> frozenset[str]:
+    """Names of the tensors that the plan's recompute modules free."""
+    return frozenset().union(*(FREED.get(module, frozenset()) for module in plan.options.recompute))
+
+
+def loss(plan: Plan) -> float:
+    """Bytes of the logits and of what the loss adds, on the last stage only."""
+    return LOSSES[plan.loss] * tokens(plan) * plan.shape.vocab / plan.tp
+
+
+def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+    """Projections, inputs of attention, its output and softmax statistics; under FP8 the output projection keeps its own copy.
+
+    A rank has one key-value head at least, so several have the same where TP exceeds them.
+    """
+    shape, tp = plan.shape, plan.tp
+    n, g, d = shape.heads, max(shape.kv_heads, plan.tp), shape.head_dim
+    if shape.mla is not None:
+        mla, d = shape.mla, shape.mla.v_dim
+        heads = 2 * (mla.nope_dim + mla.rope_dim) + mla.v_dim
+        rows = {
+            "compressed q, k, v": BF16 * thin * (mla.q_rank + mla.kv_rank + mla.rope_dim),
+            "q, k, v": BF16 * wide * n * heads / tp,
+        }
+    else:
+        normed = (n + g) * d if shape.qk_norm else 0
+        gate = n * d if shape.attention_gate else 0
+        rows = {"q, k, v": BF16 * wide * ((n + 2 * g) * d + normed + gate) / tp}
+    copy = BF16 / 2 if plan.options.fp8 else 0
+    return {**rows, "attention out": wide * n * ((BF16 + copy) * d + FP32) / tp}
+
+
+def _dense_mlp(plan: Plan, wide: int) -> dict[str, float]:
+    f, eight = plan.shape.ffn, 0.5 if plan.options.fp8 else 1.0
+    return {"mlp fc1 out": BF16 * wide * 2 * f / plan.tp, "mlp act out": BF16 * wide * f * eight / plan.tp}
+
+
+def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+    """A rank's experts see `top_k` copies of as many tokens as it has; ETP gathers tokens and splits widths, so only the input grows."""
+    shape, eight = plan.shape, 0.5 if plan.options.fp8 else 1.0
+    rows = thin * shape.top_k * plan.imbalance
+    found = {
+        "router": 2 * FP32 * thin * shape.experts,
+        "dispatched tokens": BF16 * rows * plan.etp * shape.hidden * eight,
+        "expert fc1 out": BF16 * rows * 2 * shape.expert_ffn,
+        "expert act out": BF16 * rows * shape.expert_ffn * eight,
+    }
+    if shape.shared_ffn:
+        found["shared experts"] = BF16 * wide * (2 + eight) * shape.shared_ffn / plan.tp
+    return found

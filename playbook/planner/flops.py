@@ -1,0 +1,99 @@
+"""Model FLOPs, by class of operation. Recompute is not counted: it is work of the system, not of the model.
+
+Source: Megatron-LM, `megatron/training/training.py`, `num_floating_point_operations`: causal attention counts half of the square,
+routers and norms count nothing. Sliding windows: Megatron Bridge, `training/utils/flop_utils.py`.
+"""
+
+from __future__ import annotations
+
+from playbook.planner.parameters import is_linear
+from playbook.planner.shapes import Shape, Vision
+
+BACKWARD = 3
+"""Forward and backward over forward: the backward pass multiplies twice, once for the input and once for the weight."""
+
+
+def per_token(shape: Shape, seq_len: float) -> float:
+    """Training FLOPs per token of sequences of `seq_len` tokens; MTP layers are like the last one. Routers are left out, as in the source.
+
+    For packed rows pass `packed_length` of the documents, since attention ends at each of them.
+    Units: floating-point operations; one multiply-add is two.
+    """
+    return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
+
+
+def forward(shape: Shape, seq_len: float) -> dict[str, float]:
+    """FLOPs of the decoder's forward pass per token, by class.
+
+    attention: scores and weighted sums, or the recurrence of linear attention. linear: projections of attention and MTP. mlp: dense MLPs.
+    experts: routed and shared ones. router, head: one matrix product each.
+    Units: floating-point operations per token.
+    """
+    depths = [*range(shape.layers), *[shape.layers - 1] * shape.mtp]
+    sparse = sum(i >= shape.dense_layers for i in depths)
+    h = shape.hidden
+    madds = {
+        "attention": sum(_core(shape, i, seq_len) for i in depths),
+        "linear": sum(_projections(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
+        "mlp": (len(depths) - sparse) * 3 * h * shape.ffn,
+        "experts": sparse * 3 * h * (shape.top_k * shape.expert_ffn + shape.shared_ffn),
+        "router": sparse * h * shape.experts,
+        "head": h * shape.vocab * (1 + shape.mtp),
+    }
+    return {name: 2.0 * n for name, n in madds.items()}
+
+
+def vision_forward(tower: Vision, out: int, patches: float, pairs: float) -> dict[str, float]:
+    """FLOPs of the forward pass of a vision tower over `patches` patches, by class; `out` is the decoder's width.
+
+    patches: their embedding. vision: the blocks, with full attention inside each image; `pairs` is the sum of the squares of the images'
+    numbers of patches. projector: the merger and its DeepStack companions, one visual token per merge x merge patches.
+    Units: floating-point operations.
+    Source: Hugging Face transformers, `models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`.
+    """
+    h, wide = tower.hidden, tower.hidden * tower.merge**2
+    madds = {
+        "patches": patches * tower.patch_values * h,
+        "vision": tower.depth * (patches * (4 * h * h + 2 * h * tower.ffn) + 2 * pairs * h),
+        "projector": patches / tower.merge**2 * (1 + tower.deepstack) * (wide * wide + wide * out),
+    }
+    return {name: 2.0 * n for name, n in madds.items()}
+
+
+def packed_length(documents: list[int]) -> float:
+    """The sequence length that costs as much per token as these documents packed into one row."""
+    return sum(n * n for n in documents) / sum(documents)
+
+
+def _projections(shape: Shape, index: int) -> float:
+    """Multiply-adds per token of the matrix products around one layer's attention."""
+    h, n = shape.hidden, shape.heads
+    if shape.linear is not None and is_linear(shape, index):
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        return h * (2 * qk + 2 * v + 2 * gdn.value_heads) + h * v
+    if shape.mla is not None:
+        mla = shape.mla
+        q, kv = mla.q_rank * (h + n * (mla.nope_dim + mla.rope_dim) + 1), mla.kv_rank * (h + n * (mla.nope_dim + mla.v_dim) + 1)
+        return q + kv + h * mla.rope_dim + n * mla.v_dim * h
+    d = shape.head_dim
+    return h * (n * d * (2 if shape.attention_gate else 1) + 2 * shape.kv_heads * d) + n * d * h
+
+
+def _core(shape: Shape, index: int, seq_len: float) -> float:
+    """Multiply-adds per token of one layer's attention itself."""
+    if shape.linear is not None and is_linear(shape, index):
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        return gdn.conv * (2 * qk + v) + 4 * v * gdn.head_dim
+    if shape.mla is not None:
+        mla = shape.mla
+        return seq_len * shape.heads * (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2
+    return 2 * shape.heads * shape.head_dim * _context(shape, index, seq_len)
+
+
+def _context(shape: Shape, index: int, seq_len: float) -> float:
+    """Keys that a query meets on average; windows are on every other layer, the first one included."""
+    if not shape.window or index % 2 or seq_len <= shape.window:
+        return seq_len / 2
+    return shape.window - shape.window * (shape.window - 1) / (2 * seq_len)

@@ -1,0 +1,125 @@
+"""How many parameters a model has, layer by layer. Pure arithmetic over `playbook.planner.shapes`.
+
+Source: Megatron-LM, `megatron/training/theoretical_memory_usage.py`, and the modules that own each weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from playbook.planner.shapes import LinearAttention, Mla, Shape, Vision
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters of one decoder layer: what tensor parallelism shards, what each of its ranks repeats, what expert parallelism shards."""
+
+    sharded: int
+    repeated: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the layer."""
+        return self.sharded + self.repeated + self.experts
+
+
+def is_linear(shape: Shape, index: int) -> bool:
+    """Whether a layer has linear attention; the last layer of each group has full attention."""
+    return shape.linear is not None and (index + 1) % shape.linear.full_every != 0
+
+
+def layer(shape: Shape, index: int) -> Layer:
+    """Parameters of the decoder layer with this index."""
+    sharded, repeated = _attention(shape, index)
+    repeated += 2 * shape.hidden
+    if index < shape.dense_layers:
+        return Layer(sharded + 3 * shape.hidden * shape.ffn, repeated, 0)
+    sharded += 3 * shape.hidden * shape.shared_ffn
+    repeated += shape.hidden * shape.experts + (shape.hidden if shape.shared_gate else 0)
+    repeated += shape.experts if shape.expert_bias else 0
+    return Layer(sharded, repeated, shape.experts * expert(shape))
+
+
+def expert(shape: Shape) -> int:
+    """Parameters of one expert: gate, up and down projection, and their biases where the model has them."""
+    bias = 2 * shape.expert_ffn + shape.hidden if shape.expert_bias else 0
+    return 3 * shape.hidden * shape.expert_ffn + bias
+
+
+def embedding(shape: Shape) -> int:
+    """Parameters of the token embedding; the output layer has as many, and where the two are tied, the same."""
+    return shape.vocab * shape.hidden
+
+
+def decoder(shape: Shape) -> int:
+    """Parameters of the decoder with embedding and output layer, without multi-token prediction and vision."""
+    return sum(layer(shape, i).total for i in range(shape.layers)) + (1 if shape.tied else 2) * embedding(shape) + shape.hidden
+
+
+def mtp(shape: Shape) -> Layer:
+    """Parameters of one multi-token prediction depth: a layer like the last, a projection of two inputs, three norms."""
+    last = layer(shape, shape.layers - 1)
+    return Layer(last.sharded + 2 * shape.hidden**2, last.repeated + 3 * shape.hidden, last.experts)
+
+
+def active(shape: Shape) -> int:
+    """Parameters that one token meets, embedding and output layer included."""
+    routed = (shape.layers - shape.dense_layers) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
+    return decoder(shape) - routed
+
+
+def vision(shape: Shape) -> int:
+    """Parameters of the vision tower with its mergers; 0 without one.
+
+    Source: Hugging Face transformers, `models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`.
+    """
+    tower = shape.vision
+    if tower is None:
+        return 0
+    h, wide = tower.hidden, tower.hidden * tower.merge**2
+    patches = tower.patch_values * h + h + tower.positions * h
+    block = 4 * h * h + 4 * h + 2 * h * tower.ffn + tower.ffn + h + 4 * h
+    merger = _merger(tower, shape.hidden) + 2 * h
+    return patches + tower.depth * block + merger + tower.deepstack * (_merger(tower, shape.hidden) + 2 * wide)
+
+
+def total(shape: Shape) -> int:
+    """All parameters: decoder, multi-token prediction, vision tower."""
+    return decoder(shape) + (shape.mtp * mtp(shape).total if shape.mtp else 0) + vision(shape)
+
+
+def _merger(tower: Vision, out: int) -> int:
+    wide = tower.hidden * tower.merge**2
+    return wide * wide + wide + wide * out + out
+
+
+def _attention(shape: Shape, index: int) -> tuple[int, int]:
+    """Parameters of a layer's attention that TP shards, and those that each TP rank repeats."""
+    if shape.linear is not None and is_linear(shape, index):
+        return _linear(shape.linear, shape.hidden)
+    if shape.mla is not None:
+        return _mla(shape.mla, shape.hidden, shape.heads)
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sharded = h * q * (2 if shape.attention_gate else 1) + 2 * h * kv + q * h
+    repeated = 2 * shape.head_dim if shape.qk_norm else 0
+    if shape.attention_bias:
+        sharded, repeated = sharded + q + 2 * kv, repeated + h
+    return sharded + (shape.heads if shape.sinks else 0), repeated
+
+
+def _mla(mla: Mla, hidden: int, heads: int) -> tuple[int, int]:
+    """The down projections and their norms repeat on each TP rank; the up projections are split over heads."""
+    down = hidden * mla.q_rank + hidden * (mla.kv_rank + mla.rope_dim) + mla.q_rank + mla.kv_rank
+    up = mla.q_rank * heads * (mla.nope_dim + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+    return up + heads * mla.v_dim * hidden, down
+
+
+def _linear(gdn: LinearAttention, hidden: int) -> tuple[int, int]:
+    """Input projection, causal convolution, decay and step size per head, and the output projection.
+
+    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`.
+    """
+    qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+    sharded = hidden * (2 * qk + 2 * v + 2 * gdn.value_heads) + gdn.conv * (2 * qk + v) + 2 * gdn.value_heads + v * hidden
+    return sharded, gdn.head_dim

@@ -1,0 +1,170 @@
+"""A plan: a model, a number of GPUs, degrees and options, read from `key=value` words and checked against every rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.planner import layout
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS, Shape
+
+_DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
+"""Plain decimals: the page's script, Python and C disagree about what else is a number."""
+
+LARGEST = 1 << 30
+"""No degree, length or count above this is taken from outside."""
+
+DEEPEST = 1000
+"""Layers that a model may be given from outside, so that no estimate takes long."""
+
+WIDTHS = {"grad_bytes": (2, 4), "master_bytes": (2, 4), "moment_bytes": (1, 2, 4)}
+"""Bytes that a state may take. Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` (types of the states)."""
+
+LOSSES = {"te": 2, "native": 6}
+"""Bytes per logit that the loss holds: Transformer Engine writes the gradient over the bf16 logits; Megatron's own fused loss adds an
+fp32 softmax. Source: Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained and how it is spread. `gbs` 0 stands for one pipeline's worth of microbatches.
+
+    `etp` is 1 unless set, where megatron takes tp. The three `*_bytes` are per parameter (moments: each of the two); `imbalance` multiplies the tokens of the fullest rank's experts.
+    """
+
+    shape: Shape
+    model: str = ""
+    gpus: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    mbs: int = 1
+    gbs: int = 0
+    seq_len: int = 4096
+    grad_bytes: int = 4
+    master_bytes: int = 4
+    moment_bytes: int = 4
+    loss: str = "te"
+    imbalance: float = 1.0
+    options: Options = field(default_factory=Options)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree of everything but the experts."""
+        return self.gpus // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel degree of the experts."""
+        return self.gpus // (self.etp * self.ep * self.pp)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return self.gbs or self.mbs * max(self.dp, 1) * self.pp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step of one data-parallel rank."""
+        return max(1, self.global_batch // (self.mbs * max(self.dp, 1)))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and residuals are split over TP; by default wherever there is a TP."""
+        return self.tp > 1 and self.options.sp is not False
+
+    def broken(self) -> list[str]:
+        """The rules that the plan breaks, each as found, expected and what to do."""
+        shape = self.shape
+        return layout.check(
+            gpus=self.gpus, heads=shape.heads, kv_heads=shape.kv_heads, layers=shape.layers, experts=shape.experts, seq_len=self.seq_len,
+            micro_batch_size=self.mbs, global_batch_size=self.global_batch, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp,
+            vpp=self.vpp, shape=shape, options=replace(self.options, sp=self.sequence_parallel),
+        )  # fmt: skip
+
+    def require(self) -> Plan:
+        """The plan itself, if it breaks no rule.
+
+        Raises:
+            ConfigError: it breaks one.
+        """
+        found = self.broken()
+        if found:
+            raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in found))
+        return self
+
+
+DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
+_OPTIONS = {f.name: f for f in fields(Options)}
+_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance"} | {"layers"}
+KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
+
+
+def parse(model: str, words: Iterable[str], *, gpus: int | None = None) -> Plan:
+    """A plan from a model's name and words such as `tp=2`; rules are not checked here.
+
+    Raises:
+        ConfigError: a model, key or value that is not known.
+    """
+    if model not in MODELS:
+        raise ConfigError(f"model '{model[:40]}' is not known; expected one of {', '.join(MODELS)}")
+    values: dict[str, str] = {} if gpus is None else {"gpus": str(gpus)}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in KEYS:
+            raise ConfigError(f"'{word[:40]}' is not a setting; expected key=value with a key of {', '.join(KEYS)}")
+        if values.get(key, value) != value:
+            raise ConfigError(f"{key} is given twice, as {values[key]} and {value[:40]}; give it once")
+        values[key] = value
+    return _build(model, values)
+
+
+def _build(model: str, values: Mapping[str, str]) -> Plan:
+    numbers = {k: _number(k, v) for k, v in values.items() if k in _NUMBERS}
+    options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
+    shape, layers = MODELS[model], numbers.pop("layers", None)
+    if layers is not None:
+        dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
+        shape = replace(shape, layers=layers, dense_layers=dense)
+    loss, imbalance = values.get("loss", "te"), _ratio(values.get("imbalance", "1"))
+    if loss not in LOSSES:
+        raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
+    return Plan(shape, model, loss=loss, imbalance=imbalance, options=options, **numbers)
+
+
+def _number(key: str, text: str) -> int:
+    least, most = 0 if key == "gbs" else 1, DEEPEST if key == "layers" else LARGEST
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+        raise ConfigError(f"{key} is '{text[:40]}'; expected a whole number from {least} to {most}")
+    if key in WIDTHS and int(text) not in WIDTHS[key]:
+        raise ConfigError(f"{key} is {text}; set it to one of {', '.join(map(str, WIDTHS[key]))}")
+    return int(text)
+
+
+def _ratio(text: str) -> float:
+    value = float(text) if _DECIMAL.match(text) else 0.0
+    if not 1 <= value <= 1000:
+        raise ConfigError(f"imbalance is '{text[:40]}'; expected a ratio from 1 to 1000")
+    return value
+
+
+def _option(key: str, text: str) -> Any:
+    """An option as its field's type wants it: a switch, a whole number, a list or a word."""
+    kind = str(_OPTIONS[key].type)
+    if "bool" in kind:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{key} is '{text[:40]}'; set it to true or false")
+        return text == "true"
+    if kind == "int":
+        return _number(key, text)
+    if kind.startswith("tuple"):
+        parts = [p for p in text[:1000].split(",") if p]
+        return tuple(_number(key, p) for p in parts) if "int" in kind else tuple(parts)
+    return text[:100]

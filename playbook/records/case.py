@@ -1,0 +1,359 @@
+"""Cases: how one claim is put to the test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from playbook.cards.load import card_of, load_all
+from playbook.cards.model import Slug
+from playbook.errors import FileError, Finding
+from playbook.paths import data_root
+from playbook.yaml_files import Strict, did_you_mean, load, locate
+
+LAUNCHED_KINDS = ("pair", "sweep", "interaction")
+"""The kinds of case that launch the trainer."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
+
+_MAX_REPEATS = 4
+
+GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
+"""Ranges that every run has; finding one proves nothing."""
+
+RANGES = GENERIC_RANGES | {
+    *("vision", "projector", "attention", "router", "dispatch", "experts", "combine"),
+    *("recompute", "offload", "prefetch"),
+}
+"""Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named `attention.bwd`."""
+
+GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "replicate", "shard", "optimizer", "embedding"})
+"""What names of process groups are made of, such as `dp_cp`."""
+
+
+class Rule(Strict):
+    """One thing that a run's receipt must show, or must not show.
+
+    Exactly one of `collective`, `range`, `counter` and `kernel` names what is looked at. `count` is a number or a formula over the
+    receipt's numbers (layers, moe_layers, microbatches, ranks, steps, images); without it, `require` asks for at least one.
+    """
+
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast"] | None = None
+    range: str | None = None
+    counter: str | None = None
+    kernel: str | None = Field(default=None, max_length=200)
+    """A regular expression that is searched for in the names of the GPU kernels that ran; their numbers are summed."""
+    inside: str | None = None
+    """Count only collectives issued inside this range."""
+    group: str | None = None
+    """Count only collectives on this process group: world, dp, ep, tp, pp, cp."""
+    phase: Literal["forward", "backward"] | None = None
+    """Count only collectives of this pass; what the optimizer does counts as forward."""
+    count: str | int | None = None
+    op: Literal["==", ">=", "<="] = "=="
+
+
+class Receipt(Strict):
+    """What one variant's receipt must and must not show."""
+
+    require: list[Rule] = Field(default_factory=list)
+    forbid: list[Rule] = Field(default_factory=list)
+
+
+class Activation(Strict):
+    """Proof, per variant, that the tested path ran."""
+
+    baseline: Receipt = Field(default_factory=Receipt)
+    candidate: Receipt = Field(default_factory=Receipt)
+    every: Receipt = Field(default_factory=Receipt)
+    """What each variant must and must not show, beside its own."""
+    variants: dict[str, Receipt] = Field(default_factory=dict)
+    """Per value of a sweep or cell of an interaction, by its name."""
+
+    def of(self, variant: str) -> Receipt:
+        """All rules of one variant."""
+        own = {"baseline": self.baseline, "candidate": self.candidate}.get(variant) or self.variants.get(variant) or Receipt()
+        return Receipt(require=[*self.every.require, *own.require], forbid=[*self.every.forbid, *own.forbid])
+
+
+class Loss(Strict):
+    """How far the mean losses of a pair's timed steps may differ, relative; or why they may differ."""
+
+    relative: float | None = Field(default=0.01, gt=0)
+    reason: str | None = None
+
+
+class Guardrails(Strict):
+    """Conditions that void a pair."""
+
+    loss: Loss = Field(default_factory=Loss)
+
+
+class Budget(Strict):
+    """The looks, in pairs of launches or in blocks that hold each variant once, and the longest time that a case may take."""
+
+    pairs: list[int] = Field(default_factory=lambda: [4, 8, 12])
+    minutes: float = Field(default=10, gt=0)
+    launch_timeout_s: float = Field(default=300, gt=0)
+
+
+class Delta(Strict):
+    """What may differ between the variants besides the declared keys, and why."""
+
+    data: bool = False
+    environment: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Environment variables per variant."""
+    parameters: bool = False
+    ranks: bool = False
+    work: bool = False
+    """The variants may do different work per step; only metrics per useful token compare them then."""
+    reason: str | None = None
+
+
+class Value(Strict):
+    """One value of a sweep's knob, or one level of an interaction's factor."""
+
+    at: str | int | float
+    set: dict[str, Any] = Field(default_factory=dict)
+    """The configuration delta (dotted keys) that goes with it; a coupled setting moves along here."""
+
+    @property
+    def name(self) -> str:
+        """The value in words: how claims, receipts and records name the variant."""
+        return self.at if isinstance(self.at, str) else f"{self.at:g}"
+
+
+class Factor(Strict):
+    """One of the two factors of an interaction, at its low and its high level."""
+
+    name: str
+    low: Value
+    high: Value
+
+
+class Case(Strict):
+    """One matched pair, sweep, interaction, arithmetic statement or invariant."""
+
+    id: str = Slug
+    kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
+    summary: str
+    trainer: str | None = None
+    """The trainer's configuration, a path from the repository's root."""
+    baseline: dict[str, Any] = Field(default_factory=dict)
+    candidate: dict[str, Any] = Field(default_factory=dict)
+    knob: str | None = None
+    """For a sweep: what is varied, in words or as the configuration's key."""
+    values: list[Value] = Field(default_factory=list)
+    """For a sweep: the values in their order."""
+    factors: list[Factor] = Field(default_factory=list)
+    """For an interaction: two. Its cells are named `low+low`, `high+low`, `low+high` and `high+high`, by the levels' values."""
+    metric: str | None = None
+    """The metric to compare; a claim that names the case says which it expects."""
+    also: list[str] = Field(default_factory=list)
+    """Further metrics by which claims may judge the same runs."""
+    profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ..."""
+    variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    """Per machine class and variant, where a variant's delta needs another value there."""
+    requires: list[str] = Field(default_factory=list)
+    """Python packages or backends that must be present, such as `deep_ep` or `backend:megatron`."""
+    delta: Delta = Field(default_factory=Delta)
+    guardrails: Guardrails = Field(default_factory=Guardrails)
+    activation: Activation = Field(default_factory=Activation)
+    budget: Budget = Field(default_factory=Budget)
+    function: str | None = None
+    """For `arithmetic` and `invariant`: the name of a function in the harness's table."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Every variant that is launched, with its configuration delta, in order. The first is what noise is measured on."""
+        if self.kind == "pair":
+            return {"baseline": self.baseline, "candidate": self.candidate}
+        if self.kind == "sweep":
+            return {v.name: v.set for v in self.values}
+        if self.kind == "interaction" and len(self.factors) == 2:
+            a, b = self.factors
+            levels = ((a.low, b.low), (a.high, b.low), (a.low, b.high), (a.high, b.high))
+            return {f"{x.name}+{y.name}": {**x.set, **y.set} for x, y in levels}
+        return {}
+
+
+def load_case(id_or_path: str | Path) -> Case:
+    """The case of that id in `bench/cases/`, or the one in the file of that path.
+
+    Raises:
+        FileError: no such case, or the file is invalid.
+    """
+    path = _case_path(str(id_or_path))
+    case, marks = load(path, Case)
+    findings = [Finding(str(path), *locate(marks, where), message) for where, message in case_problems(case)]
+    if case.id != path.stem:
+        findings.append(Finding(str(path), *locate(marks, ("id",)), f"id '{case.id}' differs from the file's name; expected '{path.stem}'"))
+    if findings:
+        raise FileError(findings)
+    return case
+
+
+def beside(card: Path, case: str) -> Path | None:
+    """The file of a case that a card brings along, in `../bench/cases/` as seen from the card's folder; None where none lies there."""
+    path = card.resolve().parent.parent / "bench" / "cases" / f"{case}.yaml"
+    return path if path.is_file() else None
+
+
+def list_cases() -> list[str]:
+    """The ids of all shipped cases."""
+    return sorted(p.stem for p in data_root("cases").glob("*.yaml"))
+
+
+def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """What the schema cannot say: (key path, message) for each problem."""
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    if case.kind in ("arithmetic", "invariant"):
+        if not case.function:
+            found.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
+        return found
+    found += [
+        ((field,), f"'{field}' is missing; a case of kind {case.kind} needs it")
+        for field in ("trainer", "metric")
+        if not getattr(case, field)
+    ]
+    if not case.profiles:
+        found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
+    found += _variant_problems(case)
+    found += _names_problems(case)
+    delta = case.delta
+    if (delta.data or delta.environment or delta.parameters or delta.ranks or delta.work) and not delta.reason:
+        found.append((("delta",), "'reason' is missing; say why the variants may differ in this"))
+    if case.guardrails.loss.relative is None and not case.guardrails.loss.reason:
+        found.append((("guardrails", "loss"), "'reason' is missing; say why the losses may differ"))
+    if case.budget.pairs != sorted(set(case.budget.pairs)) or not case.budget.pairs or case.budget.pairs[0] < 2:
+        found.append((("budget", "pairs"), f"looks are {case.budget.pairs}; expected rising numbers of at least 2, such as [4, 8, 12]"))
+    if any(look % 2 for look in case.budget.pairs):
+        unit = "pair" if case.kind == "pair" else "block"
+        found.append(
+            (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a {unit} and its reverse cancel drift")
+        )
+    return found + _receipt_problems(case)
+
+
+def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Whether the fields that make the variants are those of the case's kind, and enough of them."""
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep", "factors": "interaction"}
+    found += [
+        ((field,), f"'{field}' belongs to a case of kind {kind}; this one is of kind {case.kind}")
+        for field, kind in owners.items()
+        if getattr(case, field) and kind != case.kind
+    ]
+    if case.kind == "sweep" and not case.knob:
+        found.append((("kind",), "'knob' is missing; say what the sweep varies"))
+    if case.kind == "sweep" and len(case.values) < 2:
+        found.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
+    if case.kind == "interaction" and len(case.factors) != 2:
+        found.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
+    names = [v.name for v in case.values] if case.kind == "sweep" else list(case.variants)
+    where = "values" if case.kind == "sweep" else "factors" if case.kind == "interaction" else "kind"
+    found += [((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})]
+    if case.kind == "interaction" and len(case.factors) == 2 and len(names) < 4:
+        found.append((("factors",), "the levels of a factor have the same name; give each its own"))
+    found += [
+        ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
+    ]
+    return found
+
+
+def _names_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Profiles and variants that a part of the case speaks of and the case has not: what is said of them would be passed over."""
+    own = case.variant_profiles
+    found: list[tuple[tuple[str | int, ...], str]] = [
+        (("variant_profiles", name), f"profile '{name}' is not among profiles{did_you_mean(name, case.profiles)}")
+        for name in own
+        if name not in case.profiles
+    ]
+    places: list[tuple[tuple[str | int, ...], str]] = [(("variant_profiles", p), v) for p, variants in own.items() for v in variants]
+    places += [(("delta", "environment"), v) for v in case.delta.environment]
+    expected = " or ".join(case.variants)
+    found += [((*where, v), f"variant '{v}' is not known; expected {expected}") for where, v in places if v not in case.variants]
+    return found
+
+
+def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    for variant in case.variants:
+        receipt = case.activation.of(variant)
+        if all(r.range in GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
+            where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
+            found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"))
+    declared = {"baseline", "candidate"} if case.kind == "pair" else set()
+    found += [
+        (("activation", name), f"'{name}' is no variant of a case of kind {case.kind}; use every and variants")
+        for name in ("baseline", "candidate")
+        if name not in declared and getattr(case.activation, name) != Receipt()
+    ]
+    found += [
+        (("activation", "variants", name), f"variant '{name}' is not known{did_you_mean(name, case.variants)}")
+        for name in case.activation.variants
+        if name not in case.variants
+    ]
+    for place, receipt in receipts(case):
+        for kind in ("require", "forbid"):
+            for i, rule in enumerate(getattr(receipt, kind)):
+                where = (*place, kind, i)
+                if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel)) != 1:
+                    found.append((where, "a rule looks at exactly one of collective, range, counter and kernel"))
+                if rule.kernel is not None and (problem := _pattern_problem(rule.kernel)):
+                    found.append(((*where, "kernel"), problem))
+                found += [((*where, key), message) for key, message in _empty(rule)]
+                if kind == "forbid" and rule.count is not None:
+                    found.append((where, "a forbidden thing has no count; use require with op and count"))
+    return found
+
+
+def _empty(rule: Rule) -> list[tuple[str, str]]:
+    """What makes a rule hold whatever ran, or look at something else than it says: (key, message) for each."""
+    found = []
+    for key in ("inside", "group", "phase"):
+        if getattr(rule, key) is not None and rule.collective is None:
+            found.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
+    # What a collective is inside of is told without the pass, which has a key of its own.
+    for key, name in (("range", rule.range and rule.range.removesuffix(".bwd")), ("inside", rule.inside)):
+        if name is not None and name not in RANGES:
+            found.append((key, f"the trainer has no range '{name}'{did_you_mean(name, RANGES)}"))
+    if rule.group is not None and not set(rule.group.split("_")) <= GROUP_WORDS:
+        found.append(("group", f"the trainer has no process group '{rule.group}'{did_you_mean(rule.group, GROUP_WORDS)}"))
+    if rule.op == ">=" and re.fullmatch(r"-[0-9.]+|[0.]+", str(rule.count).strip()):
+        found.append(("count", f"'>= {rule.count}' holds whatever runs; expected at least 1"))
+    return found
+
+
+def _pattern_problem(pattern: str) -> str:
+    """Why a pattern cannot be searched for, or nothing. Repeats of repeats, or many in a row, can take for ever on a long name."""
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        return f"'{pattern}' is no regular expression: {e}"
+    if re.search(pattern, ""):
+        return f"'{pattern}' is found in an empty name too, so it tells no kernel from another; write a part of the kernel's name"
+    many = re.search(r"\)[*+{]", pattern) or sum(pattern.count(c) for c in "*+{") > _MAX_REPEATS
+    return f"'{pattern}' repeats a group, or repeats more than {_MAX_REPEATS} times; write the names themselves" if many else ""
+
+
+def _case_path(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    if name not in list_cases():
+        card = card_of(name, load_all())
+        advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
+        raise FileError([Finding(name, 1, 1, f"no such case{advice or '; playbook bench list names them'}")])
+    return data_root("cases") / f"{name}.yaml"
+
+
+def receipts(case: Case) -> list[tuple[tuple[str | int, ...], Receipt]]:
+    """Every receipt that the case writes down, with its place."""
+    proof = case.activation
+    named = [(("activation", name), getattr(proof, name)) for name in ("baseline", "candidate", "every")]
+    return [*named, *((("activation", "variants", name), receipt) for name, receipt in proof.variants.items())]

@@ -1,0 +1,1 @@
+"""The site's pages, made from cards and evidence."""

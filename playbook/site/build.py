@@ -1,0 +1,161 @@
+"""Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
+
+Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
+`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from playbook.cards.load import read_cards
+from playbook.cards.model import Card, by_claim
+from playbook.errors import FileError, Finding
+from playbook.paths import data_root, repo_root
+from playbook.records.read import EVIDENCE, Present, Record, read
+from playbook.site.api import api_pages
+from playbook.site.calculator import calculator_page
+from playbook.site.cards import Shelf, card_page
+from playbook.site.evidence import evidence_page, list_page, trace_page
+from playbook.site.lists import by_phase, index_page, machines_today, matrix_page, summary
+from playbook.site.llms import llms, llms_full, plain_card
+from playbook.site.megatron import megatron_page
+from playbook.site.models import families_page, models_page
+from playbook.site.parity import parity_page
+from playbook.site.recipes import recipes_page
+from playbook.site.reference import Command, commands_page, configuration_page, metrics_page
+
+OWNED = ("cards", "evidence", "_generated")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Tables that the harness, the command line and the trainer own, as plain data."""
+
+    metrics: Sequence[Mapping[str, Any]] = ()
+    commands: Sequence[Command] = ()
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    packages: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the packages that the API pages are about, by name."""
+    present: Present = field(default_factory=Present)
+    """What verdicts are compared with."""
+    recipes: Sequence[Mapping[str, Any]] = ()
+    """Configuration files with their estimates, as `playbook.site.recipes` shows them."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What was generated."""
+
+    cards: dict[str, str]
+    """Card ids with their titles, in order of title."""
+    statuses: dict[str, int]
+    """How many records there are of each status."""
+    inserts: dict[str, str]
+    """Markdown for a page at the root, by the name that it asks for it: `what is true today`, `cards by phase`."""
+    plain: dict[str, str]
+    """Cards as Markdown without markup, by the address that they have in the built site: that of their page with `.md` added."""
+    files: list[Path]
+
+
+def generate(
+    out: Path, results: Sequence[Path], *, cards: Path | None = None, reference: Reference | None = None, today: date | None = None
+) -> Site:
+    """Write every generated page below `out`, from the cards of a folder and the records below the results folders.
+
+    Raises:
+        FileError: a card or a record that does not load; none is left out in silence.
+    """
+    known = _load_cards(cards or data_root("cards"))
+    now = reference or Reference()
+    records = read([r for r in results if r.is_dir()], known, now.present)
+    shelf = _shelf(known, records, today or datetime.now(UTC).date())
+    pages = {
+        "cards/index.md": index_page(shelf),
+        "_generated/claims.md": matrix_page(shelf),
+        "_generated/calculator.md": calculator_page(),
+        "_generated/families.md": families_page(shelf),
+        "_generated/models.md": models_page(data_root("configs")),
+        "evidence/index.md": list_page(shelf),
+        **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
+        **_reference(now),
+        "_generated/parity.md": parity_page(out / "parity"),
+        "_generated/megatron.md": megatron_page(out / "parity", now.present.revision),
+    }
+    guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
+    pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
+    for record in shelf.records:
+        pages[f"evidence/{record.id}.md"] = _record_page(shelf, record)
+    written = [_write(out / name, content) for name, content in pages.items()]
+    written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
+    _remove_others(out, set(written))
+    titles = {c.id: c.title for c in sorted(shelf.cards.values(), key=lambda c: c.title)}
+    inserts = {"what is true today": machines_today(shelf), "cards by phase": by_phase(shelf)}
+    plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
+    return Site(titles, summary(shelf.records), inserts, plain, written)
+
+
+def _load_cards(folder: Path) -> dict[str, Card]:
+    found = read_cards([folder])
+    if found.findings:
+        raise FileError(found.findings)
+    return {entry.card.id: entry.card for entry in found.loaded}
+
+
+def _shelf(cards: dict[str, Card], records: list[Record], today: date) -> Shelf:
+    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()})
+
+
+def _record_page(shelf: Shelf, record: Record) -> str:
+    try:
+        return evidence_page(shelf, record, _shown(record.path)) if record.schema == EVIDENCE else trace_page(record)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as e:
+        raise FileError(
+            [Finding(str(record.path), 1, 1, f"is a record of another shape than this version writes ({e!r}); remove it")]
+        ) from e
+
+
+def _reference(reference: Reference) -> dict[str, str]:
+    pages = {}
+    if reference.metrics:
+        pages["_generated/metrics.md"] = metrics_page(reference.metrics)
+    if reference.commands:
+        pages["_generated/commands.md"] = commands_page(reference.commands)
+    if reference.schema:
+        pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
+    if reference.recipes:
+        pages["_generated/recipes.md"] = recipes_page(reference.recipes)
+    return pages | api_pages(reference.packages)
+
+
+def _shown(path: Path) -> str:
+    """The path as a reader in the repository would type it."""
+    full = path.resolve()
+    return str(full.relative_to(repo_root())) if full.is_relative_to(repo_root()) else path.name
+
+
+def _write(path: Path, content: str) -> Path:
+    """Written only where it differs, so that a server that watches the folder does not rebuild for ever."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        path.write_text(content, encoding="utf-8")
+    return path
+
+
+def _copy(record: Record, target: Path) -> Path:
+    if not target.is_file() or target.read_bytes() != record.path.read_bytes():
+        shutil.copyfile(record.path, target)
+    return target
+
+
+def _remove_others(out: Path, keep: set[Path]) -> None:
+    for folder in OWNED:
+        for path in (out / folder).rglob("*"):
+            if path.is_file() and path not in keep:
+                path.unlink()

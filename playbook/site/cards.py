@@ -1,0 +1,305 @@
+"""Pages made from cards: one per card, the index with its filters, and the matrix of claims and machines."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, expectation
+from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
+from playbook.site.figures import curves
+from playbook.site.figures.svg import effect_axis
+from playbook.site.text import (
+    NBSP,
+    attribute,
+    badge,
+    block,
+    code,
+    day,
+    details,
+    front_matter,
+    link,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    plain,
+    prose,
+    quantity,
+    sentence,
+    table,
+    text,
+)
+
+NEGLIGIBLE_MS = 0.01
+PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
+"""The phases of work on a run, in their order, in words."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Everything that pages are made from."""
+
+    cards: Mapping[str, Card]
+    records: Sequence[Record]
+    today: date
+    home: Mapping[str, str]
+    """For each claim id, the card that holds it."""
+
+
+def effect(record: Record) -> str:
+    """The effect of a verdict with its interval, or the two values where there is no share."""
+    found = record.get("derived", "comparison")
+    if not isinstance(found, Mapping):
+        return ""
+    value, low, high = (found.get(k) for k in ("effect", "low", "high"))
+    exact = low == high
+    if not isinstance(value, int | float):
+        return f"{quantity(found.get('baseline'), str(found.get('unit')))} → {quantity(found.get('candidate'), str(found.get('unit')))}"
+    # A difference of shares is in points, another difference in the metric's unit.
+    if found.get("scale") == "difference" and found.get("unit") != "share":
+        shown = [number(round(v, 6)) for v in (value, low, high) if isinstance(v, int | float)]
+        unit = f" {text(found.get('unit'))}"
+    else:
+        points = found.get("scale") == "difference"
+        shown = [percent(v).removesuffix(NBSP + "%") for v in (value, low, high) if isinstance(v, int | float)]
+        unit = NBSP + ("points" if points else "%")
+    if len(shown) < 3 or exact:
+        return f"{shown[0]}{unit}"
+    # What a budget has stopped has an interval and no verdict; the terminal says the same behind it.
+    between = " between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
+    return f"{shown[0]}{unit}" + f" [{shown[1]},{NBSP}{shown[2]}]".replace("[", "&#91;").replace("]", "&#93;") + between
+
+
+def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
+    """One badge per machine, each a link to its evidence."""
+    found = verdicts(shelf.records, claim.id)
+    if not found:
+        return badge(UNTESTED)
+    return " ".join(_badge(shelf, r, claim, up) for r in found)
+
+
+def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
+    old = record.stale(shelf.today, claim)
+    label = f"{record.status} · {record.machine}" + (" · stale" if old else "")
+    return link(badge("stale" if old else record.status, label), f"{up}evidence/{record.id}.md")
+
+
+def card_page(shelf: Shelf, card: Card) -> str:
+    """The page of one card."""
+    symptoms = "\n".join(f"- {text(s)}" for s in card.symptoms)
+    if card.aliases:
+        symptoms += f"\n\nIn other words: {text(', '.join(card.aliases))}.\n{{ .pb-of }}"
+    parts = [
+        front_matter(card.title, description=card.summary, search="boost: 4"),
+        f"# {text(card.title)}",
+        f"{text(card.summary)}",
+        f'<p class="pb-chips"><span>{html.escape(PHASES[card.phase])}</span><span>{html.escape(card.wall)} wall</span></p>',
+        "## You may see\n\n" + symptoms,
+    ]
+    if card.decide:
+        parts.append("## What to set\n\n" + _decisions(shelf, card.decide))
+    parts.append("## Claims")
+    parts += [_claim(shelf, card, c) for c in card.claims]
+    if card.disputes:
+        rows = [
+            [text(d.subject), " ".join(_claim_link(shelf, i) for i in d.claims), _claim_link(shelf, d.stands), text(d.why)]
+            for d in card.disputes
+        ]
+        parts.append("## In dispute\n\n" + table(["Subject", "Claims, oldest first", "Stands", "Why"], rows))
+    if card.pitfalls:
+        rows = [[prose(p.symptom), prose(p.cause), prose(p.fix)] for p in card.pitfalls]
+        parts.append("## Pitfalls\n\n" + table(["Symptom", "Cause", "Fix"], rows))
+    if card.interactions:
+        parts.append("## Interactions\n\n" + "\n".join(f"- {prose(i)}" for i in card.interactions))
+    if card.families:
+        parts.append("## Configurations in use\n\n" + _families(card))
+    parts += _related(shelf, card)
+    return "\n\n".join(parts) + "\n"
+
+
+def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
+    rows = []
+    for d in decisions:
+        when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
+        because = " ".join(_claim_link(shelf, i) for i in d.because)
+        avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
+        rows.append([when or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
+    return f'<div class="pb-matrix pb-rules" markdown="1">\n\n{table(["When", "Set", "Because", "Note"], rows)}\n\n</div>'
+
+
+def _claim_link(shelf: Shelf, claim: str) -> str:
+    home = shelf.home.get(claim)
+    return link(text(claim), f"{home}.md#{anchor(claim)}") if home else text(claim)
+
+
+def anchor(claim: str) -> str:
+    """The heading id of a claim."""
+    return claim.lower().replace(".", "-")
+
+
+def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
+    comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
+    sources = "; ".join(
+        ", ".join(text(p) for p in (s.title, s.origin, s.section, s.date) if p) + (f" ({text(s.url)})" if s.url else "")
+        for s in claim.sources
+    )
+    metric, words = expectation(claim)
+    facts = [
+        ("Expects", f"{code(metric) if metric else ''} {text(words)}".strip()),
+        (
+            "Baseline and candidate",
+            comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
+        ),
+        ("Scope", mapping(claim.scope) if claim.scope else "everywhere"),
+        ("Why", prose(claim.mechanism)),
+        ("Kind", text(f"{claim.kind}, {claim.label}")),
+        ("Source", sources),
+    ]
+    if claim.cpu_scope:
+        facts.insert(3, ("A CPU verdict speaks for", text(claim.cpu_scope)))
+    linked = [("Depends on", claim.depends_on), ("Contradicts", claim.contradicts), ("Supersedes", claim.supersedes)]
+    facts += [(name, " ".join(_claim_link(shelf, i) for i in ids)) for name, ids in linked if ids]
+    parts = [
+        f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
+        f"{text(claim.statement)}\n{{ .pb-statement }}",
+        _verdicts(shelf, card, claim),
+        *(_trace(record) for record in traces(shelf.records, claim.case)),
+        details("info", f"About {claim.id}", table(["", ""], [[f"**{k}**", v] for k, v in facts])),
+    ]
+    if claim.mechanism_check:
+        check = claim.mechanism_check
+        parts.append(f"#### {text(check.id)}: mechanism {{ #{anchor(check.id)} }}")
+        parts.append(f"{text(check.statement)}\n\nDeterministic; it has a status of its own and never colours that of {text(claim.id)}.")
+        parts.append(_verdicts(shelf, card, check))
+    return "\n\n".join(p for p in parts if p)
+
+
+def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
+    """The table of verdicts, the figure, and what repeats them."""
+    found = verdicts(shelf.records, claim.id)
+    altered = [r for r in earlier(shelf.records, claim.id) if r.altered]
+    parts = []
+    if altered:
+        names = ", ".join(link(text(r.id), f"../evidence/{r.id}.md") for r in altered)
+        parts.append(f'!!! danger "Altered evidence"\n    {names} does not match its hash and does not count as a verdict.')
+    if not found:
+        parts.append(f"{badge(UNTESTED)} No verdict is recorded. To get one:")
+        parts.append(block(f"playbook confirm {card.id}/{claim.id}", "text"))
+        return "\n\n".join(parts)
+    rows = table(["Machine", "Verdict", "Effect", "Pairs>", "Evidence"], [_row(shelf, r, claim) for r in found])
+    parts.append(f'<div class="pb-matrix pb-verdicts" markdown="1">\n\n{rows}\n\n</div>')
+    for record in found:
+        figure = _axis(record, claim.expect)
+        if figure:
+            parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
+        parts.append(curves.figures(record))
+    commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
+    parts.append("Repeat it:\n\n" + block("\n".join(" ".join(c.split()) for c in commands if c), "text"))
+    return "\n\n".join(p for p in parts if p)
+
+
+def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
+    page = f"../evidence/{record.id}.md"
+    old = record.stale(shelf.today, claim)
+    word = badge(record.status) + (f" {badge('stale')} {text(old)}" if old else "")
+    shown, pairs = effect(record), record.get("derived", "comparison", "pairs")
+    until = record.get("expires")
+    return [
+        f"**{text(record.machine)}**<br>{text(record.get('measured', 'machine', 'description', default=''))}",
+        f"{word}<br>{sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
+        link(shown, page) if shown else "",
+        link(number(pairs), page) if pairs is not None else "",
+        link(day(record.measured), page) + (f"<br>valid until {day(until)}" if until and not old else ""),
+    ]
+
+
+def _axis(record: Record, expect: Expect) -> str:
+    found = record.get("derived", "comparison", default={})
+    low, value, high = (found.get(k) for k in ("low", "effect", "high"))
+    if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
+        return ""
+    return effect_axis(value, low, high, _margin(expect), expect.op)
+
+
+def _margin(expect: Expect) -> float | None:
+    """The claimed margin on the effect's own scale, a share of the baseline; a ratio of 0.45 is a loss of 0.55."""
+    if expect.margin is None:
+        return None
+    return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
+
+
+def _trace(record: Record) -> str:
+    """Where the time goes, the variants side by side."""
+    page = f"../evidence/{record.id}.md"
+    title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
+    head = ["Range", "Phase", *(f"{text(v.capitalize())}>" for v in record.variants), *["Difference>"] * (len(record.variants) == 2)]
+    rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in range_rows(record)]
+    busy = "GPU busy time" if record.measures == "gpu" else "host busy time (there is no GPU in this trace)"
+    note = (
+        f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
+    )
+    body = f"{note} {link('All ranges', page)}\n\n{table(head, rows)}"
+    return details("abstract", title, body)
+
+
+def coverage(record: Record) -> str:
+    """How much of the busy time lies in named parts, per variant and phase."""
+    words = []
+    for variant in record.variants:
+        found = record.get("variants", variant, "table", "coverage", default={})
+        shares = [f"{phase} {found[phase] * 100:.1f} %" for phase in ("forward", "backward") if isinstance(found.get(phase), int | float)]
+        words.append(f"{text(variant)} {', '.join(shares) or 'no table'}")
+    return "share in named parts: " + "; ".join(words)
+
+
+def range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
+    """Busy time per range and phase: of each variant, and the difference of two. What is negligible in all is left out."""
+    busy: dict[tuple[str, str], dict[str, float]] = {}
+    for variant in record.variants:
+        for row in record.get("variants", variant, "table", "rows", default=[]):
+            path, value = str(row.get("path")), row.get("busy_ms")
+            if path.count("/") < max_depth and isinstance(value, int | float):
+                busy.setdefault((path, str(row.get("phase"))), {})[variant] = value
+    out = []
+    for (path, phase), found in busy.items():
+        each = [found.get(v, 0.0) for v in record.variants]
+        if max(each) >= NEGLIGIBLE_MS or path.startswith("("):
+            out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
+    order = ["forward", "backward", "recompute", "other"]
+    return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))
+
+
+def _change(before: float, after: float) -> str:
+    sign = "+" if after > before else "−" if after < before else ""
+    return sign + milliseconds(abs(after - before))
+
+
+def _families(card: Card) -> str:
+    rows = [
+        [
+            text(f.name),
+            text(f.hardware),
+            text(f.model),
+            number(f.gpus) if f.gpus else "",
+            mapping(f.layout),
+            mapping(f.settings) if f.settings else "",
+            link("recipe", f"../_generated/recipes.md#{Path(f.recipe).stem.replace('_', '-')}") if f.recipe else "",
+            text(f.note or ""),
+        ]
+        for f in card.families
+    ]
+    return table(["Name", "Hardware", "Model", "GPUs>", "Layout", "Settings", "Recipe", "Note"], rows)
+
+
+def _related(shelf: Shelf, card: Card) -> list[str]:
+    names = [("See", card.related.see), ("Supersedes", card.related.supersedes), ("Contradicts", card.related.contradicts)]
+    lines = [
+        f"- {k}: " + ", ".join(link(text(shelf.cards[i].title), f"{i}.md") if i in shelf.cards else text(i) for i in ids)
+        for k, ids in names
+        if ids
+    ]
+    return ["## Related\n\n" + "\n".join(lines)] if lines else []

@@ -1,0 +1,204 @@
+"""Pages that list claims: cards with their filters, the matrix of claims and machines, and what stands on the home page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from playbook.cards.model import Card, Claim, MechanismCheck
+from playbook.records.read import UNTESTED, Record, verdicts
+from playbook.site.cards import PHASES, Shelf, anchor, badges, effect
+from playbook.site.text import attribute, badge, front_matter, link, number, table, text
+
+DECIDED = ("confirmed", "refuted")
+NONE = '<p id="pb-none" hidden>Nothing matches. Remove a filter, or use the search at the top.</p>'
+
+
+def each(card: Card) -> list[Claim | MechanismCheck]:
+    """The claims of a card, each followed by its mechanism check where it has one."""
+    return [c for claim in card.claims for c in (claim, claim.mechanism_check) if c]
+
+
+def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
+    """Machine and status of each newest verdict, as `machine:status`; `:untested` without any."""
+    found = verdicts(shelf.records, claim.id)
+    return {f"{r.machine}:{'stale' if r.stale(shelf.today, claim) else r.status}" for r in found} or {f":{UNTESTED}"}
+
+
+def filters(hint: str, choices: Mapping[str, tuple[str, Mapping[str, str]]]) -> str:
+    """A form that filters the page: a text field, and for each name a label and its choices, shown and by value."""
+    selects = "".join(
+        f'<label>{html.escape(label)}<select id="pb-{name}" name="{name}"><option value="">any</option>'
+        + "".join(f'<option value="{attribute(v)}">{attribute(shown)}</option>' for v, shown in values.items())
+        + "</select></label>"
+        for name, (label, values) in choices.items()
+    )
+    return (
+        '<form id="pb-filters" class="pb-filters" hidden>'
+        f'<label>Text<input type="search" id="pb-text" name="text" placeholder="{attribute(hint)}" autocomplete="off"></label>'
+        f'{selects}<p id="pb-count" aria-live="polite"></p></form>'
+    )
+
+
+def _standing_choices(shelf: Shelf, claims: Sequence[Claim | MechanismCheck]) -> dict[str, tuple[str, Mapping[str, str]]]:
+    pairs = [s.split(":") for c in claims for s in standings(shelf, c)]
+    machines, statuses = sorted({m for m, _ in pairs if m}), sorted({s for _, s in pairs})
+    return {"hardware": ("Machine", {m: m for m in machines}), "status": ("Status", {s: s.replace("_", " ") for s in statuses})}
+
+
+def index_page(shelf: Shelf) -> str:
+    """Every card, with filters by symptom, hardware and status that work in the page itself."""
+    claims = [c for card in shelf.cards.values() for c in each(card)]
+    phases = {k: words for k, words in PHASES.items() if any(c.phase == k for c in shelf.cards.values())}
+    choices = {**_standing_choices(shelf, claims), "phase": ("Phase", phases)}
+    parts = [
+        front_matter("Cards", description="What to do, found by symptom, hardware and status", hide="toc", search="exclude: true"),
+        "# Cards",
+        "Type what you see, or choose where you run and what has been settled.",
+        filters("all-to-all, out of memory, recompile", choices),
+        *[_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)],
+        NONE,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _entry(shelf: Shelf, card: Card) -> str:
+    words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
+    found = sorted(set().union(*(standings(shelf, c) for c in each(card))))
+    rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in each(card)]
+    return "\n\n".join(
+        [
+            f'<div class="pb-card" data-text="{attribute(words)}" data-standings="{attribute(" ".join(found))}" data-phase="{card.phase}" markdown="1">',
+            f"## {link(text(card.title), f'{card.id}.md')} {{ #{card.id} }}",
+            text(card.summary),
+            "You may see: " + "; ".join(f"*{text(s)}*" for s in card.symptoms),
+            f'<details markdown="1"><summary>{len(rows)} claim{"" if len(rows) == 1 else "s"}: {html.escape(_tally(shelf, card))}</summary>\n\n'
+            f"{table(['Claim', 'Statement', 'Verdicts'], rows)}\n\n</details>",
+            "</div>",
+        ]
+    )
+
+
+def _tally(shelf: Shelf, card: Card) -> str:
+    """How many claims of a card stand how, each counted by its best-settled machine."""
+    order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
+    found = [
+        min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)
+    ]
+    return ", ".join(f"{found.count(s)} {s.replace('_', ' ')}" for s in order if s in found)
+
+
+def matrix_page(shelf: Shelf) -> str:
+    """Claims against machines, with filters."""
+    machines = _machines(shelf)
+    cards = sorted(shelf.cards.values(), key=lambda c: c.title)
+    claims = [c for card in cards for c in each(card)]
+    rows = [_line(shelf, card, claim, machines) for card in cards for claim in each(card)]
+    total = (
+        f"{number(len(rows))} claims and mechanism checks (`.m`), {number(len(machines))} machine{'' if len(machines) == 1 else 's'}. "
+        "Effects are positive where the candidate is better. A claim without a verdict says `untested`."
+    )
+    choices = {**_standing_choices(shelf, claims), "card": ("Card", {c.id: c.title for c in cards})}
+    head = ["Claim", "Statement", *[text(m) for m in machines], ""]
+    return (
+        "\n\n".join(
+            [
+                front_matter(
+                    "Claims", description="Every claim and its verdict on every machine", hide="navigation toc", search="exclude: true"
+                ),
+                "# Claims",
+                total,
+                filters("pipeline, FP8, packing", choices),
+                f'<div class="pb-matrix" markdown="1">\n\n{table(head, rows)}\n\n</div>',
+                NONE,
+            ]
+        )
+        + "\n"
+    )
+
+
+def _machines(shelf: Shelf) -> list[str]:
+    """Machines with verdicts, those with most GPUs first."""
+    gpus: dict[str, int] = {}
+    for r in shelf.records:
+        if r.claim and not r.altered:
+            gpus[r.machine] = max(gpus.get(r.machine, 0), int(r.get("measured", "machine", "gpus", default=0)))
+    return sorted(gpus, key=lambda m: (-gpus[m], m))
+
+
+def _line(shelf: Shelf, card: Card, claim: Claim | MechanismCheck, machines: Sequence[str]) -> list[str]:
+    found = {r.machine: r for r in verdicts(shelf.records, claim.id)}
+    words = " ".join([claim.id, claim.statement, card.title]).lower()
+    marks = f'data-text="{attribute(words)}" data-standings="{attribute(" ".join(sorted(standings(shelf, claim))))}" data-card="{card.id}"'
+    name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
+    cells = [f'{_cell(shelf, found[m], claim)} {{ data-label="{attribute(m)}" }}' if m in found else "" for m in machines]
+    return [
+        f"{name} {{ {marks} }}",
+        f'{text(claim.statement)}<br><span class="pb-of">{text(card.title)}</span>',
+        *cells,
+        "" if found else badge(UNTESTED),
+    ]
+
+
+def _cell(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
+    old = record.stale(shelf.today, claim)
+    shown = effect(record)
+    word = badge("stale" if old else record.status, f"{record.status}, stale" if old else None)
+    return link(word + (f"<br>{shown}" if shown else ""), f"../evidence/{record.id}.md")
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """How many verdicts there are of each status; altered records counted as such."""
+    out: dict[str, int] = {}
+    for r in records:
+        if r.get("derived"):
+            out[r.status] = out.get(r.status, 0) + 1
+    return out
+
+
+def machines_today(shelf: Shelf, most: int = 8) -> str:
+    """What is true on which machine: for each, the counts and the newest settled verdicts. For the home page."""
+    machines = _machines(shelf)
+    if not machines:
+        return "No verdict is on record yet."
+    return "\n\n".join(_machine(shelf, m, most) for m in machines)
+
+
+def _machine(shelf: Shelf, machine: str, most: int) -> str:
+    claims = [c for card in shelf.cards.values() for c in each(card)]
+    found = [(r, c) for c in claims for r in verdicts(shelf.records, c.id) if r.machine == machine]
+    found.sort(key=lambda f: f[0].created, reverse=True)
+    found.sort(key=lambda f: (f[0].status not in DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
+    stands = ["stale" if r.stale(shelf.today, c) else r.status for r, c in found]
+    counts = ", ".join(f"{stands.count(s)} {text(s.replace('_', ' '))}" for s in dict.fromkeys(stands))
+    described = next((str(r.get("measured", "machine", "description", default="")) for r, _ in found), "") or machine
+    rows = [
+        [
+            link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),
+            text(c.statement),
+            link(badge("stale", f"{r.status}, stale") if r.stale(shelf.today, c) else badge(r.status), f"evidence/{r.id}.md"),
+            link(effect(r), f"evidence/{r.id}.md") if effect(r) else "",
+        ]
+        for r, c in found[:most]
+    ]
+    more = f"[All {len(found)} on {text(machine)}](_generated/claims.md?hardware={machine})"
+    limit = " A verdict from a CPU speaks for the claim's mechanism, and its size for no GPU." if machine == "cpu" else ""
+    return "\n\n".join(
+        [
+            f"### {text(described)} {{ #on-{attribute(machine)} }}",
+            f"{counts}; {len(claims) - len(found)} of {len(claims)} have no verdict here. {more}.{limit}",
+            f'<div class="pb-matrix" markdown="1">\n\n{table(["Claim", "Statement", "Verdict", "Effect"], rows)}\n\n</div>',
+        ]
+    )
+
+
+def by_phase(shelf: Shelf) -> str:
+    """The cards in the order in which a run meets them. For the home page."""
+    parts = []
+    for phase, words in PHASES.items():
+        cards = sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title)
+        if cards:
+            lines = "\n".join(f"- {link(text(c.title), f'cards/{c.id}.md')}" for c in cards)
+            parts.append(f'<div markdown="1">\n\n**{text(words.capitalize())}**\n\n{lines}\n\n</div>')
+    return '<div class="pb-phases" markdown="1">\n\n' + "\n\n".join(parts) + "\n\n</div>"

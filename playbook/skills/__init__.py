@@ -1,0 +1,1 @@
+"""Agent Skills: how an agent acts on cards."""

@@ -1,0 +1,394 @@
+"""What can be known to be wrong before any process starts: the layout, and what this backend does not do yet."""
+
+from __future__ import annotations
+
+from playbook.errors import ConfigError
+from playbook.planner import layout
+from playbook_trainer.config.labels import FREEZABLE
+from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.megatron import checks as megatron
+
+
+def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
+    """Refuse what cannot run on `world` ranks; where they are not `here`, packages that are missing here do not count.
+
+    Raises:
+        ConfigError: every rule that is broken, one per line.
+    """
+    problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
+    if config.backend == "megatron" and here:
+        problems += megatron.package_problems(config)
+    if problems:
+        raise ConfigError(
+            f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:\n" + "\n".join(f"  - {p}" for p in problems)
+        )
+
+
+def layout_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Broken rules of layout arithmetic."""
+    if config.backend == "megatron":
+        return megatron.layout_problems(config, world)
+    model, par, train = config.model, config.parallel, config.train
+    problems = layout.check(
+        gpus=world,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        layers=model.num_layers,
+        experts=model.num_experts,
+        seq_len=config.data.seq_len,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        tp=par.tp,
+        pp=par.pp,
+        vpp=par.vpp,
+        cp=par.cp,
+        ep=par.ep,
+        etp=par.etp or par.tp,
+    )
+    if model.num_kv_heads % par.tp:
+        problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
+    problems += megatron.vocabulary_problems(config)
+    etp = par.etp or par.tp
+    if model.num_experts and model.expert_ffn_size % etp:
+        problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
+    if model.dense_layers and model.ffn_size % par.tp:
+        problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
+    if model.shared_expert_ffn_size % par.tp:
+        problems.append(
+            f"a shared-expert width of {model.shared_expert_ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it"
+        )
+    return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
+
+
+def replica_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Copies of the model, of which HSDP shards each, are made of whole data-parallel ranks."""
+    par = config.parallel
+    dp, over = divmod(world, par.tp * par.pp * par.cp)
+    if par.dp_replicate == 1 or over:
+        return []
+    if not par.fsdp:
+        return [
+            f"dp_replicate {par.dp_replicate} with fsdp: false, which makes every rank a copy; set parallel.fsdp: true or dp_replicate to 1"
+        ]
+    if dp % par.dp_replicate:
+        return [f"dp {dp} does not divide into {par.dp_replicate} copies; set parallel.dp_replicate to a divisor of {dp}"]
+    return []
+
+
+def token_problems(config: TrainerConfig) -> list[str]:
+    """Where ranks share out one stream of tokens, or gather several, rows have one length and divide."""
+    par, train = config.parallel, config.train
+    etp, moe = par.etp or par.tp, config.model.num_experts > 0
+    reasons = []
+    if par.tp > 1 and par.sequence_parallel:
+        reasons.append("sequence parallelism")
+    elif par.tp > 1 and moe and etp != par.tp:
+        reasons.append(f"etp {etp} beside tp {par.tp}")
+    problems = []
+    tokens = train.micro_batch_size * config.data.seq_len // par.cp
+    if reasons and tokens % par.tp:
+        problems.append(
+            f"{reasons[0]} cuts the {tokens} tokens of a rank over tp {par.tp}, which does not divide them; change data.seq_len"
+        )
+    if moe and etp > 1 and etp != par.tp:
+        reasons.append(f"etp {etp} beside tp {par.tp}")
+    if moe and par.ep > 1 and config.moe.dispatcher == "allgather":
+        reasons.append("moe.dispatcher allgather")
+    if reasons and not config.data.pad:
+        problems.append(f"{reasons[0]} needs rows of one length: set data.pad: true")
+    return problems
+
+
+def context_problems(config: TrainerConfig) -> list[str]:
+    """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
+    par, problems = config.parallel, []
+    if par.cp == 1 or par.cp_comm != "ulysses":
+        return []
+    heads, kv_heads = config.model.num_heads // par.tp, config.model.num_kv_heads // par.tp
+    if heads % par.cp:
+        problems.append(
+            f"cp_comm ulysses shares out {heads} attention heads, which do not divide over cp {par.cp}; set parallel.cp_comm: ring"
+        )
+    if kv_heads and kv_heads % par.cp and par.cp % kv_heads:
+        problems.append(
+            f"cp_comm ulysses with {kv_heads} key-value heads and cp {par.cp}: one must be a multiple of the other; set parallel.cp_comm: ring"
+        )
+    return problems
+
+
+def feature_problems(config: TrainerConfig) -> list[str]:
+    """What the backend does not do."""
+    problems = data_problems(config)
+    if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
+        problems.append(
+            f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
+        )
+    return problems + (megatron.feature_problems(config) if config.backend == "megatron" else torch_problems(config))
+
+
+def torch_problems(config: TrainerConfig) -> list[str]:
+    """What the torch backend does not do."""
+    par, problems = config.parallel, []
+    if config.megatron != MegatronConfig():
+        problems.append("the section megatron belongs to the megatron backend: leave it out, or set backend: megatron")
+    if par.pipeline_layout is not None:
+        problems.append("parallel.pipeline_layout belongs to the megatron backend; here all chunks have as many layers")
+    if config.moe.capacity_factor is not None:
+        problems.append("moe.capacity_factor belongs to the megatron backend; here no token is dropped")
+    if config.moe.dispatcher not in ("allgather", "alltoall", "dedup"):
+        problems.append(
+            f"moe.dispatcher '{config.moe.dispatcher}' belongs to the megatron backend; the torch backend has allgather, alltoall and dedup"
+        )
+    held, deepstack = config.model.num_layers // (par.pp * par.vpp), len(config.model.vision.deepstack_layers) if config.model.vision else 0
+    if held < deepstack:
+        problems.append(
+            f"DeepStack features enter the first {deepstack} decoder layers, which must lie in the first chunk of the pipeline: "
+            f"pp {par.pp} x vpp {par.vpp} leaves {held} layers in a chunk; lower parallel.pp or vpp"
+        )
+    if par.pp > 1 and not config.data.pad:
+        problems.append("pp needs rows of one length: set data.pad: true")
+    problems += model_problems(config)
+    return problems
+
+
+def model_problems(config: TrainerConfig) -> list[str]:
+    """Parts of a model that the torch backend does not have."""
+    model = config.model
+    rules = {
+        f"attention: {model.attention}": model.attention == "mla",
+        "qk_norm: false": not model.qk_norm,
+        f"first_dense_layers: {model.first_dense_layers}": model.first_dense_layers > 0,
+        f"shared_expert_ffn_size: {model.shared_expert_ffn_size}": model.shared_expert_ffn_size > 0,
+        f"router_score: {model.router_score}": model.router_score != "softmax",
+        f"router_groups: {model.router_groups}": model.router_groups > 0,
+        f"router_scale: {model.router_scale:g}": model.router_scale != 1.0,
+        "router_bias: true": model.router_bias,
+        f"mtp_layers: {model.mtp_layers}": model.mtp_layers > 0,
+        "yarn": model.yarn is not None,
+    }
+    return [f"model.{found} belongs to the megatron backend, which has DeepSeek-V3's parts" for found, there in rules.items() if there]
+
+
+def switch_problems(config: TrainerConfig) -> list[str]:
+    """Switches of memory and speed that do not go together, or that have nothing to act on."""
+    if config.backend == "megatron":
+        return _freeze_problems(config) + megatron.switch_problems(config)
+    train, moe, par, problems = config.train, config.moe, config.parallel, []
+    problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
+    if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
+        problems.append(
+            f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
+            "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
+        )
+    if train.compile.loss and par.tp > 1:
+        problems.append("train.compile.loss compiles no collectives: set it to false where parallel.tp is above 1")
+    if train.compile.loss and train.fused_loss:
+        problems.append("train.compile.loss and train.fused_loss are two ways to do one thing: choose one of them")
+    if train.fused_norms and config.model.head_dim & (config.model.head_dim - 1):
+        problems.append(f"train.fused_norms takes heads of a power of two, not model.head_dim {config.model.head_dim}: set it to false")
+    if train.fused_loss and train.dtype == "fp32":
+        problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
+    if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
+        problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    problems += _router_problems(config) + _idle_problems(config)
+    if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
+        problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
+    if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
+        problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
+    if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
+        problems.append(
+            "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
+        )
+    problems += _split_problems(config)
+    if config.optimizer.fused and config.offload.optimizer:
+        problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
+    needs_gpu = {
+        "moe.fused_permutation": moe.fused_permutation,
+        "moe.fused_router": moe.fused_router,
+        "train.fused_loss": train.fused_loss,
+        "train.fused_activation": train.fused_activation,
+        "train.fused_norms": train.fused_norms,
+        "optimizer.fused": config.optimizer.fused,
+    }
+    problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
+    return problems
+
+
+def _split_problems(config: TrainerConfig) -> list[str]:
+    if config.optimizer.master == "whole":
+        return []
+    rules = {
+        "its upper halves are the 16-bit weights of the computation: set train.dtype: bf16": config.train.dtype != "bf16",
+        "gradients are kept as FSDP reduces them: set parallel.reduce_dtype: bf16": config.parallel.reduce_dtype != "bf16",
+        "halves are of FSDP's shards: set parallel.fsdp: true": not config.parallel.fsdp,
+        "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
+    }
+    return [f"optimizer.master split: {rule}" for rule, broken in rules.items() if broken]
+
+
+def _idle_problems(config: TrainerConfig) -> list[str]:
+    """Switches that would be in the configuration of a run and do nothing in it."""
+    train, moe, par, problems = config.train, config.moe, config.parallel, []
+    if not config.model.num_experts:
+        problems += megatron.dense_problems(config, {"moe.fused_permutation": moe.fused_permutation, "moe.weigh": moe.weigh != "output"})
+    elif moe.router_dtype == "bf16" and train.dtype == "fp32":
+        problems.append(
+            "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"
+        )
+    if train.compile.vision and config.model.vision is None:
+        problems.append("train.compile.vision: the model has no vision tower: set it to false")
+    if train.attention == "cudnn" and par.cp > 1 and par.cp_comm != "ulysses" and config.model.vision is None:
+        problems.append(f"train.attention 'cudnn' does not serve cp_comm {par.cp_comm}, whose kernel is flash: set it to auto")
+    return problems
+
+
+def notes(config: TrainerConfig) -> list[str]:
+    """What may stand in a configuration, which is to run with other degrees too, and has no effect in this run."""
+    name = config.moe.dispatcher
+    idle = config.backend == "torch" and config.model.num_experts > 0 and config.parallel.ep == 1 and name != "alltoall"
+    return [f"moe.dispatcher {name} has no effect at parallel.ep 1: every rank has all experts, and no dispatcher runs"] if idle else []
+
+
+def _router_problems(config: TrainerConfig) -> list[str]:
+    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers."""
+    model = config.model
+    if not config.moe.fused_router:
+        return []
+    if not model.num_experts:
+        return ["moe.fused_router is a kernel of the router, and the model is dense: set it to false"]
+    problems = []
+    if config.moe.router_dtype == "bf16":
+        problems.append("moe.fused_router reads scores in float32: set moe.router_dtype: fp32, or fused_router: false")
+    if model.num_experts > 512 or model.top_k > 16:
+        problems.append(f"moe.fused_router chooses up to 16 of 512 experts, not {model.top_k} of {model.num_experts}: set it to false")
+    return problems
+
+
+def _recompute_problems(config: TrainerConfig) -> list[str]:
+    mode, names, model, problems = config.train.recompute, config.train.recompute_modules, config.model, []
+    if mode == "selective" and not names:
+        problems.append("train.recompute selective names no modules: set train.recompute_modules, for example [layernorm, moe_act]")
+    if mode != "selective" and names:
+        problems.append(f"train.recompute_modules needs train.recompute: selective; it is {mode}")
+    moe = model.num_experts > 0
+    absent = {
+        "moe": None if moe else "the model is dense: its MLP is 'mlp'",
+        "moe_act": None if moe else "the model is dense: it has no experts whose activation could be made again; its MLP is 'mlp'",
+        "mlp": None if model.dense_layers else "every layer has experts instead of a dense MLP: they are 'moe'",
+        "shared_experts": None if model.shared_expert_ffn_size else "the model has no shared experts",
+        "mla_up_proj": None if model.attention == "mla" else "the model has grouped-query attention, not multi-latent attention",
+        "vision": None if model.vision is not None else "the model has no vision tower",
+    }
+    problems += [f"train.recompute_modules '{n}': {absent[n]}" for n in names if absent.get(n)]
+    if {"moe", "moe_act"} <= set(names):
+        problems.append("train.recompute_modules 'moe' runs the experts' activation again already: leave out 'moe_act'")
+    return problems
+
+
+def _freeze_problems(config: TrainerConfig) -> list[str]:
+    frozen = config.train.freeze
+    if not frozen:
+        return []
+    if config.model.vision is None:
+        return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
+    if set(frozen) == set(FREEZABLE):
+        return ["train.freeze names every part, so nothing is left to train: take one out"]
+    if "language_model" in frozen and config.data.kind != "vqa":
+        return [
+            f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: vqa"
+        ]
+    if "vision" in frozen and "vision" in config.train.recompute_modules:
+        return ["train.recompute_modules 'vision': the tower is frozen, so it keeps nothing that could be made again: leave it out"]
+    if "language_model" in frozen and config.parallel.pp > 1:
+        return ["train.freeze language_model leaves nothing to train on the pipeline stages after the first: set parallel.pp: 1"]
+    return []
+
+
+def _graph_problems(config: TrainerConfig) -> list[str]:
+    train, par, names = config.train, config.parallel, config.train.cuda_graphs
+    if not names:
+        return []
+    again = set(train.recompute_modules)
+    rules = {
+        "a GPU is needed, and train.device is cpu": train.device == "cpu",
+        "shapes must not change from batch to batch: set data.pad: true": not config.data.pad,
+        "recompute of whole layers would replay a graph whose memory is still wanted: set train.recompute: selective or none": train.recompute
+        == "full",
+        "recompute of 'moe' would run the router again: leave it out, or leave out moe_router": "moe" in again and "moe_router" in names,
+        "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
+        "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
+        "what a graph keeps lives in its own memory, so nothing could leave: set offload.activations: false": config.offload.activations,
+        "train.compile.decoder fuses the same operators: choose one of them": train.compile.decoder,
+        "8-bit casts are compiled: leave out attn, or take linear out of precision.fp8_modules": config.precision.fp8 != "none"
+        and "linear" in config.precision.fp8_modules
+        and "attn" in names,
+        "the model has no router: leave out moe_router": "moe_router" in names and not config.model.num_experts,
+        "moe_preprocess sorts what moe_router has chosen: name both": "moe_preprocess" in names and "moe_router" not in names,
+        "moe_preprocess is the sort of the dispatcher alltoall: set moe.dispatcher: alltoall": "moe_preprocess" in names
+        and par.ep > 1
+        and config.moe.dispatcher != "alltoall",
+        "moe_preprocess sorts a rank's own tokens: set parallel.etp: 1": "moe_preprocess" in names and (par.etp or par.tp) > 1,
+        "experts get another number of rows in every batch: leave out moe": "moe" in names,
+        "mlp is three kernels, too few to be worth a graph's memory: leave it out": "mlp" in names,
+    }
+    return [f"train.cuda_graphs {names}: {rule}" for rule, broken in rules.items() if broken]
+
+
+_FP8_ELSEWHERE = {
+    "tensorwise": "belongs to the megatron backend; here there are rowwise and blockwise, which round less",
+    "delayed": "belongs to the megatron backend; here scales come from the values themselves, never from earlier steps",
+    "mxfp8": "needs units for blocks of 32, which GPUs have from Blackwell on, and belongs to the megatron backend",
+    "nvfp4": "needs 4-bit units, which GPUs have from Blackwell on, and belongs to the megatron backend",
+}
+
+
+def _fp8_problems(config: TrainerConfig) -> list[str]:
+    precision, model, par, problems = config.precision, config.model, config.parallel, []
+    if precision.fp8 == "none":
+        return []
+    if precision.fp8 in _FP8_ELSEWHERE:
+        return [f"precision.fp8 '{precision.fp8}' {_FP8_ELSEWHERE[precision.fp8]}; set rowwise, blockwise or none"]
+    names, moe = precision.fp8_modules, model.num_experts > 0
+    if not names or (names == ["experts"] and not moe):
+        problems.append(f"precision.fp8_modules {names} leaves nothing to do in 8 bits: name linear" + (" or experts" if moe else ""))
+    if precision.fp8 == "blockwise" and "experts" in names and moe:
+        problems.append(
+            "precision.fp8 blockwise does not serve experts: torch has no grouped product with scales per block; "
+            "set precision.fp8_modules: [linear], or precision.fp8: rowwise"
+        )
+    if "experts" in names and moe and config.moe.experts == "loop":
+        problems.append("precision.fp8 multiplies all experts in one grouped product: set moe.experts: auto")
+    widths: dict[str, int] = {"model.hidden_size": model.hidden_size}
+    if "linear" in names:
+        widths["query columns"] = model.num_heads * model.head_dim // par.tp
+        widths["key-value columns"] = model.num_kv_heads * model.head_dim // par.tp
+        if not moe:
+            widths["model.ffn_size"] = model.ffn_size // par.tp
+    if "experts" in names and moe:
+        widths["model.expert_ffn_size"] = model.expert_ffn_size // (par.etp or par.tp)
+    unit = 16 if precision.fp8 == "rowwise" else 128
+    odd = {k: v for k, v in widths.items() if v % unit}
+    if odd:
+        found = ", ".join(f"{k} {v}" for k, v in odd.items())
+        problems.append(
+            f"precision.fp8 {precision.fp8} needs widths in multiples of {unit} on each rank, and there is {found}; leave it at none"
+        )
+    return problems
+
+
+def data_problems(config: TrainerConfig) -> list[str]:
+    """Data options that contradict each other."""
+    data, problems = config.data, []
+    if data.pad_to_multiple is not None and data.pad:
+        problems.append("data.pad already fills every row to seq_len: set data.pad: false for data.pad_to_multiple to have an effect")
+    if data.pad_to_multiple is not None and data.seq_len % data.pad_to_multiple:
+        problems.append(
+            f"data.seq_len {data.seq_len} is no multiple of data.pad_to_multiple {data.pad_to_multiple}, so full rows would not fit"
+        )
+    if data.kind == "mock" and data.source == "generated":
+        problems.append("data.kind mock has no source of its own: leave data.source out, or set data.kind to text or vqa")
+    weights = data.generated.images_per_sample
+    if not weights or min(weights) < 0 or sum(weights) <= 0:
+        problems.append(f"data.generated.images_per_sample is {weights}; expected weights of one, two, ... images, such as [0.8, 0.2]")
+    return problems

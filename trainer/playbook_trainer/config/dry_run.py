@@ -1,0 +1,123 @@
+"""A dry run: whether a configuration can run on so many ranks, and what each would hold, with neither ranks, torch nor a process group.
+
+State bytes follow from the layout and are exact up to padding. Activations are those of fused kernels in 16 bits (`playbook.planner.activations`), an
+estimate. Source: Megatron Core's `--fake-init-process-group`, which builds the groups of a large job in one process for the same purpose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.planner import activations, memory, parameters, pipeline
+from playbook.planner.plan import Plan
+from playbook.planner.rules import Options
+from playbook_trainer.config import checks
+from playbook_trainer.config.shape import shape_of
+from playbook_trainer.config.stage_memory import WIDTH, Stage, vision
+from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.megatron import memory as arithmetic
+
+MASTER_BYTES = 4
+"""Of a master weight, whole or in two halves. Source: `playbook_trainer.torch.build`, `playbook_trainer.torch.split_weights`."""
+
+LOGIT_BYTES = {"fp32": 8, "bf16": 6}
+"""Per logit of a chunk: the product's output and its float32 softmax."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A legal layout with its degrees and stages."""
+
+    layout: dict[str, Any]
+    num_parameters: int
+    stages: list[Stage]
+
+
+def dry_run(config: TrainerConfig, world: int) -> Report:
+    """The layout of `config` on `world` ranks, stage by stage; frozen parts count as if they were trained.
+
+    Raises:
+        ConfigError: it cannot run there; one line names every broken rule.
+    """
+    problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config)
+    if problems:
+        raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}: {'; '.join(problems)}")
+    plan = plan_of(config, world)
+    keys = ("gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "gbs", "seq_len", "microbatches")
+    layout = {"model": plan.model, **{k: getattr(plan, k) for k in keys}}
+    return Report(layout, parameters.total(plan.shape), stages(config, plan))
+
+
+def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
+    """What a rank of each pipeline stage holds."""
+    if config.backend == "megatron":
+        return arithmetic.stages(config, plan)
+    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [_stage(config, plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+
+
+def plan_of(config: TrainerConfig, world: int) -> Plan:
+    """The configuration as layout arithmetic knows it."""
+    par, train = config.parallel, config.train
+    return Plan(
+        shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
+        mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
+        options=arithmetic.options(config) if config.backend == "megatron" else _options(config),
+    )  # fmt: skip
+
+
+def _options(config: TrainerConfig) -> Options:
+    par, train = config.parallel, config.train
+    modules = {"none": (), "full": ("full",), "selective": tuple(config.train.recompute_modules)}[train.recompute]
+    return Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules)
+
+
+def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
+    """Bytes of a master weight and its gradient: float32, or bfloat16 as reduced where the weight is in two halves and a step reduces once."""
+    once = plan.microbatches == 1 and plan.pp == 1
+    return MASTER_BYTES + (2 if config.optimizer.master == "split" and once else 4)
+
+
+def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
+    """Bytes of the copies of weights that FSDP hands out, in the precision of training.
+
+    Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
+    stay until the backward pass. Source: `playbook_trainer.torch.build.shard` and `wants_fsdp`.
+    """
+    if not (plan.dp * plan.cp > 1 or plan.edp > 1 or config.train.dtype == "bf16" or config.offload.optimizer):
+        return 0.0
+    again = config.parallel.reshard_after_forward
+    dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again
+    passing = 0.0 if dense_stay else held.largest - held.experts / layers
+    passing += 0.0 if experts_stay else held.experts / layers
+    return WIDTH[config.train.dtype] * (held.dense * dense_stay + held.experts * experts_stay + 2 * passing)
+
+
+def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
+    held = memory.weights(plan, stage, chunks, whole_tower=True)
+    moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
+    shards = plan.dp * plan.cp // copies
+    counts = held.dense / shards + held.experts * expert_copies / plan.edp
+    width = WIDTH[config.train.dtype]
+    alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
+    layers = [(n, activations.kept(plan, i)) for n, chunk in zip(alive, chunks, strict=True) for i in chunk]
+    kept = sum(n * size for n, size in layers) * width / activations.BF16
+    state = counts * (_weight_and_gradient(config, plan) + 2 * moments)
+    on_gpu = min(kept, 3 * max(size for _, size in layers) * width / activations.BF16) if config.offload.activations else kept
+    state_on_gpu = 0.0 if config.offload.optimizer else state
+    last = stage == plan.pp - 1
+    logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
+    return Stage(
+        stage=stage,
+        layers=sum(map(len, chunks)),
+        parameters=held.dense + held.experts,
+        state_bytes=state_on_gpu,
+        gathered_bytes=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
+        activation_bytes=on_gpu,
+        vision_bytes=vision(config, plan) if stage == 0 else 0.0,
+        loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        host_bytes=state - state_on_gpu + kept - on_gpu,
+    )

@@ -1,0 +1,117 @@
+"""Environment variables that a configuration asks for on a platform; they must be set before CUDA starts. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, MutableMapping
+from typing import Literal
+
+from playbook.errors import ConfigError
+from playbook_trainer.config.tree import TrainerConfig
+
+Platform = Literal["cpu", "hopper", "blackwell", "nvl72"]
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+COLLECTIVE_BLOCKS = "NCCL_MAX_CTAS"
+"""NCCL's limit of blocks, each of which takes a multiprocessor, in one collective."""
+GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+DOMAIN: Mapping[Platform, int] = {"cpu": 1, "hopper": 8, "blackwell": 8, "nvl72": 72}
+"""GPUs that NVLink connects."""
+
+_BLACKWELL = 10
+_QUERY_S = 20
+
+
+def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
+    """What the layout and the features of a configuration ask for.
+
+    Source: `CUDA_DEVICE_MAX_CONNECTIONS` by Megatron-LM's checks of its arguments (1 with TP or CP before Blackwell, so that collectives
+    start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on
+    Blackwell, and with a fused dispatcher); `NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN` divides EP and fits the domain (DeepEP's HybridEP);
+    `NVTE_CPU_OFFLOAD_V1` with fine-grained offload, and `NCCL_GRAPH_REGISTER` with graphs beside memory that grows in segments, by
+    Megatron-LM's checks; `NVTE_USE_CUTLASS_GROUPED_GEMM` is Transformer Engine's own switch; `NVTE_ALLOW_NONDETERMINISTIC_ALGO` by its `--deterministic-mode`; the allocator's option for graphs of whole steps by Megatron-Bridge's recipes.
+    """
+    if platform == "cpu":
+        return {}
+    found = {}
+    if (connections := _connections(config, platform)) is not None:
+        found[CONNECTIONS] = connections
+    if config.moe.dispatcher == "hybridep":
+        ep = config.parallel.ep
+        found[HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
+    if config.backend == "megatron" and config.megatron.offload_modules:
+        found["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if config.backend == "megatron" and config.megatron.grouped_gemm == "cutlass":
+        found[GROUPED_GEMM] = "1"
+    if config.backend == "megatron" and config.train.deterministic:
+        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    whole = config.megatron.cuda_graph_impl == "full_iteration"
+    if config.backend == "megatron" and (whole or config.train.cuda_graphs):
+        found["NCCL_GRAPH_REGISTER"] = "0"
+    if config.backend == "megatron" and whole:
+        found[ALLOCATOR] = "expandable_segments:True,graph_capture_record_stream_reuse:True"
+    return found
+
+
+def sharded(config: TrainerConfig) -> bool:
+    """Whether parameters are gathered and gradients scattered layer by layer, beside the computation."""
+    if config.backend == "torch":
+        return config.parallel.fsdp
+    return config.megatron.data_parallel in ("megatron_fsdp", "fsdp2")
+
+
+def _connections(config: TrainerConfig, platform: Platform) -> str | None:
+    par, megatron = config.parallel, config.backend == "megatron"
+    many = config.moe.dispatcher in ("deepep", "hybridep") or (megatron and config.megatron.overlap_expert_parallel)
+    ordered = platform == "hopper" and not sharded(config) and (par.tp > 1 or par.cp > 1)
+    if ordered and not (megatron and config.megatron.overlap_expert_parallel):
+        return "1"
+    if many or (megatron and platform in ("blackwell", "nvl72") and not sharded(config)):
+        return "32"
+    return None
+
+
+def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = None, platform: Platform | None = None) -> dict[str, str]:
+    """Set what the megatron backend asks for, or the torch backend's limit of collectives, where the environment leaves it open; returns what was set.
+
+    Raises:
+        ConfigError: the environment serialises what Megatron-FSDP means to overlap, or contradicts the configuration about grouped products.
+    """
+    env = os.environ if environment is None else environment
+    if config.backend == "torch":
+        wanted = {COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
+    elif sharded(config) and env.get(CONNECTIONS) == "1":
+        raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
+    elif _contradicts(env.get(GROUPED_GEMM), config):
+        raise ConfigError(
+            f"{GROUPED_GEMM} is {env[GROUPED_GEMM]!r} and megatron.grouped_gemm is {config.megatron.grouped_gemm}; unset the variable, which follows from that field"
+        )
+    else:
+        wanted = variables(config, platform or this_platform(env))
+    found = {k: v for k, v in wanted.items() if k not in env}
+    env.update(found)
+    return found
+
+
+def _contradicts(given: str | None, config: TrainerConfig) -> bool:
+    on = given not in ("", "0")
+    return given is not None and config.model.num_experts > 0 and on != (config.megatron.grouped_gemm == "cutlass")
+
+
+def this_platform(environment: Mapping[str, str]) -> Platform:
+    """The platform of this machine: the NVLink domain that its launcher names, else the architecture that nvidia-smi reports."""
+    if environment.get("NVLINK_DOMAIN_SIZE") == "72":
+        return "nvl72"
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "cpu"
+    try:
+        command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False).stdout
+        return "blackwell" if int(float(said.split()[0])) >= _BLACKWELL else "hopper"
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return "hopper"

@@ -1,0 +1,473 @@
+"""The trainer's configuration: one YAML tree, mirrored by these models. Torch-free, so that the harness can read it.
+
+Precedence: defaults < file < `key.path=value` overrides. Unknown keys are errors. `model` may be the name of a file in
+`trainer/configs/models/` or a mapping with `preset` (such a name) and fields that replace the preset's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
+from math import gcd
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from playbook.errors import ConfigError, FileError, Finding
+from playbook.paths import data_root, shipped
+from playbook.yaml_files import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
+from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
+from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.model import ModelConfig as ModelConfig
+from playbook_trainer.config.model import VisionConfig as VisionConfig
+
+
+class GeneratedConfig(Strict):
+    """Made-up data with natural statistics (`data.source: generated`); sample i is a function of `seed` and i alone."""
+
+    seed: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=1_000_000, gt=0)
+    """Documents, or image-question-answer samples, of one epoch."""
+    mean_tokens: float = Field(default=427, gt=0)
+    """Mean length of a text document; lengths are log-normal."""
+    sigma: float = Field(default=1.1, ge=0)
+    """Standard deviation of the logarithm of a document's length."""
+    pool_images: int = Field(default=256, gt=0)
+    """Distinct JPEG files; each is made once, on first use, and kept in `data.path` (or a cache folder of the user)."""
+    images_per_sample: list[float] = Field(default_factory=lambda: [1.0])
+    """Weights of one, two, three ... images per sample; VQAv2 has one."""
+
+
+class DataConfig(Strict):
+    """What the model reads."""
+
+    kind: Literal["text", "vqa", "mock"] = "text"
+    """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
+    path: str | None = None
+    """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
+    source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"
+    """The layout of `path`; auto looks at what is there. files: .txt and .jsonl, or a folder with samples.jsonl."""
+    subset: str | None = None
+    """Which part: the COCO subset of VQAv2 (train2014), or the configuration of a Hugging Face data set."""
+    text_key: str = "text"
+    """The column or key that holds a document's text."""
+    generated: GeneratedConfig = Field(default_factory=GeneratedConfig)
+    tokenizer: str = "byte"
+    """`byte`, or the path of a tokenizer.json."""
+    seq_len: int = Field(default=256, gt=0)
+    pack: bool = True
+    """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
+    pack_buffer: int = Field(default=32, gt=0)
+    """Samples among which first-fit packing chooses."""
+    pad: bool = True
+    """Pad every row to seq_len, so that shapes stay static."""
+    pad_to_multiple: int | None = Field(default=None, gt=0)
+    """With `pad: false`, pad every row to a multiple of this many tokens."""
+    num_workers: int = Field(default=0, ge=0)
+    images: Literal["variable", "fixed"] = "variable"
+    """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
+    fixed_image_size: list[int] = Field(default_factory=lambda: [128, 128])
+    """Height and width in pixels, used with `images: fixed`."""
+    max_image_pixels: int = Field(default=65_536, gt=0)
+    """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
+    max_source_pixels: int = Field(default=64_000_000, gt=0)
+    """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
+    max_images_per_sample: int = Field(default=3, gt=0)
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """fail: stop with the file's name. skip: the image becomes grey, its sample bears no loss and keeps its place, and both are counted."""
+    cache: Literal["none", "memory"] = "none"
+    """memory: each worker keeps decoded and resized images, so that each is decoded once."""
+    cache_gib: float = Field(default=1.0, gt=0)
+    """What the cache of one worker may hold; images beyond it are decoded anew."""
+
+
+class ParallelConfig(Strict):
+    """The layout: two grids over the ranks of a pipeline stage.
+
+    world = tp x cp x dp x pp for attention and world = etp x ep x edp x pp for experts; dp and edp are the ranks that are left.
+    """
+
+    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0)
+    vpp: int = Field(default=1, gt=0)
+    """Chunks of the model on each pipeline stage; more than one makes the schedule interleaved 1F1B."""
+    cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
+    etp: int | None = Field(default=None, gt=0)
+    """Ranks that share the width of each expert; None takes tp."""
+    sequence_parallel: bool = False
+    """Cut the activations outside tensor-parallel regions over tp, along the tokens; no effect at tp 1."""
+    cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
+    the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
+    fsdp: bool = True
+    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2); without it, every rank of dp x cp holds a copy."""
+    dp_replicate: int = Field(default=1, gt=0)
+    """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master is split."""
+    comm_sms: int = Field(default=0, ge=0, le=64)
+    """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
+    that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
+    pipeline_layout: list[int] | None = None
+    """Decoder layers of each of the pp x vpp chunks, in the order in which a token passes them, where they are not equal; of the megatron
+    backend. The embedding lies in the first chunk and the output layer in the last, and both chunks may be without layers."""
+
+    def copies(self, dp_cp: int, edp: int) -> tuple[int, int]:
+        """How many copies there are of the dense parameters among dp x cp ranks, and of an expert's among edp."""
+        return (self.dp_replicate, gcd(self.dp_replicate, edp)) if self.fsdp else (dp_cp, edp)
+
+
+class MoeConfig(Strict):
+    """How routed tokens reach their experts."""
+
+    dispatcher: Literal["allgather", "alltoall", "dedup", "deepep", "hybridep"] = "alltoall"
+    """allgather: every rank gets every token. alltoall: each token travels once for each of its experts. dedup: once for each rank that holds one of
+    them, and comes back as one sum. deepep, hybridep: of the megatron backend."""
+    experts: Literal["auto", "loop", "grouped"] = "auto"
+    """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
+    router_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the router's matrix product and softmax."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
+    weigh: Literal["output", "activation"] = "output"
+    """Where a row meets its probability: after the second product of its expert, or before it. Before it, the outputs of the experts need not be
+    kept for the backward pass. Not with the dispatcher dedup, which weighs on the way."""
+    fused_permutation: bool = False
+    """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
+    fused_router: bool = False
+    """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
+    scores in float32."""
+
+
+class InitConfig(Strict):
+    """Where the first weights come from."""
+
+    weights: str | None = None
+    """A folder as Hugging Face transformers saves it (config.json and safetensors), to finetune from; None draws them from the seed."""
+
+
+class OptimizerConfig(Strict):
+    """AdamW with linear warm-up, then cosine decay or a constant rate."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = Field(default=2, ge=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
+    master: Literal["whole", "split"] = "whole"
+    """split: a shard is the 16-bit weight itself, and the optimizer holds the 16 bits that complete its float32 master weight, so that gathers and
+    reductions cast nothing and gradients stay in 16 bits (in float32 where a step adds to them after the reduction: several micro-batches). The
+    update is the same to the last bit as with parallel.reduce_dtype bf16, which it needs, as it needs train.dtype bf16."""
+    fused: bool = False
+    """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
+
+
+FP8_MODULES = ("linear", "experts")
+
+
+class PrecisionConfig(Strict):
+    """Matrix products in 8 bits. Router, norms, embedding, head, vision tower and all weight gradients keep their precision."""
+
+    fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
+    """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
+    values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
+    fp8_modules: list[str] = Field(default_factory=lambda: list(FP8_MODULES))
+    """linear: projections of attention and dense MLPs. experts: their two products."""
+
+    @field_validator("fp8_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return known(value, FP8_MODULES)
+
+
+class OffloadConfig(Strict):
+    """What waits in host memory while the GPU does not need it."""
+
+    activations: bool = False
+    """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
+    optimizer: bool = False
+    """Master weights, gradients and moments, all in float32, by FSDP2's CPUOffloadPolicy: each gather copies this rank's shard to the GPU, each
+    reduction copies the gradient back, and AdamW runs on the host's cores."""
+
+
+class CompileConfig(Strict):
+    """torch.compile, per region."""
+
+    vision: bool = False
+    decoder: bool = False
+    """Norms, rotary embedding, router and expert activation of each layer; not the matrix products and collectives between them."""
+    loss: bool = False
+    """The softmax of the loss, from logits to their gradient."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    dynamic: Literal["auto", "static", "marked"] = "auto"
+    """auto: torch's default, dynamic from the second shape on. static: every new shape compiles anew. marked: dynamic from the start."""
+
+
+class TrainConfig(Strict):
+    """The loop."""
+
+    steps: int = Field(default=20, gt=0)
+    warmup_steps: int = Field(default=3, ge=0)
+    """Steps before the timed window. They train, but are not timed."""
+    micro_batch_size: int = Field(default=1, gt=0)
+    """Rows of seq_len tokens per rank and micro-batch."""
+    global_batch_size: int = Field(default=2, gt=0)
+    """Rows per optimizer step over all data-parallel ranks."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    freeze: list[str] = Field(default_factory=list)
+    """Parts of a vision-language model that keep their weights: vision (the tower), projector (its mergers), language_model (all the rest)."""
+    cuda_graphs: list[str] = Field(default_factory=list)
+    """Parts of each decoder layer that run as one CUDA graph. attn: projections, head norms and rotary embedding, without attention itself.
+    moe_router: from the router's product to the chosen experts. moe_preprocess: the order of rows by expert."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """selective: what `recompute_modules` names. full: each layer, from its input."""
+    recompute_modules: list[str] = Field(default_factory=list)
+    """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
+    values; mlp, moe and vision (its blocks) are run again whole."""
+    attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
+    """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
+    loss_chunk: int = Field(default=4096, gt=0)
+    """Tokens whose logits exist at once."""
+    fused_loss: bool = False
+    """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
+    fused_activation: bool = False
+    """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
+    fused_norms: bool = False
+    """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel each, their
+    gradients likewise; needs a GPU."""
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    deterministic: bool = False
+    log_every: int = Field(default=1, gt=0)
+    """Steps between reads of the loss from the device; each read waits for the device."""
+    on_nan: Literal["stop", "continue", "skip"] = "stop"
+    """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for
+    the device in every step, and ends the run after ten such steps in a row. A state that is not finite is never saved."""
+    hang_timeout_s: float | None = Field(default=540.0, gt=0)
+    """Seconds without a step (compilation and evaluation included, writing checkpoints not) after which a rank prints the stacks of its threads and ends.
+    With `log_every`, the host waits for the device only that often. Less than NCCL's own ten minutes, whose end says less. None watches nothing."""
+    straggler_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of the time that each rank spends at its own work; 0 means never. The step compared waits for the device."""
+    receipt: bool = True
+    """After the timed window, one observed step that records collectives, saved activations and ranges (activation proof)."""
+
+    @field_validator("cuda_graphs")
+    @classmethod
+    def _known_graph_parts(cls, value: list[str]) -> list[str]:
+        return known(value, GRAPH_PARTS)
+
+    @field_validator("recompute_modules")
+    @classmethod
+    def _known_modules(cls, value: list[str]) -> list[str]:
+        return known(value, RECOMPUTE_MODULES)
+
+    @field_validator("freeze")
+    @classmethod
+    def _known_parts(cls, value: list[str]) -> list[str]:
+        return known(value, FREEZABLE)
+
+
+class EvalConfig(Strict):
+    """Evaluation on held-out samples."""
+
+    every: int = Field(default=0, ge=0)
+    """Optimizer steps between evaluations; 0 means never."""
+    batches: int = Field(default=2, gt=0)
+
+
+class CheckpointConfig(Strict):
+    """Saving and resuming. A checkpoint may be resumed in another layout and by another number of ranks."""
+
+    dir: str | None = None
+    every: int = Field(default=0, ge=0)
+    """Optimizer steps between checkpoints; 0 means none but the one that a signal asks for."""
+    keep: int = Field(default=2, gt=0)
+    """Complete checkpoints that stay; older ones are removed."""
+    async_save: bool = True
+    """Write in the background, from a copy in host memory; training waits for the copy only. The megatron backend always waits."""
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
+    export: str | None = None
+    """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
+
+
+class TrackerConfig(Strict):
+    """Where a run is followed, besides its own files. Each gets the whole resolved configuration."""
+
+    tensorboard: bool = False
+    """Event files in `output`/tensorboard."""
+    wandb: bool = False
+    """Weights & Biases."""
+    project: str = "playbook"
+    name: str | None = None
+    """The run's name in Weights & Biases; None lets it choose one."""
+    offline: bool = False
+    """Weights & Biases writes to `output`/wandb alone, to be uploaded with `wandb sync`."""
+
+
+class ProfileConfig(Strict):
+    """Annotation and tracing. A run with nvtx or kineto exists to be traced: it ends after its warm-up and `steps`, whatever train.steps says,
+    and times nothing.
+    """
+
+    nvtx: bool = False
+    kineto: bool = False
+    steps: int = Field(default=2, gt=0)
+    """Traced steps, taken after the warm-up."""
+
+
+class TrainerConfig(Strict):
+    """The whole tree."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    seed: int = Field(default=1234, ge=0, lt=2**32)
+    """Of the first weights and of the order of the data."""
+    model: ModelConfig
+    init: InitConfig = Field(default_factory=InitConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    moe: MoeConfig = Field(default_factory=MoeConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = Field(default_factory=TrackerConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    output: str = "runs/latest"
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:
+    """The resolved configuration of `path`, of this folder or shipped, with `overrides` (dotted keys to values) applied.
+
+    Raises:
+        FileError: the file or the model's preset does not fit the tree.
+        ConfigError: an override does not fit; the file by itself does.
+    """
+    path = path if os.path.lexists(path) else shipped("configs", path) or path
+    if not overrides:
+        return _resolve(path, {})
+    try:
+        return _resolve(path, overrides)
+    except FileError as e:
+        _resolve(path, {})
+        raise ConfigError("\n".join(f"override: {f.message}" for f in e.findings)) from e
+
+
+def _read(path: Path) -> tuple[Any, Marks]:
+    """The file's content, for the caller to change; every variant of a case reads the same few files."""
+    try:
+        stat = path.stat()
+    except OSError:  # which reading it will say
+        return read(path)
+    data, marks = _parsed(path, (stat.st_mtime_ns, stat.st_size))
+    return deepcopy(data), marks
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, stamp: tuple[int, int]) -> tuple[Any, Marks]:
+    return read(path)
+
+
+def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
+    data, marks = _read(path)
+    if not isinstance(data, dict):
+        raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
+    # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
+    for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
+        _set(data, key, value, str(path))
+    if data.get("model") is None:
+        raise FileError(
+            [Finding(str(path), *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")]
+        )
+    data = {**data, "model": _expand_model(data["model"], marks, str(path))}
+    return validate(data, marks, TrainerConfig, str(path))
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`["parallel.ep=4"]` as `{"parallel.ep": 4}`; values are YAML, so a quoted one is text.
+
+    Raises:
+        ConfigError: a word without '='.
+    """
+    out: dict[str, Any] = {}
+    for word in words:
+        key, sep, text = word.partition("=")
+        if not sep or not key:
+            raise ConfigError(f"override '{word}' has no '='; write key.path=value, for example train.steps=50")
+        out[key] = _override(key, text)
+    return out
+
+
+def _override(key: str, text: str) -> Any:
+    if text[:1] in ("[", "{"):
+        return parse(text, f"override {key}")[0]
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else parse_scalar(text)
+
+
+def model_names() -> list[str]:
+    """The named model sizes."""
+    return sorted(p.stem for p in (data_root("configs") / "models").glob("*.yaml"))
+
+
+def dump(config: TrainerConfig) -> dict[str, Any]:
+    """The resolved configuration as plain data."""
+    return config.model_dump(mode="json")
+
+
+def config_sha(config: TrainerConfig) -> str:
+    """A hash of everything that decides what is computed; where results are written and who watches does not count."""
+    data = dump(config)
+    for key in ("output", "checkpoint", "tracker", "profile"):
+        data.pop(key)
+    data["train"].pop("hang_timeout_s")
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _set(data: dict[str, Any], key: str, value: Any, file: str) -> None:
+    parts = key.split(".")
+    node: Any = data
+    for i, part in enumerate(parts[:-1]):
+        if node.get(part) is None:
+            node[part] = {}
+        if part == "model" and isinstance(node[part], str):
+            node[part] = {"preset": node[part]}
+        node = node[part]
+        if not isinstance(node, dict):
+            inner = ".".join(parts[: i + 1])
+            raise FileError([Finding(file, 1, 1, f"override '{key}': '{inner}' is a value, not a section")])
+    node[parts[-1]] = value
+
+
+def _expand_model(value: Any, marks: Marks, file: str) -> Any:
+    """A preset's fields with the file's own on top; anything else is left for validation to judge."""
+    fields = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(fields, dict) or "preset" not in fields:
+        return value
+    preset = fields["preset"]
+    line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
+    if not isinstance(preset, str) or preset not in model_names():
+        options = model_names()
+        raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
+    base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
+    rest = {k: v for k, v in fields.items() if k != "preset"}
+    for part in ("vision", "yarn"):
+        if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
+            rest[part] = {**base[part], **rest[part]}
+    return {"name": preset, **base, **rest}

@@ -1,0 +1,137 @@
+"""Which samples share a row, for every row of a run: a function of the data and the seed alone, the same on every rank and worker.
+
+Rows are dealt to lanes, row k to lane k mod L, where L is the number of rows of a step. A lane draws chunks i, i + L, i + 2L, ... of the
+endless shuffled stream and packs what they hold, so that it needs to know the lengths of its own samples only. A rank plans the lanes of
+its own rows; where a lane stands is a few numbers, from which any rank and worker can go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from playbook.errors import ConfigError
+from playbook_trainer.data.order import order_key, permute
+from playbook_trainer.data.sources.streams import Items, Stream
+
+T = TypeVar("T")
+
+
+class Sized(Protocol):
+    """What rows are packed from."""
+
+    def __len__(self) -> int: ...
+
+
+D = TypeVar("D", bound=Sized)
+
+Place = tuple[int, int, int]
+"""A document within a lane: the how-manieth chunk drawn, the how-manieth sample of that chunk, the how-manieth piece of that sample."""
+
+LaneState = list[int]
+"""Rows made, then the place to draw from next, then the places of the documents that wait; three numbers a place."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows; `buffer` 0 puts one document into each row."""
+
+    seq_len: int
+    buffer: int
+
+
+def first_fit(waiting: Sequence[int], room: int) -> int | None:
+    """The first of the waiting lengths that fits into `room`."""
+    return next((i for i, length in enumerate(waiting) if length <= room), None)
+
+
+class Lane(Generic[T, D]):
+    """Every L-th row, one after the other.
+
+    First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[T],
+        documents: Callable[[T], Sequence[D]],
+        packing: Packing,
+        *,
+        number: int,
+        lanes: int,
+        seed: Sequence[int],
+        state: LaneState | None = None,
+    ) -> None:
+        self._stream, self._documents, self._packing = stream, documents, packing
+        self._number, self._lanes, self._seed = number, lanes, tuple(seed)
+        self._chunk: tuple[int, Items[T]] = (-1, [])
+        self._sample: tuple[tuple[int, int], Sequence[D]] = ((-1, -1), [])
+        self._waiting: deque[tuple[Place, D]] = deque()
+        self.rows = 0
+        self._next: Place = (0, 0, 0)
+        if state is not None:
+            self.rows = state[0]
+            places = [(state[i], state[i + 1], state[i + 2]) for i in range(1, len(state), 3)]
+            self._next = places[0]
+            self._waiting.extend((place, self._at(place)) for place in places[1:])
+
+    def row(self) -> list[D]:
+        """The next row."""
+        row, room, most = [], self._packing.seq_len, max(1, self._packing.buffer)
+        self._refill(most)
+        at: int | None = 0
+        while at is not None:
+            document = self._waiting[at][1]
+            del self._waiting[at]
+            row.append(document)
+            room -= len(document)
+            if not self._packing.buffer:
+                break
+            self._refill(most)
+            at = first_fit([len(d) for _, d in self._waiting], room)
+        self.rows += 1
+        return row
+
+    def state(self) -> LaneState:
+        """Where the lane stands, for a lane that goes on from here."""
+        return [self.rows, *self._next, *(number for place, _ in self._waiting for number in place)]
+
+    def _refill(self, most: int) -> None:
+        while len(self._waiting) < most:
+            self._waiting.append(self._draw())
+
+    def _draw(self) -> tuple[Place, D]:
+        while True:
+            drawn, sample, piece = self._next
+            if sample >= len(self._open(drawn)):
+                self._next = (drawn + 1, 0, 0)
+            elif piece >= len(self._read(drawn, sample)):
+                self._next = (drawn, sample + 1, 0)
+            else:
+                self._next = (drawn, sample, piece + 1)
+                return (drawn, sample, piece), self._read(drawn, sample)[piece]
+
+    def _at(self, place: Place) -> D:
+        drawn, sample, piece = place
+        if sample < len(self._open(drawn)) and piece < len(self._read(drawn, sample)):
+            return self._read(drawn, sample)[piece]
+        raise ConfigError(
+            f"the checkpoint's data stream has a document at {list(place)} of lane {self._number}, and this run's data has none there; "
+            "resume with the seed and the data that saved it, or choose another checkpoint.dir to start anew"
+        )
+
+    def _read(self, drawn: int, sample: int) -> Sequence[D]:
+        if self._sample[0] != (drawn, sample):
+            items = self._open(drawn)
+            at = permute(sample, len(items), order_key(*self._seed, drawn, self._number))
+            self._sample = ((drawn, sample), self._documents(items[at]))
+        return self._sample[1]
+
+    def _open(self, drawn: int) -> Items[T]:
+        if self._chunk[0] != drawn:
+            epoch, place = divmod(self._number + drawn * self._lanes, self._stream.num_chunks)
+            number = permute(place, self._stream.num_chunks, order_key(*self._seed, epoch))
+            self._chunk = (drawn, self._stream.chunk(number))
+        return self._chunk[1]

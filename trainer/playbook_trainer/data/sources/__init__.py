@@ -1,0 +1,1 @@
+"""Where samples come from: one module for each layout of a data set."""

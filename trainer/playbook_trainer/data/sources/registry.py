@@ -1,0 +1,124 @@
+"""Which data set a configuration names, and in which layout it lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from playbook.errors import ConfigError, DataError
+from playbook.paths import data_root
+from playbook_trainer.config.tree import DataConfig, ModelConfig
+from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, pool_folder
+from playbook_trainer.data.sources.huggingface import hub_text, looks_like_saved
+from playbook_trainer.data.sources.parquet import text_groups, vqa_groups
+from playbook_trainer.data.sources.streams import Flat, Sharded
+from playbook_trainer.data.sources.text import files_in, text_items
+from playbook_trainer.data.sources.vqa import Sample, folder_samples
+from playbook_trainer.data.sources.vqav2 import VqaV2, looks_like_vqav2
+from playbook_trainer.data.sources.webdataset import tar_samples
+
+Text = str | NDArray[np.int64]
+"""A document: its text, or tokens made without one."""
+TextData = Flat[Text] | Sharded[Text]
+
+
+def open_text(data: DataConfig, model: ModelConfig) -> TextData:
+    """The documents that `data` names.
+
+    Raises:
+        DataError: nothing readable there.
+        ConfigError: a layout that text does not have, or a missing package.
+    """
+    path = Path(data.path) if data.path is not None else data_root("assets") / "text"
+    with _reachable(path):
+        layout = data.source if data.source != "auto" else _text_layout(path)
+        _refuse_subset(data, layout)
+        if layout == "files":
+            return Flat(text_items(path, data.text_key), str(path))
+        if layout == "parquet":
+            return text_groups(_files(path, (".parquet",)), data.text_key, str(path))
+        if layout == "huggingface":
+            if data.path is None:
+                raise ConfigError("data.source is huggingface: set data.path to a folder written by save_to_disk, or to a data set's name")
+            return hub_text(data.path, data.subset, data.text_key)
+        if layout == "generated":
+            return Flat(GeneratedText(data.generated, _text_ids(model)), "generated text")
+        raise ConfigError(f"data.source {layout} holds images; with data.kind text take files, parquet, huggingface or generated")
+
+
+def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
+    """The image-question-answer samples that `data` names.
+
+    Raises:
+        DataError: nothing readable there.
+        ConfigError: a layout that such samples do not have, or a missing package.
+    """
+    path = Path(data.path) if data.path is not None else data_root("assets") / "vqa"
+    with _reachable(path):
+        layout = data.source if data.source != "auto" else _vqa_layout(path)
+        _refuse_subset(data, layout)
+        if layout == "files":
+            return Flat(folder_samples(path), str(path))
+        if layout == "vqav2":
+            return Flat(VqaV2(path, data.subset), str(path))
+        if layout == "webdataset":
+            return tar_samples(_files(path, (".tar",)), str(path))
+        if layout == "parquet":
+            return vqa_groups(_files(path, (".parquet",)), str(path))
+        if layout == "generated":
+            return Flat(GeneratedVqa(data.generated, pool_folder(data.path)), "generated samples")
+        raise ConfigError(f"data.source {layout} holds text; with data.kind vqa take files, vqav2, webdataset, parquet or generated")
+
+
+def _refuse_subset(data: DataConfig, layout: str) -> None:
+    """Where there are no subsets, all would be read, or the split train, whatever is asked for."""
+    saved = layout == "huggingface" and data.path is not None and Path(data.path).is_dir()
+    if data.subset is not None and (saved or layout not in ("vqav2", "huggingface")):
+        what = "a folder written by save_to_disk, of which the split train is read" if saved else f"data.source {layout}"
+        raise ConfigError(f"data.subset {data.subset} means nothing for {what}: leave it out, and let data.path name what is to be read")
+
+
+@contextmanager
+def _reachable(path: Path) -> Iterator[None]:
+    """Say which path it is that may not be looked into, or cannot be."""
+    try:
+        yield
+    except OSError as e:
+        raise DataError(f"data.path: {path} cannot be read: {e.strerror or e}; check the path and its permissions") from e
+
+
+def _text_layout(path: Path) -> str:
+    if path.is_dir() and looks_like_saved(path):
+        return "huggingface"
+    parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+    return "parquet" if parquet else "files"
+
+
+def _vqa_layout(path: Path) -> str:
+    if path.suffix in (".tar", ".parquet"):
+        return "webdataset" if path.suffix == ".tar" else "parquet"
+    if path.is_dir() and not (path / "samples.jsonl").is_file():
+        if looks_like_vqav2(path):
+            return "vqav2"
+        for layout, pattern in (("webdataset", "*.tar"), ("parquet", "*.parquet")):
+            if any(path.glob(pattern)):
+                return layout
+    return "files"
+
+
+def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if path.is_dir():
+        return files_in(path, suffixes)
+    if not path.is_file():
+        raise DataError(f"data.path: no file or folder {path}; expected {' or '.join(suffixes)} files")
+    return [path]
+
+
+def _text_ids(model: ModelConfig) -> int:
+    """Ids from 0 on that are text: below every special token (padding may have any id)."""
+    special = (model.eos_token_id, model.image_token_id, model.vision_start_token_id, model.vision_end_token_id)
+    return min((i for i in special if i), default=model.vocab_size)

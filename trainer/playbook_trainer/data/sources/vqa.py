@@ -1,0 +1,190 @@
+"""Image-question-answer samples: reading, and fitting each into a row before any image is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import DataError
+from playbook_trainer.config.tree import DataConfig, ModelConfig
+from playbook_trainer.data.images import BadImage, ImageFile, ImageRef, header_size, target_size
+from playbook_trainer.data.sources.streams import Items, Mapped
+from playbook_trainer.data.sources.text import JsonLines, Record, is_text
+from playbook_trainer.data.tokenizer import Tokenizer
+
+LEAST_VISUAL_TOKENS = 4
+"""To make room for text, an image is not given a budget below this many visual tokens (whole rows and columns may use less)."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Images, a question and its answer; `place` names it in messages. Sizes are height and width, where the source knows them."""
+
+    place: str
+    images: Sequence[Path | ImageFile]
+    question: str
+    answer: str
+    sizes: Sequence[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A sample that fits into a row: its images with their target sizes, and its text as tokens."""
+
+    images: list[ImageRef]
+    question: list[int]
+    answer: list[int]
+    length: int
+    shortened: bool
+    """Something of the sample was scaled, cut or left out to fit."""
+
+
+def folder_samples(folder: Path) -> Items[Sample]:
+    """The samples of `folder`/samples.jsonl.
+
+    Raises:
+        DataError: no such file; on access, a line that is no sample, or an image that is missing or lies outside the folder.
+    """
+    file = folder / "samples.jsonl"
+    if not folder.is_dir():
+        found = f"{folder} is a file" if folder.exists() else f"there is no {folder}"
+        raise DataError(f"data.path: {found}; expected a folder with samples.jsonl and its images, or .tar or .parquet files")
+    if not file.is_file():
+        raise DataError(f"data.path: {folder} has no samples.jsonl; expected one JSON object per line with images, question, answer")
+    root, lines = folder.resolve(), JsonLines(file)
+    if not len(lines):
+        raise DataError(f"{file} holds no sample")
+    return Mapped(lambda record: _sample(record, root), lines)
+
+
+def question_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
+    """Question and answer of a record, or DataError with its place."""
+    refuse_video(place, record)
+    question, answer = record.get("question"), record.get("answer")
+    if not is_text(question) or not is_text(answer):
+        raise DataError(f"{place}: expected strings of valid Unicode under 'question' and 'answer'")
+    return question, answer
+
+
+def refuse_video(place: str, keys: Any) -> None:
+    """Say clearly that video is out."""
+    if "video" in keys or "videos" in keys:
+        raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
+
+
+def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConfig) -> Fitted:
+    """The sample with its target sizes and tokens, so that its length is known; image files are opened for their headers only.
+
+    An image whose header is bad takes the least room where bad images are skipped; whatever decoding finds later changes no length.
+
+    Raises:
+        BadImage: a header is bad and the policy is to fail.
+    """
+    question, answer = tokenizer.encode(sample.question), tokenizer.encode(sample.answer)
+    if model.image_token_id in question or model.image_token_id in answer:
+        raise DataError(f"{sample.place}: the text contains model.image_token_id {model.image_token_id}; take the model's own tokenizer")
+    factor = merge_factor(model)
+    sizes, bad = [], []
+    for i, image in enumerate(sample.images[: data.max_images_per_sample]):
+        try:
+            sizes.append(sample.sizes[i] if sample.sizes else header_size(image, data.max_source_pixels))
+            bad.append("")
+        except BadImage as e:
+            if data.on_bad_image == "fail":
+                raise
+            sizes.append((factor, factor))
+            bad.append(e.kind)
+    return _fit(sample, sizes, bad, question, answer, model, data)
+
+
+def merge_factor(model: ModelConfig) -> int:
+    """Pixels along one side of a visual token."""
+    assert model.vision is not None
+    return model.vision.patch_size * model.vision.spatial_merge_size
+
+
+def _fit(
+    sample: Sample,
+    kept: list[tuple[int, int]],
+    bad: list[str],
+    question: list[int],
+    answer: list[int],
+    model: ModelConfig,
+    data: DataConfig,
+) -> Fitted:
+    """The rule for a sample that is too long, in this order, each step only as far as needed.
+
+    1. images beyond max_images_per_sample are left out, the last first;
+    2. with `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each;
+    3. images are left out, the last first, until image tokens leave a place for one answer token and eos;
+    4. the question is cut at its end; 5. the answer is cut at its end. Eos always stays.
+    """
+    factor = merge_factor(model)
+    targets = [_target(size, factor, data) for size in kept]
+    wanted = _length(targets, factor, len(question), len(answer))
+    if wanted > data.seq_len:
+        targets = _shrink(targets, kept, data.seq_len - (wanted - _visual(targets, factor)), factor, data)
+        while len(targets) > 1 and _length(targets, factor, 0, min(1, len(answer))) > data.seq_len:
+            targets = targets[:-1]
+    room = data.seq_len - _length(targets, factor, 0, 0)
+    cut_answer = answer[:room]
+    cut_question = question[: room - len(cut_answer)]
+    return Fitted(
+        images=[ImageRef(file, *target, kind) for file, target, kind in zip(sample.images, targets, bad, strict=False)],
+        question=cut_question,
+        answer=cut_answer,
+        length=_length(targets, factor, len(cut_question), len(cut_answer)),
+        shortened=wanted > data.seq_len or len(kept) < len(sample.images),
+    )
+
+
+def _target(size: tuple[int, int], factor: int, data: DataConfig) -> tuple[int, int]:
+    if data.images == "fixed":
+        return data.fixed_image_size[0], data.fixed_image_size[1]
+    return target_size(*size, factor, data.max_image_pixels)
+
+
+def _shrink(
+    targets: list[tuple[int, int]], sizes: list[tuple[int, int]], room: int, factor: int, data: DataConfig
+) -> list[tuple[int, int]]:
+    if data.images == "fixed" or not targets:
+        return targets
+    ratio = max(room, 0) / _visual(targets, factor)
+    budgets = [max(LEAST_VISUAL_TOKENS, int(h * w // factor**2 * ratio)) for h, w in targets]
+    return [
+        target_size(*size, factor, min(budget * factor**2, h * w)) for size, budget, (h, w) in zip(sizes, budgets, targets, strict=True)
+    ]
+
+
+def _visual(targets: list[tuple[int, int]], factor: int) -> int:
+    return sum(h * w for h, w in targets) // factor**2
+
+
+def _length(targets: list[tuple[int, int]], factor: int, question: int, answer: int) -> int:
+    # Each image stands between vision_start and vision_end; eos ends the answer.
+    return _visual(targets, factor) + 2 * len(targets) + question + answer + 1
+
+
+def _sample(record: Record, root: Path) -> Sample:
+    place, fields = record
+    question, answer = question_answer(place, fields)
+    images = fields.get("images")
+    if not isinstance(images, list) or not all(is_text(name) for name in images):
+        raise DataError(f"{place}: expected a list of file names under 'images'")
+    return Sample(place, [inside(root, name, place) for name in images], question, answer)
+
+
+def inside(root: Path, name: str, place: str) -> Path:
+    """The image's real path, which must lie in `root`: neither `..`, an absolute path nor a link may lead out."""
+    try:
+        path = (root / name).resolve()
+        found = path.is_file()
+    except (OSError, ValueError, RuntimeError) as e:  # a null byte, a name too long, a loop of links
+        raise DataError(f"{place}: image {name[:80]!r} is no file name that can be read: {e}") from e
+    if not path.is_relative_to(root):
+        raise DataError(f"{place}: image {name!r} lies outside {root}; only files in the folder of samples.jsonl are read")
+    if not found:
+        raise DataError(f"{place}: image {name!r} does not exist in {root}")
+    return path

@@ -1,0 +1,1 @@
+"""Weights and configuration in the files of Hugging Face transformers."""

@@ -1,0 +1,338 @@
+"""Weights to and from the files of Hugging Face transformers: safetensors only, no pickle.
+
+`hf_rules` holds the table between the two layouts, `hf_config` the `config.json`; here are the files. What comes from a folder is hostile
+until checked: an index may only name files beside it, and names, shapes and types are compared before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.huggingface.config import check_config, hf_config, read_json
+from playbook_trainer.huggingface.names import HEAD, InMemory, Rule, Shape, Source, rules, whole
+
+__all__ = [
+    "Files",
+    "Writer",
+    "check_folder",
+    "from_hf",
+    "hf_config",
+    "load_safetensors",
+    "nbytes",
+    "open_folder",
+    "refuse_to_overwrite",
+    "refuse_unwritable",
+    "rules",
+    "save_safetensors",
+    "to_hf",
+]
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5 * 10**9
+SHOWN = 8
+"""Names listed for each kind of mismatch; a wrong preset would otherwise print thousands."""
+
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Types of weights that are read, and their bytes."""
+
+
+def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's tensors (views where possible) of a whole, unsharded state.
+
+    Raises:
+        ConfigError: tensors are missing, left over or of another shape than the model's.
+    """
+    table = rules(config)
+    _check({rule.ours: [rule.shape] for rule in table}, {name: tuple(t.shape) for name, t in state.items()}, "the model's state")
+    return {name: t for rule in table for name, t in zip(rule.theirs, rule.split(state[rule.ours]), strict=True)}
+
+
+def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state from a checkpoint's tensors.
+
+    Raises:
+        ConfigError: tensors are missing, left over or of another shape than the model's.
+    """
+    return _state(config, InMemory(tensors))
+
+
+def load_safetensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """Our whole state from a folder with `model.safetensors`, or with shards and their index. For models that fit in memory.
+
+    Raises:
+        ConfigError: no such files, an unreadable file, an index that does not fit, or tensors or a `config.json` that do not fit the model.
+    """
+    if (folder / CONFIG).is_file():
+        check_config(config, folder / CONFIG)
+    with ExitStack() as stack:
+        return _state(config, Files(folder, stack))
+
+
+def check_folder(config: ModelConfig, folder: Path) -> None:
+    """Find out whether a folder holds this model, from its headers alone.
+
+    Raises:
+        ConfigError: it does not, in one message.
+    """
+    with ExitStack() as stack:
+        open_folder(config, folder, stack)
+
+
+def open_folder(config: ModelConfig, folder: Path, stack: ExitStack) -> Files:
+    """The checkpoint's files, compared with the model, to be read in parts until `stack` closes.
+
+    Raises:
+        ConfigError: the folder does not hold this model, in one message.
+    """
+    try:
+        there = (folder / CONFIG).is_file()
+    except OSError as e:  # a folder that may not be looked into
+        raise ConfigError(f"{folder} cannot be read: {e.strerror or e}; check the path and its permissions") from e
+    if not there:
+        raise ConfigError(
+            f"{folder} has no {CONFIG}; expected a folder as transformers saves it: {CONFIG} and {SINGLE}, or shards with {INDEX}"
+        )
+    check_config(config, folder / CONFIG)
+    files = Files(folder, stack)
+    check_tensors(config, files)
+    odd = [f"{name} {kind}" for name, kind in files.dtypes.items() if kind not in DTYPES]
+    if odd:
+        raise ConfigError(f"{folder} holds weights in a type that is not read: {', '.join(odd[:SHOWN])}; expected {', '.join(DTYPES)}")
+    return files
+
+
+def check_tensors(config: ModelConfig, source: Source) -> None:
+    """Refuse anything but the model's tensors.
+
+    Checkpoints of models with tied embeddings may hold the output layer a second time; transformers ignores it.
+
+    Raises:
+        ConfigError: tensors are missing, left over or of another shape than the model's.
+    """
+    expected = {piece.name: piece.accepted() for rule in rules(config) for piece in rule.pieces}
+    found = {name: shape for name, shape in source.shapes.items() if not (config.tie_word_embeddings and name == HEAD)}
+    _check(expected, found, f"the checkpoint for {config.name}")
+
+
+def save_safetensors(config: ModelConfig, state: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write a whole, unsharded state as transformers stores it: one file, or shards and their index, and `config.json`.
+
+    Raises:
+        ConfigError: the folder already holds weights, or the state does not fit the model.
+        DataError: it could not be written.
+    """
+    tensors = to_hf(config, state)
+    with Writer(config, folder, {name: t.nbytes for name, t in tensors.items()}, max_shard_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+
+
+class Writer:
+    """Writes a checkpoint tensor by tensor; no more than one shard is in memory, and files appear in the folder once all are written.
+
+    Raises:
+        ConfigError: the folder already holds weights.
+        DataError: it could not be written.
+    """
+
+    def __init__(self, config: ModelConfig, folder: Path, nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        refuse_to_overwrite(folder)
+        self._config, self._folder, self._nbytes = config, folder, nbytes
+        shards = _shards(nbytes, max_shard_bytes)
+        names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        self._file = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        self._last = {shard[-1] for shard in shards}
+        self._held: dict[str, Tensor] = {}
+        self._writing = folder / ".writing"
+
+    def __enter__(self) -> Writer:
+        shutil.rmtree(self._writing, ignore_errors=True)
+        with _written(self._folder):
+            self._writing.mkdir(parents=True)
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor, in the order in which sizes were given."""
+        # A copy of its own for each tensor: safetensors refuses views that share memory.
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if name in self._last:
+            with _written(self._folder):
+                save_file(self._held, self._writing / self._file[name], metadata={"format": "pt"})
+            self._held = {}
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                with _written(self._folder):
+                    self._finish()
+        finally:
+            shutil.rmtree(self._writing, ignore_errors=True)
+
+    def _finish(self) -> None:
+        (self._writing / CONFIG).write_text(json.dumps(hf_config(self._config), indent=2) + "\n", encoding="utf-8")
+        if len(self._last) > 1:
+            index = {"metadata": {"total_size": sum(self._nbytes.values())}, "weight_map": self._file}
+            (self._writing / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        # By name, so the index last: without it, no reader takes shards for a whole.
+        for path in sorted(self._writing.iterdir()):
+            path.replace(self._folder / path.name)
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as e:
+        raise DataError(f"{folder}: the weights could not be written: {e}; make room, or choose another folder") from e
+
+
+def refuse_to_overwrite(folder: Path) -> None:
+    """Refuse a folder with weights: an old file beside new shards would be read in their place.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    try:
+        old, other = sorted(p.name for p in folder.glob("*.safetensors*")), folder.exists() and not folder.is_dir()
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be written: {e.strerror or e}; choose another folder") from e
+    if old:
+        raise ConfigError(f"{folder} already holds weights ({old[0]}); choose an empty folder")
+    if other:
+        raise ConfigError(f"{folder} is a file; choose an empty folder")
+
+
+def refuse_unwritable(folder: Path, key: str = "checkpoint.export") -> None:
+    """Refuse a folder, named by a key, that cannot be made and written, and leave nothing behind: after training it would be too late to find out.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    made: list[Path] = []
+    try:
+        for path in reversed([folder, *folder.parents]):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
+        made.append(Path(tempfile.mkdtemp(prefix=".writable-", dir=folder)))
+    except OSError as e:
+        raise ConfigError(f"{key} {folder} cannot be written: {e.strerror or e}; choose another folder") from e
+    finally:
+        for path in reversed(made):
+            with suppress(OSError):  # something else is in it by now
+                path.rmdir()
+
+
+class Files:
+    """The tensors of a folder by name, read in parts when asked for; what was read is counted."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        where = _weight_map(folder)
+        names = sorted(set(where.values())) if where is not None else [SINGLE]
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
+            hint = f"; {pickles[0]} is a pickle, which can run code and is never read: convert it to safetensors" if pickles else ""
+            raise ConfigError(f"{folder} lacks {', '.join(absent[:SHOWN])}; expected {SINGLE}, or {INDEX} with all its shards{hint}")
+        self.bytes_read = self.largest_read = 0
+        shapes: dict[str, Shape] = {}
+        self.shapes: Mapping[str, Shape] = shapes
+        self.dtypes: dict[str, str] = {}
+        self._file: dict[str, Any] = {}
+        for name in names:
+            try:
+                handle = stack.enter_context(safe_open(folder / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{folder / name} is no readable safetensors file ({error}); fetch it again") from error
+            for key in handle.keys():  # noqa: SIM118  a handle is no mapping
+                if where is None or where.get(key) == name:
+                    header = handle.get_slice(key)
+                    shapes[key], self.dtypes[key] = tuple(header.get_shape()), header.get_dtype()
+                    self._file[key] = handle
+        if lost := [key for key in where or {} if key not in self._file]:
+            raise ConfigError(f"{folder / INDEX} places {lost[0]} (and {len(lost) - 1} others) in files that do not hold them")
+
+    def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, and of the file no more than that."""
+        part: Tensor = self._file[name].get_slice(name)[where]
+        self.bytes_read += part.nbytes
+        self.largest_read = max(self.largest_read, part.nbytes)
+        return part
+
+
+def _state(config: ModelConfig, source: Source) -> dict[str, Tensor]:
+    check_tensors(config, source)
+    return {rule.ours: rule.read(source, whole(rule.shape)) for rule in rules(config)}
+
+
+def nbytes(table: Sequence[Rule], dtype: torch.dtype) -> dict[str, int]:
+    """The checkpoint's tensors with their bytes, in the order of the table."""
+    return {name: math.prod(shape) * dtype.itemsize for rule in table for name, shape in rule.theirs.items()}
+
+
+def _check(expected: Mapping[str, Sequence[Shape]], found: Mapping[str, Shape], what: str) -> None:
+    """Refuse anything but exactly the expected names and shapes, with one message for all that is wrong."""
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "of another shape": [
+            f"{name} {found[name]}, expected {' or '.join(map(str, dict.fromkeys(shapes)))}"
+            for name, shapes in expected.items()
+            if name in found and found[name] not in shapes
+        ],
+    }
+    lines = []
+    for kind, names in problems.items():
+        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        if names:
+            lines.append(f"  {len(names)} {kind}: {', '.join(names[:SHOWN])}{more}")
+    if lines:
+        text = "\n".join(lines)
+        raise ConfigError(f"{what} does not fit the model's configuration; compare model.* with the checkpoint's config.json\n{text}")
+
+
+def _shards(nbytes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, cut so that no shard but a single large tensor exceeds `limit` bytes."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, size in nbytes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Which file holds which tensor, or None without an index.
+
+    An index comes from elsewhere, so it may only name files right in its own folder. Symbolic links are followed: download caches use them.
+    Where a single file lies beside an index, transformers reads the single file.
+    """
+    path = folder / INDEX
+    if not path.is_file() or (folder / SINGLE).is_file():
+        return None
+    where = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ConfigError(f"{path} has no weight_map of tensor names to file names; fetch it again")
+    for name in where.values():
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ConfigError(f"{path} points to '{name}'; expected the name of a .safetensors file in the same folder")
+    return where

@@ -1,0 +1,89 @@
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: decoder, attention, router, dispatch, experts, combine, loss, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+
+from playbook_trainer.observe.ranges import range_
+
+_DISPATCHER = {
+    "dispatch_preprocess": "dispatch",
+    "token_dispatch": "dispatch",
+    "dispatch_postprocess": "dispatch",
+    "combine_preprocess": "combine",
+    "token_combine": "combine",
+    "combine_postprocess": "combine",
+}
+"""Methods of a token dispatcher. Source: megatron-core, `megatron/core/transformer/moe/token_dispatcher.py`."""
+
+
+@contextmanager
+def announced(model: nn.Module) -> Iterator[None]:
+    """Inside this block, the model's layers announce their ranges."""
+    with ExitStack() as stack:
+        _wrap(stack, schedules, "backward_step", "backward", marks=False)
+        for module in model.modules():
+            if hasattr(module, "compute_language_model_loss"):
+                # What leaves a stage must be a tensor of its own, so nothing is marked there.
+                _hook(stack, module.decoder, "decoder", marks=bool(module.post_process))
+                _wrap(stack, module, "compute_language_model_loss", "loss", marks=False)
+            elif isinstance(module, Attention):
+                _hook(stack, module, "attention")
+            elif isinstance(module, MoELayer):
+                _hook(stack, module.router, "router")
+                _hook(stack, module.experts, "experts")
+                for method, name in _DISPATCHER.items():
+                    _wrap(stack, module.token_dispatcher, method, name)
+        yield
+
+
+def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
+    opened: list[range_] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        span = range_(name).__enter__()
+        opened.append(span)
+        return _on_first(args, span.enter) if marks else args, given
+
+    def after(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
+        span = opened.pop()
+        marked = _on_first(out, span.exit) if marks else out
+        span.__exit__(None, None, None)
+        return marked
+
+    for handle in (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ):
+        stack.callback(handle.remove)
+
+
+def _wrap(stack: ExitStack, owner: Any, method: str, name: str, *, marks: bool = True) -> None:
+    original, own = getattr(owner, method, None), method in vars(owner)
+    if original is None:
+        return
+
+    def call(*args: Any, **given: Any) -> Any:
+        with range_(name) as span:
+            if not marks:
+                return original(*args, **given)
+            return _on_first(original(*_on_first(args, span.enter), **given), span.exit)
+
+    setattr(owner, method, call)
+    stack.callback(*(setattr, owner, method, original) if own else (delattr, owner, method))
+
+
+def _on_first(values: Any, mark: Callable[[Tensor], Tensor]) -> Any:
+    """The values with the first of them marked, if it is a tensor."""
+    if isinstance(values, Tensor):
+        return mark(values)
+    if isinstance(values, tuple) and values and isinstance(values[0], Tensor):
+        return (mark(values[0]), *values[1:])
+    return values

@@ -1,0 +1,1 @@
+"""The models on megatron-core's layers."""

@@ -1,0 +1,42 @@
+"""Experts for hosts without Transformer Engine: one grouped product on a GPU that has it, a loop elsewhere.
+
+Suffixes: R rows routed to this rank, D hidden size, F expert width on this rank, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from torch.nn.functional import silu
+
+from playbook_trainer.torch.model.decoder import grouped_product
+
+
+class Experts(SequentialMLP):
+    """megatron-core's experts, one module each, so that checkpoints are the same; on a Hopper in bf16 all are multiplied in one call."""
+
+    def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor) -> tuple[Tensor, None]:
+        """Each expert's SwiGLU on its rows, times the rows' probabilities."""
+        rows_RD = permuted_local_hidden_states
+        if not is_grouped(rows_RD):
+            return super().forward(rows_RD, tokens_per_expert, permuted_probs)
+        counts_E = torch.as_tensor(tokens_per_expert, device=rows_RD.device)
+        return self.grouped(rows_RD, counts_E, permuted_probs), None
+
+    def grouped(self, rows_RD: Tensor, counts_E: Tensor, probs_R: Tensor) -> Tensor:
+        """All experts in two grouped products."""
+        w13_EFD, w2_EDF = (
+            torch.stack([getattr(expert, name).weight for expert in self.local_experts]) for name in ("linear_fc1", "linear_fc2")
+        )
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        gate_RF, up_RF = grouped_product(rows_RD, w13_EFD, ends_E).chunk(2, dim=1)
+        act_RF = (silu(gate_RF) * up_RF * probs_R.unsqueeze(1)).to(rows_RD.dtype)
+        return grouped_product(act_RF, w2_EDF, ends_E)
+
+
+def is_grouped(rows_RD: Tensor) -> bool:
+    """Whether torch multiplies such rows in one grouped call: bf16 on a Hopper or later."""
+    return rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows_RD.device) >= (9, 0)

@@ -1,0 +1,361 @@
+"""Checkpoints of the megatron backend: tensors as megatron-core writes them, in folders that are named once they are complete.
+
+    <dir>/step_00000020/checkpoint.json     step, data position, model and layout; plain JSON
+                        *.distcp ...        `torch_dist`: megatron's distributed checkpoint; `fsdp_dtensor`: torch's, of Megatron-FSDP's shards
+    <dir>/.writing-00000040/                being written
+
+Training waits until everything is written. A run resumes on another number of data-parallel ranks, but with the same tensor, pipeline and
+expert parallelism: that is what the optimizer's own format allows. megatron-core and torch read tensors by an index that is a pickle; see `pickles`
+for how it is read here. What Transformer Engine keeps beside 8-bit weights it opens by itself, without such care.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import pickle
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, ValidationError
+from torch.distributed import checkpoint as dcp
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.checkpoint_files import (
+    INDEX,
+    Header,
+    as_written,
+    cause,
+    check_seal,
+    clear_leftovers,
+    complete,
+    is_full,
+    newest,
+    sealed,
+    write_durably,
+    writing_folder,
+)
+from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.megatron import wrap
+from playbook_trainer.megatron.state import pickles
+from playbook_trainer.megatron.state.weights import unwrapped
+from playbook_trainer.torch.parallel.axes import Axes
+
+_FIXED = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
+"""Degrees that a checkpoint can only be resumed with."""
+_UNREADABLE = (OSError, dcp.CheckpointException, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+"""What readers raise on files that are missing, cut or altered."""
+
+
+class MegatronHeader(Header):
+    """checkpoint.json."""
+
+    schema_: Literal["megatron-checkpoint/1"] = Field(default="megatron-checkpoint/1", alias="schema")
+    format: Literal["torch_dist", "fsdp_dtensor"]
+    files: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of every file but those of tensors, which keep checksums of their own; checkpoints of older versions have none."""
+
+
+class MegatronSaver:
+    """Saves and restores one run's model and optimizer."""
+
+    def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any, device: torch.device) -> None:
+        self._config, self._axes, self._chunks, self._optim, self._device = config, axes, chunks, optim, device
+        self._root = Path(str(config.checkpoint.dir))
+        self._format: Literal["torch_dist", "fsdp_dtensor"]
+        self._format = "fsdp_dtensor" if config.megatron.data_parallel == "megatron_fsdp" else "torch_dist"
+        self.latest: int | None = None
+
+    def restore(self) -> MegatronHeader | None:
+        """Load the newest complete checkpoint into this rank's parts; None where there is none.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, layout or backend, or there is one that must not be continued.
+        """
+        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
+        if folder is None:
+            return None
+        if not self._config.checkpoint.resume:
+            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
+        header = read_header(folder)
+        if problem := difference(header, self._config, self._format):
+            raise ConfigError(f"{folder} {problem}. Choose another checkpoint.dir")
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        try:
+            wrap.make_state(self._optim)
+            with checked(folder, header.files):
+                self._load(folder)
+        except (torch.cuda.OutOfMemoryError, dist.DistError):
+            raise  # the folder may be as good as ever
+        except (*_UNREADABLE, CheckpointingException) as e:
+            raise ConfigError(f"{folder} cannot be read: {cause(e)}; move it elsewhere to go on from an older checkpoint") from e
+        self.latest = header.step
+        return header
+
+    def save(self, step: int, data: dict[str, Any]) -> bool:
+        """Write a checkpoint of this moment; False, and nothing is written, where a weight or a moment of any rank is not finite.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        gather_parameters(self._config, self._chunks)
+        good = wrap.finite(self._chunks, self._optim, self._device)
+        dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        if not bool(good):
+            return False
+        folder = writing_folder(self._root, step)
+        with _written(step, folder):
+            if self._axes.world.rank == 0:
+                clear_leftovers(self._root)
+                folder.mkdir(parents=True)
+        dist.barrier()
+        with _written(step, folder):
+            self._write(folder)
+        dist.barrier()
+        with _written(step, folder):
+            if self._axes.world.rank == 0:
+                self._finish(folder, step, data)
+        self.latest = step
+        return True
+
+    def wait(self) -> None:
+        """Nothing is written behind the training's back."""
+
+    def _state(self, *, loading: bool) -> dict[str, Any]:
+        """What megatron-core saves: the model's chunks and the optimizer, as it names them."""
+        kind = "fsdp_dtensor" if self._format == "fsdp_dtensor" else "dp_reshardable"
+        about = {
+            "distrib_optim_sharding_type": kind,
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": self._axes.dp_cp.group,
+        }
+        names = ["model"] if len(self._chunks) == 1 else [f"model{i}" for i in range(len(self._chunks))]
+        if self._format == "fsdp_dtensor":
+            state = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, self._chunks, strict=True)}
+        else:
+            state = {name: unwrapped(chunk).sharded_state_dict(metadata=about) for name, chunk in zip(names, self._chunks, strict=True)}
+        state["optimizer"] = self._optim.sharded_state_dict(state, is_loading=loading, metadata=about)
+        return state
+
+    def _write(self, folder: Path) -> None:
+        state = self._state(loading=False)
+        if self._format == "torch_dist":
+            from megatron.core import dist_checkpointing
+
+            dist_checkpointing.save(state, str(folder))
+            end_helper()
+        else:
+            dcp.save(prepared(state, self._chunks[0]), storage_writer=dcp.FileSystemWriter(folder))
+
+    @torch.no_grad()
+    def _load(self, folder: Path) -> None:
+        state = self._state(loading=True)
+        if self._format == "torch_dist":
+            from megatron.core import dist_checkpointing
+
+            state = dist_checkpointing.load(state, str(folder), **reading(self._config))
+        else:
+            # Read into the memory of these tensors, under the names that they have on disk.
+            dcp.load(
+                prepared(state, self._chunks[0]),
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+            )
+        for i, chunk in enumerate(self._chunks):
+            own = state["model" if len(self._chunks) == 1 else f"model{i}"]
+            if self._format == "fsdp_dtensor":
+                install(chunk, own)
+            else:
+                unwrapped(chunk).load_state_dict(own)
+        wrap.own_settings(state["optimizer"], self._optim)
+        self._optim.load_state_dict(state["optimizer"])
+        wrap.own_steps(self._optim)
+
+    def _finish(self, folder: Path, step: int, data: dict[str, Any]) -> None:
+        told = dump(self._config)
+        header = MegatronHeader(
+            step=step,
+            world_size=self._axes.world.size,
+            parallel=told["parallel"],
+            model=told["model"],
+            data=data,
+            format=self._format,
+            files=hashes(folder),
+        )
+        write_durably(folder / INDEX, sealed(header.model_dump_json(by_alias=True).encode()))
+        folder.rename(self._root / f"step_{step:08d}")
+        for old in complete(self._root)[: -self._config.checkpoint.keep]:
+            # Renamed first: half a folder must never pass for a checkpoint.
+            gone = self._root / f".removing-{old.name}"
+            with suppress(OSError):
+                old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a checkpoint but those of tensors, by name."""
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".distcp")
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+@contextmanager
+def checked(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
+    """Inside this block, what torch's reader hands out of files of tensors is as it was written, megatron-core's reader is one, too, and
+    torch reads the index and objects without running code.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: the state that all ranks have in common, or the index, is not as it was written.
+    """
+    found = hashes(folder)
+    for name in files:
+        if found.get(name) != files[name]:
+            raise ValueError(f"bytes of {name} are not as they were written, by their checksum" if name in found else f"{name} is missing")
+    for common in folder.glob("*.pt"):
+        with common.open("rb") as file:
+            as_written(file, common.name)
+    plain = dcp.FileSystemReader._slice_file
+    reader: Any = dcp.FileSystemReader
+
+    def slice_file(self: Any, file: Any, place: Any) -> Any:
+        part = io.BytesIO(plain(self, file, place).read(place.length))
+        # An object that a module keeps beside its tensors may be something else than an archive; it is read as ever.
+        return as_written(part, place.relative_path) if part.getvalue().startswith(b"PK") else part
+
+    reader._slice_file = slice_file
+    try:
+        with pickles.restricted():
+            yield
+    finally:
+        reader._slice_file = plain
+
+
+@contextmanager
+def _written(step: int, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, dcp.CheckpointException, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not is_full(str(e)):
+            raise
+        raise DataError(f"the checkpoint of step {step} could not be written to {folder}: {cause(e)}") from e
+
+
+def gather_parameters(config: TrainerConfig, chunks: list[Any]) -> None:
+    """Wait for what the update has sent to other ranks only when the next forward pass would need it."""
+    if config.megatron.data_parallel == "distributed_optimizer" and config.megatron.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def reading(config: TrainerConfig) -> dict[str, Any]:
+    """How megatron-core is told to read: 8-bit weights with one scale each by way of whole 16-bit ones.
+
+    From 0.19 on it would fill them piece by piece, gate and up halves apart, and each piece would set the scale of all.
+    Source: Megatron-LM, `megatron/training/arguments.py` (stream_ckpt_dequant).
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    reader = strategies.TorchDistLoadShardedStrategy
+    one_scale = config.megatron.fp8_param and config.precision.fp8 == "tensorwise"
+    if not one_scale or "stream_ckpt_dequant" not in inspect.signature(reader).parameters:
+        return {}
+    return {"sharded_strategy": reader(stream_ckpt_dequant=False)}
+
+
+def end_helper() -> None:
+    """End the process that megatron-core's writer starts and keeps: it would outlive a rank that leaves at once."""
+    writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    queue = getattr(writer, "_results_queue", None)
+    if queue is not None:
+        queue._manager.shutdown()
+        writer._results_queue = None
+
+
+def prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
+    """Megatron-FSDP's shards under names that are the same on every layout, and with their uneven borders written down.
+
+    Source: Megatron-LM, `megatron/training/checkpointing.py` (preprocess_fsdp_dtensor_state_dict).
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import (
+        handle_experts_in_state_dict,
+        handle_fp8_extra_state_case,
+        handle_swiglu_in_state_dict,
+    )
+
+    out = dict(state)
+    handle_fp8_extra_state_case(out["model"])
+    # The model's names are looked up one wrapper further out than the optimizer's: megatron-core counts on a module for 16 bits between
+    # Megatron-FSDP and the model, and there is none here.
+    out["model"], _ = handle_swiglu_in_state_dict(chunk, out["model"], None)
+    _, out["optimizer"] = handle_swiglu_in_state_dict(chunk.module, {}, out["optimizer"])
+    experts = getattr(chunk.config, "num_moe_experts", None)
+    if experts:
+        out["model"] = handle_experts_in_state_dict(out["model"], experts)
+    preprocess_state_dict_for_uneven_dtensor(out)
+    return out
+
+
+def install(chunk: Any, own: dict[str, Any]) -> None:
+    """Take over what has been read into Megatron-FSDP's shards, and renew the weights of the model that are made from them.
+
+    Loading by its inner wrapper, whose names these are: the outer one would put a name before them that is not there, and drop them all.
+
+    Raises:
+        KeyError: tensors are missing, or are not the model's.
+    """
+    missing, unexpected = chunk.module.load_state_dict(own, strict=False)
+    if wrong := [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]:
+        raise KeyError(f"the model's {', '.join(wrong[:3])} is not among its tensors, or not the model's")
+
+
+def read_header(folder: Path) -> MegatronHeader:
+    """What a checkpoint says about itself.
+
+    Raises:
+        ConfigError: it is missing, or not what this backend writes.
+    """
+    path = folder / INDEX
+    try:
+        content = path.read_bytes()
+        header = MegatronHeader.model_validate_json(content)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
+    except ValidationError as e:
+        raise ConfigError(
+            f"{path} is no checkpoint of the megatron backend ({e.error_count()} problems); choose another checkpoint.dir"
+        ) from e
+    check_seal(content, header, folder)
+    return header
+
+
+def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str | None:
+    """Why a checkpoint cannot be continued by this configuration, if it cannot."""
+    told = dump(config)
+    other = [k for k in told["model"] if k != "name" and k in header.model and header.model[k] != told["model"][k]]
+    if other:
+        found = ", ".join(f"{k} {header.model[k]} where this run has {told['model'][k]}" for k in other[:3])
+        return f"is a checkpoint of another model: {found}"
+    if header.format != form:
+        return f"has the format {header.format}, and megatron.data_parallel {config.megatron.data_parallel} reads {form}"
+    before, now = _degrees(header.parallel), _degrees(told["parallel"])
+    moved = [k for k in _FIXED if before[k] != now[k]]
+    if moved:
+        found = ", ".join(f"{k} {before[k]} where this run has {now[k]}" for k in moved)
+        return f"was saved with {found}, and this backend resumes with the same ones"
+    return None
+
+
+def _degrees(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """The degrees that a checkpoint keeps; an etp that is not set is that of tp."""
+    found = {k: parallel.get(k) for k in _FIXED}
+    return found | {"etp": found["etp"] or found["tp"]}

@@ -1,0 +1,423 @@
+"""What a run records: one line per step, and a summary at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from playbook.errors import DataError
+from playbook_trainer.config.tree import TrainerConfig, config_sha, dump
+from playbook_trainer.observe import trackers as tracker
+from playbook_trainer.observe.flops import FORMULA, Counts, Ledger, peak
+from playbook_trainer.observe.trackers import Tracker, figures
+from playbook_trainer.torch.parallel.axes import Axes
+
+PERFORMANCE_REVISION = 3
+"""Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
+
+SHOWN_DATA = 0.05
+"""The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step's figures, still on the device: reading them would make the host wait."""
+
+    step: int
+    lr: float
+    totals: Tensor
+    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, what `ledger.counts` gives, ranks that were asked to stop"""
+    labels: Tensor
+    data_seconds: float
+    skipped: bool = False
+    """No update was made, since loss or gradient norm are not finite."""
+
+
+def lengths(began: float, ends: Sequence[float]) -> list[float]:
+    """How long each step lasted, from when the last rank had ended the one before to when the last rank ended it.
+
+    So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each step
+    would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
+    """
+    return [end - start for start, end in itertools.pairwise([began, *ends])]
+
+
+@dataclass
+class Recorder:
+    """Times steps without stopping the device, and writes them down every `log_every` steps."""
+
+    config: TrainerConfig
+    axes: Axes
+    device: torch.device
+    first_step: int = 0
+    nan: bool = False
+    """Whether an update was made from something that is not finite."""
+    nan_steps: int = 0
+    skipped_steps: int = 0
+    out: Path | None = None
+    began: float = field(default_factory=time.time)
+    phases: dict[str, float] = field(default_factory=dict)
+    pending: list[tuple[StepStats, Any, dict[str, float]]] = field(default_factory=list)
+    evals: dict[int, float] = field(default_factory=dict)
+    timed_compile: dict[str, float] = field(default_factory=dict)
+    timed_seconds: float = 0.0
+    timed_steps: int = 0
+    peak_memory: int = 0
+    """Bytes; of the rank that has the largest."""
+    model_flops: Counter[str] = field(default_factory=Counter)
+    """Of the timed steps, by class, over all ranks."""
+    hardware_flops: Counter[str] = field(default_factory=Counter)
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Comparisons of the ranks' own times, by step."""
+    trackers: list[Tracker] = field(default_factory=list)
+    _own_s: float = 0.0
+    """Seconds of this rank since all began to count."""
+    _latest_s: float = 0.0
+    """The same of the rank that was last to end the step before."""
+
+    def __post_init__(self) -> None:
+        self.ledger, self.peak = Ledger(self.config), peak(self.device)
+        self.phases["start_up"] = self.began - process_start()
+        self._restart()
+        self._compiled = compile_counters()
+        self._timed = False
+        if self.axes.world.rank == 0:
+            self.out = Path(self.config.output)
+            with writing(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
+                (self.out / "summary.json").unlink(missing_ok=True)  # of a run before this one, which may crash
+                _keep_until(self.out / "metrics.jsonl", self.first_step)
+            self.trackers = tracker.start(self.config, self.out)
+
+    def begin_timed(self) -> None:
+        """The warm-up is over; from here steps count."""
+        self.flush()
+        self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
+        self.phases["warm_up"] = time.time() - self.began
+        self._restart()
+
+    def add(self, stats: StepStats) -> None:
+        """A step has been issued."""
+        counters = compile_counters()
+        compiled = {k: counters[k] - self._compiled[k] for k in counters}
+        self._compiled = counters
+        self.pending.append((stats, self._now(), compiled))
+        if stats.step % self.config.train.log_every == 0:
+            self.flush()
+
+    def note_eval(self, step: int, loss: float) -> None:
+        """An evaluation's mean loss; the time it took belongs to no step."""
+        self.flush()
+        self.evals[step] = loss
+        self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
+        self._restart()
+
+    def note_ranks(self, step: int, times: dict[str, Any]) -> None:
+        """The ranks' own times in a step."""
+        self.ranks[step] = times
+
+    def pause(self) -> None:
+        """What came since the last step belongs to no step."""
+        self.flush()
+        self._restart()
+
+    def flush(self) -> None:
+        """Wait for the device and write what is pending."""
+        if not self.pending:
+            return
+        rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
+        own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
+        most = torch.tensor([*own, float(peak_memory(self.device))], dtype=torch.float64, device=self.device)
+        if self.axes.world.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        *latest, peak_bytes = most.tolist()
+        self.peak_memory = int(peak_bytes)
+        lasted = lengths(self._latest_s, latest)
+        self._own_s, self._latest_s = own[-1], latest[-1]
+        for row, step, seconds in zip(rows, steps, lasted, strict=True):
+            row["seconds"], row["peak_memory_bytes"] = seconds, self.peak_memory
+            row["mfu"] = self.utilisation(row["flops"], seconds)
+            self.nan = self.nan or ("nan" in row and "skipped" not in row)
+            self.nan_steps += "nan" in row
+            self.skipped_steps += "skipped" in row
+            if row["timed"]:
+                self.timed_seconds += seconds
+                self.timed_steps += 1
+                self.model_flops.update(self.ledger.model(step))
+                self.hardware_flops.update(self.ledger.hardware(step))
+                for k in ("recompiles", "compile_seconds"):
+                    self.timed_compile[k] = self.timed_compile.get(k, 0.0) + row[k]
+        if self.out is not None:
+            with writing(self.out), (self.out / "metrics.jsonl").open("a", encoding="utf-8") as f:
+                f.writelines(json.dumps(r) + "\n" for r in rows)
+        for row in rows:
+            for each in self.trackers:
+                each.log(row["step"], figures(row))
+        self.say(self._line(rows[-1]))
+        if self.device.type == "cuda":
+            self._mark = self.pending[-1][1]  # the device's clock runs on while the host writes
+        else:
+            self._restart()
+        self.pending.clear()
+
+    def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
+        squared, loss, useful, raw, images = stats.totals[:5].tolist()
+        loss, norm = loss / max(1.0, stats.labels.item()), math.sqrt(squared) if squared >= 0 else math.nan
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        seconds, self._mark = self._between(self._mark, end), end
+        return {
+            "step": stats.step,
+            "timed": self._timed,
+            "loss": None if not math.isfinite(loss) else loss,
+            "grad_norm": None if not math.isfinite(norm) else norm,
+            **({"nan": True} if bad else {}),
+            **({"skipped": True} if stats.skipped else {}),
+            **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
+            "lr": stats.lr,
+            "seconds": seconds,
+            "useful_tokens": int(useful),
+            "raw_tokens": int(raw),
+            "images": int(images),
+            "flops": int(sum(self.ledger.model(_counts(stats)).values())),
+            "data_seconds": stats.data_seconds,
+            **compiled,
+        }
+
+    def _restart(self) -> None:
+        """All ranks, which have just met or are about to begin, count from here."""
+        self._mark = self._now()
+        self._own_s = self._latest_s = 0.0
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, a: Any, b: Any) -> float:
+        if self.device.type != "cuda":
+            return float(b - a)
+        b.synchronize()
+        return float(a.elapsed_time(b)) / 1000
+
+    def _line(self, row: dict[str, Any]) -> str:
+        rate = 1 / max(row["seconds"], 1e-9) / self.axes.world.size
+        loss = "nan" if row["loss"] is None else f"{row['loss']:.4f}"
+        norm = "nan" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
+        images = f"  images {row['images'] / row['seconds']:.1f}/s" if row["images"] else ""
+        share = row["data_seconds"] / max(row["seconds"], 1e-9)
+        data = f"  data {share:.0%}" if share >= SHOWN_DATA else ""
+        return (
+            f"step {row['step']}  loss {loss}  gnorm {norm}  {1000 * row['seconds']:.0f} ms  useful {row['useful_tokens'] * rate:,.0f} tok/s/rank"
+            f"  raw {row['raw_tokens'] * rate:,.0f}{images}{data}  mem {row['peak_memory_bytes'] / 2**30:.1f} GiB"
+        )
+
+    def utilisation(self, flops: float, seconds: float) -> float | None:
+        """The share of the ranks' peak that so many FLOPs in so many seconds are; None where no peak is known."""
+        return flops / seconds / self.axes.world.size / self.peak.flops_per_s if self.peak and seconds > 0 else None
+
+    def flops(self) -> dict[str, Any]:
+        """What the timed steps have computed: by class per step, and as shares of the peak."""
+        steps = max(1, self.timed_steps)
+        return {
+            "formula": FORMULA,
+            "peak": {"name": self.peak.name, "flops_per_s": self.peak.flops_per_s} if self.peak else None,
+            "flops_per_step": {name: total / steps for name, total in self.model_flops.items()},
+            "hardware_flops_per_step": {name: total / steps for name, total in self.hardware_flops.items()},
+            "mfu": self.utilisation(self.model_flops.total(), self.timed_seconds),
+            "hfu": self.utilisation(self.hardware_flops.total(), self.timed_seconds),
+        }
+
+    def say(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        if self.out is not None:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Inside, what keeps a run's files from being written is one message.
+
+    Raises:
+        DataError: the disk is full, or the folder has gone or takes no files.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise DataError(
+            f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the newest "
+            "checkpoint, if checkpoint.dir is set"
+        ) from e
+
+
+def _counts(stats: StepStats) -> Counts:
+    useful, raw, _, pairs, padded_pairs, patches, patch_pairs = stats.totals.tolist()[2:9]
+    return Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`: a resumed run does them again."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if step and path.is_file() else []
+    # A killed run may have left half a line at the end, a machine that lost power anything.
+    whole = [line for line in lines if line.endswith("\n")]
+    # Under another name first: a full disk, or an end in between, must not take what it held.
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
+    temporary.rename(path)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compile_counters() -> dict[str, float]:
+    """Graphs compiled so far, and the seconds that took; zeros where torch.compile was never loaded."""
+    if "torch._dynamo" not in sys.modules:
+        return {"recompiles": 0, "compile_seconds": 0.0}
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    return {"recompiles": counters["stats"]["unique_graphs"], "compile_seconds": calculate_time_spent().get("total_wall_time", 0.0)}
+
+
+def process_start() -> float:
+    """When this process began, seconds since the epoch; now, where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])
+        up = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
+@cache
+def source_sha() -> str:
+    """A hash of the trainer's sources: two runs of one series must have run the same code."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def environment(device: torch.device, world: int) -> dict[str, Any]:
+    """What only the ranks can tell about the machine."""
+    cuda = device.type == "cuda"
+    strict: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "device_name": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "collectives": "none" if world == 1 else ("nccl" if cuda else "gloo"),
+        "threads": torch.get_num_threads(),
+    }
+    return {"strict": strict, "context": {"host_os": platform.platform()}}
+
+
+def write_summary(
+    config: TrainerConfig,
+    axes: Axes,
+    recorder: Recorder,
+    parameters: tuple[int, int],
+    extra: dict[str, Any],
+    outcome: str,
+    data_sha: str,
+) -> None:
+    """Write summary.json, atomically and last: its presence says that the run came to its end."""
+    assert recorder.out is not None
+    rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = [r for r in rows if r["timed"] and r["step"] > recorder.first_step]
+    compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
+    metrics = {
+        **extra.get("metrics", {}),
+        "nan_steps": recorder.nan_steps,
+        "skipped_steps": recorder.skipped_steps,
+        "peak_memory_bytes": recorder.peak_memory or peak_memory(recorder.device),
+        "recompiles": int(compiled["recompiles"]),
+        "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
+        "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
+    }
+    flops = recorder.flops()
+    metrics |= {name: flops[name] for name in ("mfu", "hfu") if flops[name] is not None}
+    if config.model.vision is not None and (total := recorder.model_flops.total()):
+        metrics["flops_vision_share"] = (recorder.model_flops["vision"] + recorder.model_flops["projector"]) / total
+    receipt = extra.get("receipt", {"numbers": {}, "ranges": {}, "collectives": [], "counters": {}})
+    now = time.time()
+    summary = {
+        "schema": "summary/1",
+        "outcome": outcome,
+        "world_size": axes.world.size,
+        "backend": config.backend,
+        "device": recorder.device.type,
+        "config_sha": config_sha(config),
+        "source_sha": source_sha(),
+        "performance_revision": PERFORMANCE_REVISION,
+        "data_sha": data_sha,
+        "parameters_of": "model",
+        "num_parameters": parameters[0],
+        "trained_parameters": parameters[1],
+        "seconds": {
+            "start_up": recorder.phases["start_up"],
+            "warm_up": recorder.phases.get("warm_up", 0.0),
+            "timed": recorder.timed_seconds,
+            "receipt": recorder.phases.get("receipt", 0.0),
+            "total": now - recorder.began + recorder.phases["start_up"],
+        },
+        "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
+        "eval": [{"step": s, "loss": v if math.isfinite(v) else None} for s, v in recorder.evals.items()],
+        "data": extra.get("data", {}),
+        "metrics": metrics,
+        "flops": flops,
+        "stragglers": stragglers(recorder.ranks),
+        "receipt": {
+            **receipt,
+            "counters": {
+                **receipt["counters"],
+                "recompiles": metrics["recompiles"],
+                "graphs_compiled": int(compile_counters()["recompiles"]),
+            },
+        },
+        "env": environment(recorder.device, axes.world.size),
+    }
+    path = recorder.out / "summary.json"
+    temporary = path.with_suffix(".tmp")
+    with writing(recorder.out):
+        temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        temporary.rename(path)
+    for each in recorder.trackers:
+        each.close(figures(metrics))
+
+
+def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How often each rank was the slowest, and the most that one took over the median; None without comparisons."""
+    if not ranks:
+        return None
+    slowest = Counter(str(times["slowest"]) for times in ranks.values())
+    worst = max(times["max"] / times["median"] if times["median"] else 1.0 for times in ranks.values())
+    return {"samples": len(ranks), "slowest": dict(slowest.most_common()), "max_over_median": worst}

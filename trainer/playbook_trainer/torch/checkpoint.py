@@ -1,0 +1,230 @@
+"""Checkpoints: every rank writes its own part, in the background; any layout and world size can read what another has written.
+
+Tensors are stored under names and in shapes of the whole model (`model.<parameter>`, `optimizer.<state>.<parameter>`), in as many boxes as
+ranks held them. See `checkpoint_files` for the files.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.checkpoint_files import (
+    Header,
+    Index,
+    LoadPlanner,
+    Reader,
+    SavePlanner,
+    Writer,
+    cause,
+    clear_leftovers,
+    newest,
+    read_index,
+    writing_folder,
+)
+from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.torch.optimizer import Shard, ensure_state, masters, put_into
+from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.torch.parallel.boxes import Pieces, Place, place
+
+State = dict[str, Pieces]
+
+
+class Checkpointer:
+    """Saves and restores one run's model and optimizer."""
+
+    def __init__(
+        self, config: TrainerConfig, axes: Axes, model: nn.Module, parts: Sequence[Shard], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
+        self._masters = masters(optimizer, parts)
+        self._params = dict(model.named_parameters())
+        self._places = {name: place(name, p, axes) for name, p in self._params.items()}
+        self._root = Path(str(config.checkpoint.dir))
+        self._group: Any = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._buffers: dict[str, list[Tensor]] = {}
+        self.latest: int | None = None
+        """The step that was saved last."""
+        self.seconds = 0.0
+        """How long training has waited for checkpoints."""
+
+    def restore(self) -> Index | None:
+        """Load the newest complete checkpoint into this rank's parts; None where there is none.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, or damaged, or there is one that must not be continued.
+        """
+        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
+        if folder is None:
+            return None
+        if not self._config.checkpoint.resume:
+            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
+        index = read_index(folder)
+        _same_model(index, dump(self._config)["model"], folder)
+        ensure_state(self._optimizer, self._parts)
+        state = self._state()
+        whole = self._put_together(state)
+        missing = [name for name in state if name.startswith("model.") and name not in index.tensors]
+        if missing:
+            raise ConfigError(
+                f"{folder} lacks {len(missing)} tensors of this model, such as '{missing[0]}'; it was saved by another version"
+            )
+        # A parameter that was frozen until now has no moments yet.
+        _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
+        put = put_into(self._optimizer, self._parts)
+        for name, values in whole.items():
+            put(name, _local(self._params[name]), (), values)
+        self.latest = index.step
+        return index
+
+    def save(self, step: int, data: dict[str, Any]) -> bool:
+        """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
+
+        False, and nothing is written, where a weight or a moment of any rank is not finite: nobody could go on from that.
+
+        Raises:
+            DataError: this one, or the one before it, could not be written.
+        """
+        began = time.perf_counter()
+        self._wait()
+        state = self._state()
+        if not self._finite(state):
+            return False
+        if self._axes.world.rank == 0:
+            clear_leftovers(self._root)
+        if self._axes.world.size > 1:
+            # Background threads must not share a group with the training: their collectives would mix.
+            self._group = self._group or dist.new_group(backend="gloo")
+            dist.barrier(group=self._group)
+        config = self._config
+        header = Header(
+            step=step,
+            world_size=self._axes.world.size,
+            parallel=dump(config)["parallel"],
+            model=dump(config)["model"],
+            data=data,
+        )
+        if config.checkpoint.async_save:
+            self._pending = self._pool.submit(self._write, self._staged(state), header)
+        else:
+            self._write(state, header)
+        self.latest = step
+        self.seconds += time.perf_counter() - began
+        return True
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is complete.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        began = time.perf_counter()
+        self._wait()
+        self.seconds += time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _state(self) -> State:
+        """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""
+        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in self._masters}
+        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in self._masters.items()}
+        for part in self._parts:
+            for key, value in self._optimizer.state.get(part.local, {}).items():
+                # Weights in two halves are saved whole, and the sign of the second moment is a part of them.
+                if part.name in self._masters and key == "exp_avg_sq":
+                    out[f"optimizer.{key}.{part.name}"] = self._places[part.name].made(value.abs, value.dtype)
+                elif isinstance(value, Tensor) and key != "remainder":
+                    out[f"optimizer.{key}.{part.name}"] = _moments(self._places[part.name], part, value)
+        return {name: pieces for name, pieces in out.items() if pieces.pieces}
+
+    def _put_together(self, state: State) -> dict[str, Tensor]:
+        """Give what is in two halves somewhere to be read to: float32 weights, which are returned, and their second moments without signs."""
+        whole = {name: make() for name, make in self._masters.items() if f"model.{name}" in state}
+        for part in self._parts:
+            if part.name in whole:
+                state[f"model.{part.name}"] = self._places[part.name].of(whole[part.name])
+                state[f"optimizer.exp_avg_sq.{part.name}"] = self._places[part.name].of(self._optimizer.state[part.local]["exp_avg_sq"])
+        return whole
+
+    def _finite(self, state: State) -> bool:
+        device = next(iter(self._params.values())).device
+        tops = [torch.linalg.vector_norm(t, float("inf")).float() for p in state.values() for _, t in p.pieces if t.dim()]
+        good = torch.stack(tops).isfinite().all().int() if tops else torch.ones((), dtype=torch.int32, device=device)
+        if self._axes.world.size > 1:
+            # With an offloaded optimizer the state is on the host, and NCCL is not.
+            good = good.cuda() if dist.get_backend() == "nccl" else good
+            dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        return bool(good)
+
+    def _staged(self, state: State) -> State:
+        """A copy in host memory, in the same buffers every time."""
+        out = {}
+        for name, pieces in state.items():
+            if name not in self._buffers:
+                pin = pieces.pieces[0][1].is_cuda
+                self._buffers[name] = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for _, t in pieces.pieces]
+            for buffer, (_, tensor) in zip(self._buffers[name], pieces.pieces, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+            out[name] = pieces.replaced(self._buffers[name])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return out
+
+    def _write(self, state: State, header: Header) -> None:
+        writer = Writer(self._root, header, self._config.checkpoint.keep)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=self._group, no_dist=self._group is None)
+        except (OSError, dcp.CheckpointException) as e:
+            where = writing_folder(self._root, header.step)
+            raise DataError(f"the checkpoint of step {header.step} could not be written to {where}: {cause(e)}") from e
+
+
+def _read(state: State, folder: Path, index: Index) -> None:
+    for name, pieces in state.items():
+        if list(pieces.shape) != index.tensors[name].shape:
+            saved, wanted = index.tensors[name].shape, list(pieces.shape)
+            raise ConfigError(f"{folder}: '{name}' has the shape {saved}; expected {wanted}: the checkpoint is of another model")
+    try:
+        # Each rank plans and reads for itself; nothing needs agreeing.
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(dict(state), storage_reader=Reader(folder, index), planner=LoadPlanner(), no_dist=True)
+    except (OSError, dcp.CheckpointException) as e:
+        raise ConfigError(f"{folder} cannot be read: {cause(e)}; move it elsewhere to go on from an older checkpoint") from e
+
+
+def _local(param: Tensor) -> Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+def _moments(where: Place, part: Shard, value: Tensor) -> Pieces:
+    """Optimizer state of a parameter: cut like it, or a single number (its count of steps)."""
+    if value.dim() == 0:
+        return Pieces((), value.dtype, [((), value)])
+    assert value.shape == part.local.shape, f"optimizer state of {part.name} has another shape than the parameter"
+    return where.of(value)
+
+
+def _same_model(index: Index, model: dict[str, Any], folder: Path) -> None:
+    other = [k for k in model if k != "name" and k in index.model and index.model[k] != model[k]]
+    if other:
+        found = ", ".join(f"{k} {index.model[k]} where this run has {model[k]}" for k in other[:3])
+        raise ConfigError(f"{folder} is a checkpoint of another model: {found}. Choose another checkpoint.dir")

@@ -1,0 +1,200 @@
+"""AdamW on each rank's own shards, clipping by the global norm, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from playbook_trainer.config.tree import OptimizerConfig
+from playbook_trainer.observe.ranges import tally
+from playbook_trainer.torch.adamw import AdamW
+from playbook_trainer.torch.parallel.axes import Axes
+from playbook_trainer.torch.parallel.sharding import Put, counts_in_norm, is_partial_over_tp, is_second_copy, set_values
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter and this rank's part of it, on the same memory; the optimizer sees only the part."""
+
+    name: str
+    param: nn.Parameter
+    local: nn.Parameter
+    counts: bool
+    """Whether this rank counts it in the norm: what several ranks, or two pipeline stages, hold in common is counted once."""
+    partial: bool
+    """Whether its gradient still has to be summed over the tensor-parallel ranks."""
+
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient."""
+        grad = self.param.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def shards(model: nn.Module, axes: Axes) -> list[Shard]:
+    """Every trained parameter."""
+    out = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local = nn.Parameter(local.detach())
+            counts = counts_in_norm(name, axes) and not is_second_copy(model, name)
+            out.append(Shard(name, param, local, counts, is_partial_over_tp(name, axes)))
+    return out
+
+
+def sum_over_tp(parts: list[Shard], axes: Axes, device: torch.device) -> None:
+    """Add up the gradients of which each tensor-parallel rank has computed a part: once per step, all in one all-reduce."""
+    grads = [g for p in parts if p.partial and (g := p.grad()) is not None and g.numel()]
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads]).to(device)
+    dist.all_reduce(flat, group=axes.tp.group)
+    for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
+
+
+def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; norms, biases and embeddings of one dimension are not decayed."""
+    decayed = [p.local for p in parts if p.param.ndim > 1]
+    plain = [p.local for p in parts if p.param.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [g for g in groups if g["params"]]
+    how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    split = config.master == "split"
+    if config.moments_dtype == "bf16" or config.fused or split:
+        moments = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.moments_dtype]
+        return AdamW(groups, moments=moments, fused=config.fused, split=split, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
+
+
+def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> None:
+    """Give every part the optimizer state that its first step would give it, so that a checkpoint has somewhere to go."""
+    for part in parts:
+        if isinstance(optimizer, AdamW):
+            optimizer.begin(part.local)
+            continue
+        state = optimizer.state[part.local]
+        if state:
+            continue
+        # As torch.optim.AdamW makes it with fused=True, which counts steps on the device.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=part.local.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
+
+
+def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Mapping[str, Callable[[], Tensor]]:
+    """What puts this rank's float32 weights together, of the parameters that are only their upper halves."""
+    if not (isinstance(optimizer, AdamW) and optimizer.is_split):
+        return {}
+    return {part.name: partial(optimizer.whole, part.local) for part in parts}
+
+
+def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
+    """Sets values of a parameter; of one that is an upper half, the lower one too."""
+    if not (isinstance(optimizer, AdamW) and optimizer.is_split):
+        return set_values
+    upper = {part.name: part.local for part in parts}
+
+    def put(name: str, local: Tensor, at: tuple[slice, ...], values: Tensor) -> None:
+        if name in upper:
+            optimizer.put(upper[name], values, at)
+        else:
+            set_values(name, local, at, values)
+
+    return put
+
+
+def add_in_float32(part: Shard) -> None:
+    """Keep the gradient of a 16-bit parameter in float32 from its first reduction on, because more will be added to it.
+
+    FSDP adds in place to what it finds, so the sum is then the one that float32 parameters get.
+    """
+
+    def widen(param: Tensor) -> None:
+        if param.grad is not None:
+            param.grad = param.grad.float()
+
+    for tensor in (part.param, part.local):
+        tensor.grad_dtype = None  # any
+    part.param.register_post_accumulate_grad_hook(widen)
+
+
+def squared_norm(parts: list[Shard], device: torch.device) -> Tensor:
+    """This rank's share of the squared gradient norm, float64; the sum over all ranks is the whole model's."""
+    grads = [g for p in parts if p.counts and (g := p.grad()) is not None and g.numel()]
+    if not grads:
+        return torch.zeros((), device=device, dtype=torch.float64)
+    return torch.stack(_norms(grads)).double().square().sum().to(device)
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in the order given; those of 16 bits are added up in float32, and by themselves: a mixed list would take a slow path."""
+    narrow = [g for g in grads if g.dtype == torch.bfloat16]
+    wide = [g for g in grads if g.dtype != torch.bfloat16]
+    found = [
+        iter(torch._foreach_norm(narrow, dtype=torch.float32) if narrow else ()),
+        iter(torch._foreach_norm(wide) if wide else ()),
+    ]
+    return [next(found[g.dtype != torch.bfloat16]) for g in grads]
+
+
+def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
+    """Clip by the global norm, update, and drop the gradients; where the state lives on the host, on the host."""
+    grads = []
+    for part in parts:
+        grad = part.grad()
+        if grad is not None:
+            part.local.grad = grad
+            grads.append(grad)
+    offloaded = bool(grads) and grads[0].device.type != norm.device.type
+    if offloaded:
+        tally("offloaded_gradient_bytes", sum(g.numel() * g.element_size() for g in grads))
+    with host_threads(offloaded):
+        if grads:
+            clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            if isinstance(optimizer, AdamW) and (optimizer.is_fused or optimizer.is_split):
+                optimizer.scale = clip.float()
+            else:
+                torch._foreach_mul_(grads, clip.to(grads[0]))
+        optimizer.step()
+    drop_gradients(parts)
+
+
+def drop_gradients(parts: list[Shard]) -> None:
+    """Forget this step's gradients."""
+    for part in parts:
+        part.param.grad = part.local.grad = None
+
+
+@contextmanager
+def host_threads(on: bool) -> Iterator[None]:
+    """Where `on`, all of this rank's share of the cores: launchers leave a rank one thread, which is for the launching of kernels."""
+    before = torch.get_num_threads()
+    if on:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        yield
+    finally:
+        if on:
+            torch.set_num_threads(before)
+
+
+def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
+    """The rate of a step (from 0): linear warm-up, then cosine decay to `min_lr_ratio`, or constant."""
+    if step_index < config.warmup_steps:
+        return config.lr * (step_index + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step_index - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    low = config.lr * config.min_lr_ratio
+    return low + 0.5 * (config.lr - low) * (1 + math.cos(math.pi * min(1.0, done)))

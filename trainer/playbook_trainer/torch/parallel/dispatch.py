@@ -1,0 +1,256 @@
+"""Dispatchers: bring routed tokens to the ranks that hold their experts, and back.
+
+    rows, counts, route = dispatch(x, experts, probs)     rows of this rank's experts, sorted by expert
+    y = combine(expert_outputs, route)                    weighted sums, one row per token of this rank
+
+Suffixes: N tokens of this rank, K experts per token, D hidden size, R rows that this rank's experts compute, E experts.
+Rows are never dropped. Adding a dispatcher: one class with `dispatch` and `combine`, and a line in `DISPATCHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from playbook_trainer.torch.parallel.axes import Axis
+from playbook_trainer.torch.parallel.comm import all_gather, all_to_all, exchange_counts, gather_plain, reduce_scatter
+from playbook_trainer.torch.parallel.dedup import Dedup, count_sorted
+
+
+class Dispatcher(Protocol):
+    """What a dispatcher offers."""
+
+    fused: bool = False
+    early: bool = False
+    """Rows meet their probabilities (`route.prob_R`) at their experts, and `combine` only adds them up."""
+
+    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Rows (R, D) sorted by local expert, rows per local expert (E / ep), and what `combine` needs."""
+
+    def combine(self, out_RD: Tensor, route: Any) -> Tensor:
+        """Weighted expert outputs back at their tokens (N, D)."""
+
+
+Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Experts (N, K) to the order of their rows, its inverse, and the number of rows of each expert."""
+
+
+def make(
+    name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None
+) -> Dispatcher:
+    """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with `early`
+    experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
+    """
+    dispatcher = DISPATCHERS["local" if ep.size == 1 else name](num_experts, ep)
+    dispatcher.fused, dispatcher.early = fused, early
+    if wrap_sort is not None:
+        dispatcher.sort = wrap_sort(dispatcher.sort)
+    made: Dispatcher = dispatcher
+    return made
+
+
+@dataclass
+class Route:
+    """How the rows of a dispatch find their way back."""
+
+    shape: tuple[int, int, int]
+    order: Tensor
+    inverse: Tensor
+    prob_NK: Tensor
+    send: list[int]
+    receive: list[int]
+    fused: bool = False
+    order_R: Tensor | None = None
+    inverse_R: Tensor | None = None
+    prob_R: Tensor | None = None
+    """Probabilities of the rows at their experts, where experts weigh them."""
+
+
+class Local:
+    """All experts are here: sort the rows by expert, and unsort them."""
+
+    fused, early = False, False
+
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
+
+    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Rows sorted by expert."""
+        route, counts = _route(x_ND, prob_NK, self.sort(expert_NK), self.fused)
+        rows = _expand(x_ND, route)
+        if self.early:
+            route.prob_R = _sorted_probs(route)
+        return rows, counts, route
+
+    def combine(self, out_RD: Tensor, route: Route) -> Tensor:
+        """Unsort and add up."""
+        return _weigh(out_RD, route)
+
+
+class AllToAll:
+    """Each (token, expert) row travels to the expert's rank and its output travels back; probabilities stay at home."""
+
+    fused, early = False, False
+
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.ep = ep
+        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
+
+    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Exchange the rows; one wait for the device per layer, to learn how many come."""
+        route, counts = _route(x_ND, prob_NK, self.sort(expert_NK), self.fused)
+        sent = counts.view(self.ep.size, -1)
+        received = exchange_counts(sent, self.ep)
+        route.send, route.receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = _expand(x_ND, route)
+        rows = all_to_all(rows, route.send, route.receive, self.ep)
+        local = torch.arange(received.shape[1], device=rows.device).repeat(self.ep.size)
+        expert_R = torch.repeat_interleave(local, received.flatten(), output_size=rows.shape[0])
+        route.order_R = torch.argsort(expert_R, stable=True)
+        route.inverse_R = _invert(route.order_R)
+        rows = _Permute.apply(rows, route.order_R, route.inverse_R)
+        if self.early:
+            prob_R = all_to_all(_sorted_probs(route), route.send, route.receive, self.ep)
+            route.prob_R = _Permute.apply(prob_R, route.order_R, route.inverse_R)
+        return rows, received.sum(0), route
+
+    def combine(self, out_RD: Tensor, route: Route) -> Tensor:
+        """Send the outputs home and add them up there."""
+        rows = _Permute.apply(out_RD, route.inverse_R, route.order_R)
+        return _weigh(all_to_all(rows, route.receive, route.send, self.ep), route)
+
+
+@dataclass
+class Gathered:
+    """How the rows of gathered tokens find their way back."""
+
+    tokens: int
+    token_R: Tensor
+    prob_R: Tensor
+
+
+class AllGather:
+    """Every rank gets every token, computes its own experts' rows, and the weighted sums are reduce-scattered."""
+
+    fused, early = False, False
+
+    def __init__(self, num_experts: int, ep: Axis) -> None:
+        self.num_experts, self.ep = num_experts, ep
+
+    def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Gathered]:
+        """Gather tokens, choices and probabilities; keep the rows whose expert is here."""
+        x_all = all_gather(x_ND, self.ep)
+        prob_all = all_gather(prob_NK, self.ep)
+        expert_all = gather_plain(expert_NK, self.ep)
+        held = self.num_experts // self.ep.size
+        local = expert_all.flatten() - self.ep.rank * held
+        local = torch.where((local >= 0) & (local < held), local, held)
+        order = torch.argsort(local, stable=True)
+        counts = count_sorted(local[order], held)
+        pick = order[: int(counts.sum())]
+        token_R = pick // expert_NK.shape[1]
+        rows = x_all.index_select(0, token_R)
+        return rows, counts, Gathered(x_all.shape[0], token_R, prob_all.flatten()[pick])
+
+    def combine(self, out_RD: Tensor, route: Gathered) -> Tensor:
+        """Add up the weighted rows per token, then over the ranks."""
+        weighted = out_RD if self.early else (out_RD * route.prob_R.unsqueeze(1)).to(out_RD.dtype)
+        total = weighted.new_zeros((route.tokens, weighted.shape[1])).index_add_(0, route.token_R, weighted)
+        return reduce_scatter(total, self.ep)
+
+
+DISPATCHERS: dict[str, Any] = {"local": Local, "alltoall": AllToAll, "allgather": AllGather, "dedup": Dedup}
+
+
+def sort_rows(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the rows (token, choice) by expert, its inverse, and the rows of each expert; no shape depends on the routing."""
+    flat = expert_NK.flatten()
+    order = torch.argsort(flat, stable=True)
+    return order, _invert(order), count_sorted(flat[order], num_experts)
+
+
+def _route(x_ND: Tensor, prob_NK: Tensor, found: tuple[Tensor, Tensor, Tensor], fused: bool) -> tuple[Route, Tensor]:
+    order, inverse, counts = found
+    shape = (x_ND.shape[0], prob_NK.shape[1], x_ND.shape[1])
+    return Route(shape, order, inverse, prob_NK, [], [], fused), counts
+
+
+def _invert(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+def _expand(x_ND: Tensor, route: Route) -> Tensor:
+    if route.fused:
+        from playbook_trainer.torch.kernels import permute
+
+        return permute.expand(x_ND, route.inverse, route.shape[1])
+    return _Expand.apply(x_ND, route.order, route.inverse, route.shape[1])
+
+
+def _sorted_probs(route: Route) -> Tensor:
+    return _Permute.apply(route.prob_NK.flatten(), route.order, route.inverse)
+
+
+def _weigh(rows: Tensor, route: Route) -> Tensor:
+    """Each token's rows added up, weighted unless their experts have done so."""
+    if route.fused:
+        from playbook_trainer.torch.kernels import permute
+
+        if route.prob_R is not None:
+            return permute.join(rows, route.inverse, route.shape[1])
+        return permute.weigh(rows, route.inverse, route.prob_NK)
+    rows_NKD = _Permute.apply(rows, route.inverse, route.order).view(route.shape)
+    return rows_NKD.sum(1) if route.prob_R is not None else _WeightedSum.apply(rows_NKD, route.prob_NK)
+
+
+class _Expand(torch.autograd.Function):
+    """Token rows, each K times, in the sorted order. Its backward gathers and adds, where autograd would scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        rows = grads[0].index_select(0, inverse)
+        return rows.view(-1, ctx.k, rows.shape[1]).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; its backward is the inverse gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Each token's K rows, weighted and added; einsum's backward pass takes ten times as long for these shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NKD: Tensor, prob_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NKD, prob_NK)
+        return (rows_NKD * prob_NK.unsqueeze(2).to(rows_NKD.dtype)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        rows_NKD, prob_NK = ctx.saved_tensors
+        grad_N1D = grads[0].unsqueeze(1)
+        grad_prob = (rows_NKD * grad_N1D).sum(2, dtype=torch.float32)
+        return grad_N1D * prob_NK.unsqueeze(2).to(rows_NKD.dtype), grad_prob.to(prob_NK.dtype)

@@ -1,0 +1,25 @@
+"""Sequence parallelism: outside tensor-parallel regions a rank holds an equal stretch of its tp group's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from playbook_trainer.data.batch import Batch, share_of
+from playbook_trainer.torch.parallel.axes import Axes
+
+
+def local_tokens(num_tokens: int, axes: Axes) -> int:
+    """How many of its tp group's tokens a rank holds between layers."""
+    return num_tokens // axes.tp.size if axes.sequence_parallel else num_tokens
+
+
+def cut(batch: Batch, axes: Axes) -> Batch:
+    """The batch with the visual tokens of this rank's stretch; tokens, labels and positions are needed whole inside the regions."""
+    if batch.vision is None or not axes.sequence_parallel:
+        return batch
+    num = local_tokens(batch.tokens_N.numel(), axes)
+    place_N = torch.full((batch.tokens_N.numel(),), -1)
+    place_N[axes.tp.rank * num : (axes.tp.rank + 1) * num] = torch.arange(num)
+    return replace(batch, vision=share_of(batch.vision, place_N))
