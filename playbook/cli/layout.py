@@ -10,8 +10,8 @@ from playbook.cli.text import count, print_json, print_table, say
 
 if TYPE_CHECKING:
     from playbook.planner.memory import Stage
-    from playbook.planner.nearest import Near
     from playbook.planner.plan import Plan
+    from playbook.planner.search import Near
 
 USAGE = 2
 GIB = 1 << 30
@@ -30,8 +30,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one l
 @layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule, and offer the nearest legal ones; exits with 2 if it breaks one."""
-    from playbook.planner.nearest import nearest
     from playbook.planner.plan import parse
+    from playbook.planner.search import nearest
 
     plan = parse(model, settings or [], gpus=gpus)
     broken = plan.broken()

@@ -1,11 +1,130 @@
-"""What a plan computes and sends, as one table: FLOPs per token, bubble, bytes per layer, per boundary and per step."""
+"""What a plan sends: bytes per layer, micro-batch and step, the share of them that leaves the fast interconnect, and all of it as one table.
+
+Rings send `(n - 1) / n` of the gathered tensor; all-to-all sends all but a rank's own share. bf16 unless a docstring says otherwise; nothing overlaps.
+Sources: Megatron-LM, `megatron/core/tensor_parallel/mappings.py`, `megatron/core/transformer/moe/token_dispatcher.py`,
+`megatron/core/distributed/param_and_grad_buffer.py`; Ring Attention, arXiv 2310.01889; DeepSpeed Ulysses, arXiv 2309.14509.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
-from playbook.planner import communication, flops, memory, pipeline
+from playbook.errors import ConfigError
+from playbook.planner import flops, memory, pipeline
+from playbook.planner.activations import BF16, tokens
+from playbook.planner.layout import Statement
+from playbook.planner.memory import Weights, shards
 from playbook.planner.plan import Plan
+from playbook.planner.rules import Options
+from playbook.planner.shapes import MODELS
+
+AXES = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends in the forward and in the backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
+
+
+def per_layer(plan: Plan, index: int) -> dict[str, Sent]:
+    """What one layer sends per microbatch, by kind of parallelism; kinds of degree one are left out."""
+    dense = index < plan.shape.dense_layers
+    found = {"tp": tensor(plan, dense=dense), "cp": context(plan)}
+    if not dense:
+        found |= {"ep": experts(plan), "etp": expert_tensor(plan)}
+    return {kind: sent for kind, sent in found.items() if sent.total}
+
+
+def tensor(plan: Plan, *, dense: bool) -> Sent:
+    """Tensor parallelism with sequence parallelism: gather before and scatter after attention, and likewise around an MLP.
+
+    Routed experts work on the split sequence, shared experts do not. The backward pass gathers each block's input once more, for the
+    gradient of its weight.
+    """
+    blocks = 1 + (1 if dense or plan.shape.shared_ffn else 0)
+    one = _ring(plan.tp) * BF16 * tokens(plan) * plan.shape.hidden
+    return Sent(2 * blocks * one, (2 * blocks + (blocks if plan.sequence_parallel else 0)) * one)
+
+
+def experts(plan: Plan) -> Sent:
+    """Dispatch and combine of routed tokens, balanced over ranks; the backward pass repeats both the other way.
+
+    The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
+    """
+    local = BF16 * _local(plan) * plan.shape.hidden
+    if plan.options.dispatcher == "allgather":
+        one = (plan.ep * plan.etp - 1) * local
+    else:
+        one = local * plan.shape.top_k * plan.imbalance * _ring(plan.ep)
+    return Sent(2 * one, 2 * one)
+
+
+def expert_tensor(plan: Plan) -> Sent:
+    """Tensor parallelism inside experts: gather of dispatched tokens, scatter of results."""
+    if plan.options.dispatcher == "allgather":
+        return Sent(0, 0)
+    one = (plan.etp - 1) * BF16 * _local(plan) * plan.shape.top_k * plan.shape.hidden * plan.imbalance
+    return Sent(2 * one, 2 * one)
+
+
+def context(plan: Plan) -> Sent:
+    """Context parallelism: keys and values in a ring (`p2p`, the default) or gathered, or an all-to-all over heads.
+
+    Either way a rank's keys and values reach all others; the backward pass sends them again, and their gradients back.
+    """
+    shape, local = plan.shape, tokens(plan)
+    if shape.mla is not None:
+        key, value = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim), shape.heads * shape.mla.v_dim
+        query, out = key, value
+    else:
+        key = value = max(shape.kv_heads, plan.tp) * shape.head_dim  # a rank has one head at least
+        query = out = shape.heads * shape.head_dim
+    if plan.options.cp_comm == "a2a":
+        one = BF16 * local * (query + key + value + out) / plan.tp * _ring(plan.cp)
+        return Sent(one, one)
+    one = BF16 * (plan.cp - 1) * local * (key + value) / plan.tp
+    return Sent(one, 2 * one)
+
+
+def boundary(plan: Plan) -> Sent:
+    """Pipeline parallelism: what a stage passes on per microbatch and chunk."""
+    one = BF16 * _local(plan) * plan.shape.hidden if plan.pp > 1 else 0.0
+    return Sent(one, one)
+
+
+def data_parallel(plan: Plan, held: Weights) -> dict[str, float]:
+    """Bytes that a rank sends per step for gradients and parameters.
+
+    Distributed optimizer: one reduce-scatter of gradients, one all-gather of parameters. Full sharding gathers parameters for both
+    passes and scatters gradients, in each microbatch. No sharding: an all-reduce. Dense over DP x CP, experts over EDP. Several instances
+    share parameters and gradients among the ranks of each, and reduce each rank's share of the gradients among all, once per step.
+    """
+    inside, across = 0.0, 0.0
+    degrees = {"dense": plan.dp * plan.cp, "experts": plan.edp}
+    for kind, count in (("dense", held.dense), ("experts", held.experts)):
+        shard = shards(plan)[kind]
+        inside += count * _ring(shard)
+        across += 2 * count / shard * _ring(degrees[kind] // shard)
+    if plan.options.sharding in ("fsdp", "fsdp2"):
+        return {"gradients": plan.grad_bytes * (plan.microbatches * inside + across), "parameters": plan.microbatches * 2 * BF16 * inside}
+    return {"gradients": plan.grad_bytes * (inside + across), "parameters": BF16 * inside}
+
+
+def distinct(groups: int, top_k: int) -> float:
+    """Groups of ranks, such as nodes, that a token's `top_k` experts lie in, on average over random routing.
+
+    A dispatcher that sends each token once per node sends that many copies out instead of `top_k`.
+    """
+    return groups * (1 - (1 - 1 / groups) ** top_k)
 
 
 def traffic(plan: Plan) -> dict[str, Any]:
@@ -21,13 +140,13 @@ def traffic(plan: Plan) -> dict[str, Any]:
     sent = [
         {"what": kind, "per": f"{name} and microbatch", "forward": found.forward, "backward": found.backward}
         for name, index in kinds.items()
-        for kind, found in communication.per_layer(plan, index).items()
+        for kind, found in per_layer(plan, index).items()
     ]
     if plan.pp > 1:
-        found = communication.boundary(plan)
+        found = boundary(plan)
         sent.append({"what": "pp", "per": "chunk boundary and microbatch", "forward": found.forward, "backward": found.backward})
     chunks = pipeline.indices(pipeline.split(plan.shape.layers, plan.pp, plan.vpp), plan.pp, 0)
-    step = communication.data_parallel(plan, memory.weights(plan, 0, chunks))
+    step = data_parallel(plan, memory.weights(plan, 0, chunks))
     sent.append({"what": "dp", "per": "step", "forward": step["parameters"], "backward": step["gradients"]})
     return {
         "flops_per_token": flops.per_token(plan.shape, plan.seq_len),
@@ -35,3 +154,78 @@ def traffic(plan: Plan) -> dict[str, Any]:
         "unit": "bytes",
         "sent": sent,
     }
+
+
+def outside(*, degree: int, stride: int, domain: int) -> float:
+    """The share of a rank's peers that lie in other domains, for a group whose members are `stride` ranks apart.
+
+    Domains hold `domain` consecutive ranks; `domain` and `stride` divide one another, as do `degree` and what a domain holds of it.
+    """
+    inside = min(degree, max(1, domain // stride))
+    return (degree - inside) / (degree - 1) if degree > 1 else 0.0
+
+
+def boundaries_outside(*, pp: int, stride: int, domain: int) -> float:
+    """The share of the boundaries between stages that lie between domains; stages are `stride` ranks apart."""
+    inside = min(pp, max(1, domain // stride))
+    return (-(-pp // inside) - 1) / (pp - 1) if pp > 1 else 0.0
+
+
+def hot_inside(
+    *,
+    model: str,
+    axis: str,
+    degree: int,
+    pp: int,
+    domain: int,
+    fast_bytes_per_s: float,
+    slow_bytes_per_s: float,
+    seq_len: int = 4096,
+    micro_batch_size: int = 1,
+) -> Statement:
+    """Whether the axis that sends more should have the fast domain: bytes over bandwidth of one microbatch, both ways round.
+
+    Either `axis` (tp, cp or ep) takes consecutive ranks and the pipeline strides over them, or the other way round. Every rank sends its
+    pipeline boundary to one neighbour, the axis's bytes evenly to its peers; nothing overlaps.
+
+    Raises:
+        ConfigError: an axis, model or layout that is not possible.
+    """
+    if axis not in AXES or model not in MODELS:
+        raise ConfigError(f"axis '{axis}' of model '{model}': expected an axis of {', '.join(AXES)} and a model of {', '.join(MODELS)}")
+    if domain < 1 or fast_bytes_per_s <= 0 or slow_bytes_per_s <= 0:
+        raise ConfigError("a domain and its bandwidths must be positive; change domain or the two bandwidths")
+    plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True))
+    if axis == "tp":
+        plan = replace(plan, tp=degree)
+    else:
+        plan = replace(plan, cp=degree) if axis == "cp" else replace(plan, ep=degree)
+    layers = range(plan.require().shape.layers)
+    nothing = Sent(0, 0)
+    of_axis = sum(per_layer(plan, i).get(axis, nothing).total for i in layers) / pp
+    of_pp = boundary(plan).total
+
+    def seconds(axis_stride: int, pp_stride: int) -> float:
+        leaves = outside(degree=degree, stride=axis_stride, domain=domain)
+        crosses = boundaries_outside(pp=pp, stride=pp_stride, domain=domain)
+        out = of_axis * leaves + of_pp * crosses
+        return out / slow_bytes_per_s + (of_axis + of_pp - out) / fast_bytes_per_s
+
+    inner, outer = seconds(1, degree), seconds(pp, 1)
+    hot_first, cold_first = (inner, outer) if of_axis >= of_pp else (outer, inner)
+    figures = {"axis_bytes": of_axis, "pp_bytes": of_pp, "axis_inside_s": inner, "pp_inside_s": outer}
+    name = axis if of_axis >= of_pp else "pp"
+    sentence = (
+        f"{model}, {axis} {degree} x pp {pp}, domains of {domain}: a microbatch sends {of_axis / 1e6:.0f} MB on {axis} and {of_pp / 1e6:.0f} MB"
+        f" on pp; with {name} inside the domain that takes {hot_first * 1e3:.2f} ms, with the other one {cold_first * 1e3:.2f} ms"
+    )
+    return hot_first < cold_first, sentence, figures
+
+
+def _ring(degree: int) -> float:
+    return (degree - 1) / degree
+
+
+def _local(plan: Plan) -> float:
+    """Tokens per rank once the sequence is split over TP too."""
+    return tokens(plan) / (plan.tp if plan.sequence_parallel else 1)

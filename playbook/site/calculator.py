@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from playbook.planner import activations, flops, memory, nearest, plan, rules
+from playbook.planner import activations, flops, memory, plan, rules, search
 from playbook.planner.plan import Plan
 from playbook.planner.rules import LABELS, Options
 from playbook.planner.shapes import MODELS
@@ -103,7 +103,7 @@ def tables() -> dict[str, Any]:
         "widths": plan.WIDTHS,
         "largest": plan.LARGEST,
         "deepest": plan.DEEPEST,
-        "nearest": {"choices": nearest.CHOICES, "other_gpus": nearest.OTHER_GPUS, "uneven": nearest.UNEVEN},
+        "nearest": {"choices": search.CHOICES, "other_gpus": search.OTHER_GPUS, "uneven": search.UNEVEN},
         "bf16": activations.BF16,
         "fp32": activations.FP32,
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},

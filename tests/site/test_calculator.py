@@ -12,9 +12,9 @@ from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner import flops, memory, parameters, pipeline
 from playbook.planner.layout import min_gpus
-from playbook.planner.nearest import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, RECOMPUTE, SHARDING
+from playbook.planner.search import nearest
 from playbook.planner.shapes import MODELS
 from playbook.site.calculator import tables
 

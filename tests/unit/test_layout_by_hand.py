@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from playbook.planner import activations, communication, memory, pipeline
+from playbook.planner import activations, memory, pipeline, traffic
 from playbook.planner.plan import Plan, parse
 from playbook.planner.rules import Options
 from playbook.planner.shapes import MODELS, Vision
@@ -263,38 +263,38 @@ ROW = 2 * 7168
     ],
 )
 def test_a_layer_sends_by_each_kind_of_parallelism(layer: int, expected: dict[str, tuple[float, float]]) -> None:
-    sent = communication.per_layer(SPREAD, layer)
+    sent = traffic.per_layer(SPREAD, layer)
     assert {k: (s.forward, s.backward) for k, s in sent.items()} == {k: pytest.approx(v) for k, v in expected.items()}
     assert all(s.total == s.forward + s.backward for s in sent.values())
 
 
 def test_without_sequence_parallelism_the_backward_pass_gathers_no_inputs() -> None:
     """An all-reduce sends as much as a gather and a scatter."""
-    whole = communication.tensor(plan_of("llama3_8b", "gpus=2 tp=2 sp=false"), dense=True)
-    assert whole == communication.Sent(4 * 4096 * 2 * 4096 / 2, 4 * 4096 * 2 * 4096 / 2)
+    whole = traffic.tensor(plan_of("llama3_8b", "gpus=2 tp=2 sp=false"), dense=True)
+    assert whole == traffic.Sent(4 * 4096 * 2 * 4096 / 2, 4 * 4096 * 2 * 4096 / 2)
 
 
 def test_gathered_experts_need_no_other_collective() -> None:
     gathered = replace(SPREAD, options=replace(SPREAD.options, dispatcher="allgather"))
-    sent = communication.per_layer(gathered, 10)
+    sent = traffic.per_layer(gathered, 10)
     assert "etp" not in sent
-    assert sent["ep"] == communication.Sent(2 * 7 * 2048 * ROW, 2 * 7 * 2048 * ROW)
+    assert sent["ep"] == traffic.Sent(2 * 7 * 2048 * ROW, 2 * 7 * 2048 * ROW)
 
 
 def test_heads_are_exchanged_all_to_all() -> None:
     """Query, key, value and output, of which a rank keeps a quarter of its own."""
     mla = replace(SPREAD, options=replace(SPREAD.options, cp_comm="a2a"))
     one = 2 * 4096 * 64 * (192 + 192 + 128 + 128) * 3 / 4
-    assert communication.context(mla) == communication.Sent(one, one)
+    assert traffic.context(mla) == traffic.Sent(one, one)
     grouped = plan_of("llama3_8b", "gpus=8 tp=2 cp=4 cp_comm=a2a")
     one = 2 * 1024 * 128 * (16 + 4 + 4 + 16) * 3 / 4
-    assert communication.context(grouped) == communication.Sent(one, one)
+    assert traffic.context(grouped) == traffic.Sent(one, one)
 
 
 def test_a_stage_passes_on_its_share_of_the_sequence() -> None:
-    assert communication.boundary(SPREAD) == communication.Sent(2048 * ROW, 2048 * ROW)
-    assert communication.boundary(plan_of("llama3_8b", "gpus=4 tp=2 pp=2 sp=false")).forward == 4096 * 2 * 4096
-    assert communication.boundary(plan_of("llama3_8b", "gpus=2 tp=2")) == communication.Sent(0.0, 0.0)
+    assert traffic.boundary(SPREAD) == traffic.Sent(2048 * ROW, 2048 * ROW)
+    assert traffic.boundary(plan_of("llama3_8b", "gpus=4 tp=2 pp=2 sp=false")).forward == 4096 * 2 * 4096
+    assert traffic.boundary(plan_of("llama3_8b", "gpus=2 tp=2")) == traffic.Sent(0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_a_stage_passes_on_its_share_of_the_sequence() -> None:
 )
 def test_gradients_and_parameters_go_round_the_ranks_that_share_them(words: str, gradients: float, parameters: float) -> None:
     plan = plan_of("qwen3_30b_a3b", f"gpus=8 cp=2 ep=2 gbs=12 {words}")
-    assert communication.data_parallel(plan, STATE) == pytest.approx({"gradients": 4 * gradients, "parameters": 2 * parameters})
+    assert traffic.data_parallel(plan, STATE) == pytest.approx({"gradients": 4 * gradients, "parameters": 2 * parameters})
 
 
 def test_a_token_goes_to_as_many_nodes_as_its_experts_lie_in() -> None:
     """Two experts drawn among three nodes: both in one node once in three draws."""
-    assert communication.distinct(3, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+    assert traffic.distinct(3, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)

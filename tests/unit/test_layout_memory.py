@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from playbook.errors import ConfigError
-from playbook.planner import activations, communication, memory, parameters, pipeline
+from playbook.planner import activations, memory, parameters, pipeline, traffic
 from playbook.planner.plan import Plan, parse
 from playbook.planner.rules import Options
 from playbook.planner.shapes import MODELS
@@ -130,7 +130,7 @@ def test_states_and_activations_never_grow_with_a_degree(model, tp, cp, pp, ep, 
 def test_traffic_is_linear_in_the_batch_and_absent_without_peers(model, tp, cp, ep, mbs):
     one = Plan(MODELS[model], gpus=256, tp=tp, cp=cp, ep=ep)
     last = one.shape.layers - 1
-    sent, scaled = communication.per_layer(one, last), communication.per_layer(replace(one, mbs=mbs), last)
+    sent, scaled = traffic.per_layer(one, last), traffic.per_layer(replace(one, mbs=mbs), last)
     assert set(sent) == {k for k, n in {"tp": tp, "cp": cp, "ep": ep}.items() if n > 1}
     assert all(scaled[k].total == pytest.approx(mbs * sent[k].total) for k in sent)
 
@@ -138,31 +138,31 @@ def test_traffic_is_linear_in_the_batch_and_absent_without_peers(model, tp, cp, 
 def test_traffic_by_hand():
     plan = Plan(MODELS["qwen3_30b_a3b"], gpus=4, ep=4)
     token = 2 * 2048
-    assert communication.experts(plan).forward == 2 * 4096 * 8 * token * 3 / 4
+    assert traffic.experts(plan).forward == 2 * 4096 * 8 * token * 3 / 4
     gathered = replace(plan, options=Options(dispatcher="allgather"))
-    assert communication.experts(gathered).forward == 2 * 3 * 4096 * token
-    ring = communication.context(Plan(MODELS["qwen3_30b_a3b"], gpus=4, cp=4))
+    assert traffic.experts(gathered).forward == 2 * 3 * 4096 * token
+    ring = traffic.context(Plan(MODELS["qwen3_30b_a3b"], gpus=4, cp=4))
     assert ring.forward == 3 * 1024 * 2 * (4 * 128) * 2
     held = memory.Weights(1000, 1000, 0, 0)
-    assert communication.data_parallel(plan, held) == {"gradients": 4 * 750, "parameters": 2 * 750}
-    assert communication.distinct(1, 8) == 1
-    assert communication.distinct(4, 8) == pytest.approx(4 * (1 - 0.75**8))
+    assert traffic.data_parallel(plan, held) == {"gradients": 4 * 750, "parameters": 2 * 750}
+    assert traffic.distinct(1, 8) == 1
+    assert traffic.distinct(4, 8) == pytest.approx(4 * (1 - 0.75**8))
 
 
 def test_gathering_experts_moves_less_than_sending_eight_copies_between_four_ranks():
     plan = Plan(MODELS["qwen3_30b_a3b"], gpus=4, ep=4)
     gathered = replace(plan, options=Options(dispatcher="allgather"))
-    assert communication.experts(plan).forward == 2 * communication.experts(gathered).forward
+    assert traffic.experts(plan).forward == 2 * traffic.experts(gathered).forward
 
 
 def test_tensor_parallel_traffic_by_hand():
     # One gather or scatter of 4096 x 4096 bf16 values over two ranks sends half; four of them forward, two more inputs backward.
-    dense = communication.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), dense=True)
+    dense = traffic.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), dense=True)
     one = 4096 * 4096 * 2 / 2
     assert (dense.forward, dense.backward) == (4 * one, 6 * one)
-    routed = communication.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), dense=False)
+    routed = traffic.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), dense=False)
     assert (routed.forward, routed.backward) == (one, 1.5 * one)
-    shared = communication.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), dense=False)
+    shared = traffic.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), dense=False)
     assert shared.forward == 4 * 4096 * 7168 * 2 / 2
 
 
@@ -170,7 +170,7 @@ def test_a_rank_has_a_whole_key_value_head_where_there_are_fewer_than_ranks():
     plan = plan_of("gpus=16 tp=8 cp=2")  # 4 key-value heads, 32 others
     tokens = 4096 // 2
     assert activations.saved(plan, 0)["q, k, v"] == 2 * tokens * 128 * ((4 + 2) + (4 + 1))
-    assert communication.context(plan).forward == 2 * tokens * 128 * 2
+    assert traffic.context(plan).forward == 2 * tokens * 128 * 2
 
 
 def test_expert_tensor_parallelism_grows_only_the_experts_input():
@@ -178,7 +178,7 @@ def test_expert_tensor_parallelism_grows_only_the_experts_input():
     before, after = activations.saved(plain, 0), activations.saved(split, 0)
     assert {k for k in before if before[k] != after[k]} == {"dispatched tokens"}
     assert after["dispatched tokens"] == 2 * before["dispatched tokens"] == 2 * 4096 * 8 * 2048 * 2
-    assert communication.expert_tensor(split).forward == 2 * 4096 * 8 * 2048 * 2
+    assert traffic.expert_tensor(split).forward == 2 * 4096 * 8 * 2048 * 2
 
 
 def test_multi_token_prediction_adds_a_layer_to_the_last_stage_only():
@@ -219,14 +219,14 @@ def test_instances_are_copies_of_all_that_full_sharding_shards():
         assert (params, grads, optimizer) == (2000 / shared, 4000 / shared, 12000 / shared)
     copies = plan_of("gpus=8 gbs=16 optimizer_instances=2", "llama3_8b")
     across = 2 * 250 / 2
-    assert communication.data_parallel(copies, held) == {"gradients": 4 * (750 + across), "parameters": 2 * 750}
+    assert traffic.data_parallel(copies, held) == {"gradients": 4 * (750 + across), "parameters": 2 * 750}
     full = replace(copies, options=Options(sharding="fsdp", optimizer_instances=2))
-    assert communication.data_parallel(full, held) == {"gradients": 4 * (2 * 750 + across), "parameters": 2 * 2 * 2 * 750}
+    assert traffic.data_parallel(full, held) == {"gradients": 4 * (2 * 750 + across), "parameters": 2 * 2 * 2 * 750}
 
 
 def test_traffic_of_data_parallelism_follows_the_sharding():
     held = memory.Weights(1000, 0, 0, 0)
     sharded = plan_of("gpus=4 gbs=8 sharding=fsdp", "llama3_8b")
-    assert communication.data_parallel(sharded, held) == {"gradients": 2 * 4 * 750, "parameters": 2 * 2 * 2 * 750}
+    assert traffic.data_parallel(sharded, held) == {"gradients": 2 * 4 * 750, "parameters": 2 * 2 * 2 * 750}
     whole = plan_of("gpus=4 sharding=none", "llama3_8b")
-    assert communication.data_parallel(whole, held) == {"gradients": 2 * 4 * 750, "parameters": 0}
+    assert traffic.data_parallel(whole, held) == {"gradients": 2 * 4 * 750, "parameters": 0}

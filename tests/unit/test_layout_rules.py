@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from playbook.errors import ConfigError
 from playbook.planner import layout
-from playbook.planner.nearest import nearest
 from playbook.planner.plan import KEYS, Plan, parse
 from playbook.planner.rules import Options
+from playbook.planner.search import nearest
 from playbook.planner.shapes import MODELS
 
 # Each row: a model, a plan that breaks one rule, what the rule says, and the same plan repaired.

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from playbook.errors import ConfigError
-from playbook.planner import communication, flops, memory, pipeline, placement
+from playbook.planner import flops, memory, pipeline, traffic
 from playbook.planner.activations import tokens
 from playbook.planner.layout import Statement
 from playbook.planner.memory import GIB
@@ -54,12 +54,12 @@ def platform_walls(
         raise ConfigError(f"{len(platforms)} platforms; expected two, the one with dearer communication first")
     plan = Plan(shape(model), model, gpus=ep, ep=ep, seq_len=seq_len).require()
     layers = range(plan.shape.layers)
-    sent = sum(communication.per_layer(plan, i).get("ep", communication.Sent(0, 0)).total for i in layers)
+    sent = sum(traffic.per_layer(plan, i).get("ep", traffic.Sent(0, 0)).total for i in layers)
     work = flops.per_token(plan.shape, seq_len) * tokens(plan)
     launches = kernels_per_layer * plan.shape.layers * launch_s
     weights: dict[str, tuple[float, float]] = {}
     for name, p in platforms.items():
-        leaves = placement.outside(degree=ep, stride=1, domain=int(p["domain"]))
+        leaves = traffic.outside(degree=ep, stride=1, domain=int(p["domain"]))
         compute = work / p["peak_flops_per_s"]
         moved = sent * (leaves / p["slow_bytes_per_s"] + (1 - leaves) / p["fast_bytes_per_s"])
         weights[name] = (moved / compute, launches / compute)

@@ -8,7 +8,7 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.lint import labels
-from playbook.planner import layout, placement
+from playbook.planner import layout, traffic
 from playbook.records.case import Case
 from playbook.yaml_files import did_you_mean
 from playbook_bench.statements import arithmetic, invariants, number_formats, short_runs, utilization
@@ -20,7 +20,7 @@ ARITHMETIC: Mapping[str, Function] = {
     "dp_floor": layout.dp_floor,
     "batch_pressure": layout.batch_pressure,
     "min_gpus_families": layout.min_gpus_families,
-    "hot_inside": placement.hot_inside,
+    "hot_inside": traffic.hot_inside,
     "refused_together": labels.refused_together,
     "vision_left_out": utilization.vision_left_out,
     "published_utilization": utilization.published_utilization,
