@@ -244,11 +244,11 @@ def bench_list(as_json: AsJson = False) -> None:
 @bench_app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
-    from playbook_bench.run import store
+    from playbook_bench.run import replay
 
     rows = []
     for file in files:
-        same, differences = store.replay(file)
+        same, differences = replay.replay(file)
         rows.append({"file": str(file), "same": same, "differences": differences})
         if not as_json:
             say(f"{file}: {'same verdict' if same else 'differs'}")
@@ -262,9 +262,9 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 @bench_app.command("rejudge")
 def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
-    from playbook_bench.run import store
+    from playbook_bench.run import replay, store
 
-    made = store.rejudge(file, results or store.DEFAULT_RESULTS)
+    made = replay.rejudge(file, results or store.DEFAULT_RESULTS)
     say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 

@@ -72,9 +72,9 @@ def evidence_show(
 @evidence_app.command("accept")
 def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
-    from playbook_bench.run import store
+    from playbook_bench.run import replay
 
-    say(str(store.accept(file)))
+    say(str(replay.accept(file)))
 
 
 def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None) -> list[Record]:

@@ -20,7 +20,7 @@ from playbook.records.evidence import ClaimRef, Evidence, seal
 from playbook.records.read import EVIDENCE, content_sha, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict
-from playbook_bench.run import store
+from playbook_bench.run import replay, store
 from playbook_bench.run.series import noise_key
 from playbook_bench.statements import invariants, table
 
@@ -30,7 +30,7 @@ SWAP = {"baseline": "candidate", "candidate": "baseline"}
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
 def test_each_record_replays(path):
-    assert store.replay(path) == (True, [])
+    assert replay.replay(path) == (True, [])
 
 
 FORKED = [p for p in RECORDS if any("launch" in s for s in store.load(p).measured.strict.values())]
@@ -105,7 +105,7 @@ def altered(path: Path, change, reseal: bool) -> Path:
 
 
 def test_an_untouched_record_replays(record):
-    assert store.replay(record) == (True, [])
+    assert replay.replay(record) == (True, [])
 
 
 @pytest.mark.parametrize("reseal", [False, True])
@@ -114,7 +114,7 @@ def test_one_altered_sample_is_noticed(record, reseal):
         sample = data["measured"]["runs"][0]["samples"][3]
         sample["seconds"] *= 1.001
 
-    same, differences = store.replay(altered(record, change, reseal))
+    same, differences = replay.replay(altered(record, change, reseal))
     assert not same
     assert any(d.startswith("derived.comparison") for d in differences)
     assert any(d.startswith("sha256") for d in differences) is not reseal
@@ -125,7 +125,7 @@ def test_one_altered_figure_is_noticed_even_with_its_hash(record, figure):
     def change(data):
         data["derived"]["comparison"][figure] *= 1 + 1e-6
 
-    same, differences = store.replay(altered(record, change, reseal=True))
+    same, differences = replay.replay(altered(record, change, reseal=True))
     assert not same
     assert differences[0].startswith(f"derived.comparison.{figure}")
 
@@ -134,26 +134,26 @@ def test_an_altered_verdict_is_noticed(record):
     def change(data):
         data["derived"]["verdict"]["status"] = "refuted"
 
-    assert not store.replay(altered(record, change, reseal=True))[0]
+    assert not replay.replay(altered(record, change, reseal=True))[0]
 
 
 def test_a_figure_off_by_less_than_the_tolerance_is_the_same(record):
     def change(data):
         data["derived"]["comparison"]["effect"] *= 1 + 1e-12
 
-    assert store.replay(altered(record, change, reseal=True))[0]
+    assert replay.replay(altered(record, change, reseal=True))[0]
 
 
 def test_a_record_is_judged_again_only_where_the_rules_moved(record, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    assert store.rejudge(record, tmp_path) is None
+    assert replay.rejudge(record, tmp_path) is None
     assert sorted(tmp_path.rglob("*")) == before
 
     def change(data):
         data["derived"]["verdict"]["sentence"] = "as an older version worded it"
 
     older = altered(record, change, reseal=True)
-    newer = store.load(store.rejudge(older, tmp_path))
+    newer = store.load(replay.rejudge(older, tmp_path))
     assert newer.judged_from == store.load(older).evidence_id
     assert newer.derived == store.load(record).derived
     assert older.exists()
@@ -172,7 +172,7 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
     folder = tmp_path / "new"
     source = store.load(old)
     store.write(source, folder)
-    again = store.load(store.rejudge(old, folder))
+    again = store.load(replay.rejudge(old, folder))
     assert (again.expires, again.derived.verdict.status) == (source.expires, "confirmed")
 
     def speaks():
@@ -206,7 +206,7 @@ def test_an_altered_record_is_not_judged_again(record, tmp_path):
         data["measured"]["runs"][0]["samples"][3]["seconds"] *= 1.001
 
     with pytest.raises(StoreError, match="altered"):
-        store.rejudge(altered(record, change, reseal=False), tmp_path)
+        replay.rejudge(altered(record, change, reseal=False), tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n in list_cases() if load_case(n).kind in ("arithmetic", "invariant")])
@@ -260,12 +260,12 @@ def changed(tmp_path, change):
 )
 def test_a_record_with_figures_that_no_run_gives_is_one_message(tmp_path, change):
     with pytest.raises(StoreError, match="runs that cannot be judged"):
-        store.replay(changed(tmp_path, change))
+        replay.replay(changed(tmp_path, change))
 
 
 def test_a_record_with_runs_of_no_variant_differs(tmp_path):
     path = changed(tmp_path, lambda m: [r.update(variant="another") for r in m["runs"] if r["variant"] == "candidate"])
-    assert not store.replay(path)[0]
+    assert not replay.replay(path)[0]
 
 
 @pytest.fixture

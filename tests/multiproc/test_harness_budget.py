@@ -18,7 +18,7 @@ from playbook.site.evidence import evidence_page
 from playbook.site.text import NBSP
 from playbook_bench.launch import local
 from playbook_bench.machine import detect
-from playbook_bench.run import confirm, report, store
+from playbook_bench.run import confirm, replay, report, store
 from playbook_bench.run.journal import Journal
 
 STEPS = 16
@@ -149,7 +149,7 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
     kept = [r.run_id for r in measured.runs if r.role == "measure"][:2]
     assert set(kept) <= set(launched[:13])
     assert [r.position for r in measured.runs] == list(range(len(measured.runs)))
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
     before = len(launched)
     bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(launched) == before, "a settled case is not run again"
@@ -173,7 +173,7 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
     assert (failed.evidence.measured.failed_before, found.evidence.measured.failed_before) == ({}, {"crash": 1}), (
         "a failure leaves its trace"
     )
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
     shown = Console(file=io.StringIO(), width=200)
     report.print_outcome(found, shown)
     assert "launches that failed before and were repeated: 1 crash\n" in shown.file.getvalue()

@@ -3,7 +3,7 @@
 import pytest
 from planted_case import FAKE, only
 
-from playbook_bench.run import confirm, report, store
+from playbook_bench.run import confirm, replay, report
 
 CURVE = """
 id: planted-curve
@@ -68,7 +68,7 @@ def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_
     assert all(sorted(b) == ["1", "2", "3"] for b in order)
     assert order[1] == order[0][::-1]
     assert (curve.blocks, curve.look, len(measured.aa.runs)) == (4, 1, 8)
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
     assert report.as_json([found])["claims"][0]["curve"]["points"][0]["outcome"] == "ok"
 
 
@@ -105,7 +105,7 @@ def test_a_value_with_losses_of_its_own_ends_the_series_with_the_first_block(cur
     assert "cannot be compared: loss: 2 against 1: mean losses differ by 9.2 %" in found.evidence.derived.verdict.sentence
     assert "3 against 1" not in found.evidence.derived.verdict.sentence
     assert [r.role for r in found.evidence.measured.runs] == ["burn_in"] * 3
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
 
 
 def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
@@ -120,4 +120,4 @@ def test_cells_exclude_each_other_or_do_not(curve_card, tmp_path, plant, fault, 
     plant(**{"seed2-lr0.2": {"fault": fault}})
     found = confirmed(curve_card("interaction", "{op: excludes, infeasible: [s2+r1]}", "fits"), tmp_path)
     assert found.status == status
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]

@@ -20,7 +20,7 @@ from planted_case import FAKE, REAL, bench, only
 
 from playbook.errors import PlaybookError
 from playbook_bench.machine.telemetry import Ticks
-from playbook_bench.run import aa, confirm, report, store
+from playbook_bench.run import aa, confirm, replay, report
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tm
     assert [r.role for r in measured.runs[:2]] == ["burn_in", "burn_in"]
     assert len(measured.aa.runs) == 8
     assert all(order in ("AB", "BA") for order in measured.plan.order)
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
     assert not list((tmp_path / "results" / "work").glob("*")), "a clean series leaves no run folders"
 
 
@@ -82,7 +82,7 @@ def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op
     plant(candidate={"slower": slower})
     found = only(confirm.run([card(op, margin)], results=tmp_path / "results", command=FAKE, seed=3))
     assert (found.status, found.name) == (status, "Z1")
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plant):
@@ -113,7 +113,7 @@ def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fau
     assert found.evidence.derived.verdict.reason == reason
     assert confirm.exit_code([found]) == code
     assert found.evidence.derived.comparison is None
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 @pytest.mark.parametrize("seed", [0, 4])
@@ -123,7 +123,7 @@ def test_what_fits_is_judged_alike_in_either_order(card, tmp_path, plant, seed):
     assert found.evidence.measured.plan.order == {0: ["BA"], 4: ["AB"]}[seed]
     assert sorted((r.variant, r.outcome) for r in found.evidence.measured.runs) == [("baseline", "oom"), ("candidate", "ok")]
     assert (found.status, found.evidence.derived.verdict.reason) == ("confirmed", "exact")
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
@@ -147,7 +147,7 @@ def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
     found = bench(case(), tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
     assert "candidate timed 8 of 10 steps" in found.evidence.derived.verdict.sentence
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
@@ -155,7 +155,7 @@ def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant)
     found = bench(case("mfu"), tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "run_error")
     assert "baseline reported no mfu" in found.evidence.derived.verdict.sentence
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
     assert not list((tmp_path / "results" / "baselines").rglob("*.json")), "noise without a figure is not stored"
 
 
@@ -178,7 +178,7 @@ def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, p
     found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
     assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"], "no pair is spent on what the first runs show"
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
 
 
 def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp_path, plant):
@@ -190,7 +190,7 @@ def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp
     )
     assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"]
     assert found.evidence.measured.plan.order == []
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
 
 
 def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
@@ -201,7 +201,7 @@ def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tm
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
     assert "== 4 * layerz" in found.evidence.derived.verdict.sentence
     assert confirm.exit_code([found]) == 5
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
@@ -425,7 +425,7 @@ def test_two_harnesses_share_a_results_folder(case, tmp_path):
         assert harness.wait(timeout=60) == 0, harness.stderr.read().decode()
     files = sorted((tmp_path / "results" / "cpu").glob("*.json"))
     assert len(files) == 2
-    assert all(store.replay(f) == (True, []) for f in files)
+    assert all(replay.replay(f) == (True, []) for f in files)
 
 
 # The real trainer under the same faults.

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from playbook.cli.app import app
 from playbook_bench.launch import local
-from playbook_bench.run import aa, report, store
+from playbook_bench.run import aa, replay, report
 
 
 def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
@@ -49,7 +49,7 @@ def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(cas
     assert not any(r.role == "aa" for r in found.evidence.measured.runs)
     assert found.evidence.derived.comparison.floor > 2 * stored.deviation
     assert found.status == "measured"
-    assert store.replay(found.path)[0]
+    assert replay.replay(found.path)[0]
 
 
 def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise_is_stored(case, tmp_path, plant):
@@ -67,7 +67,7 @@ def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == odd.baseline, "it is not measured again by the next series"
     assert found.evidence.derived.comparison.floor == pytest.approx(odd.deviation)
-    assert store.replay(found.path) == (True, [])
+    assert replay.replay(found.path) == (True, [])
 
 
 def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tmp_path, plant):
@@ -88,5 +88,5 @@ def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_ne
     for _ in range(2):
         found = bench(case(), tmp_path)
         assert found.evidence.derived.comparison.floor < 0.01
-        assert store.replay(found.path) == (True, [])
+        assert replay.replay(found.path) == (True, [])
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2, "measured anew once, then checked by a fresh pair"

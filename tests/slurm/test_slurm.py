@@ -13,7 +13,7 @@ from planted_case import FAKE as PLANTED
 
 from playbook.paths import repo_root
 from playbook.records.read import read
-from playbook_bench.run import confirm, store
+from playbook_bench.run import confirm, replay, store
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -109,7 +109,7 @@ def test_a_matched_series_over_two_nodes_gives_the_record_of_a_local_one(environ
     ], "the order of the plan is kept"
     assert shape(record.model_dump(mode="json")) == shape(local.evidence.model_dump(mode="json"))
     assert (record.measured.machine.nodes, record.measured.context["nodes"]) == (2, "n[1-2]")
-    assert store.replay(Path(found["path"])) == (True, [])
+    assert replay.replay(Path(found["path"])) == (True, [])
 
 
 def test_every_end_of_a_step_is_an_outcome_and_later_runs_go_on(environment, case, tmp_path):

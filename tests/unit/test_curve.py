@@ -11,7 +11,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
 from playbook_bench.judge import curve_rules, statistics, verdict
-from playbook_bench.run import confirm, store
+from playbook_bench.run import confirm, replay, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))
 SEEN = Observed(numbers={"layers": 1}, collectives=[CollectiveCount(op="all_to_all", count=2)])
@@ -205,9 +205,9 @@ def test_a_record_of_a_sweep_replays_and_notices_a_changed_figure(tmp_path):
     measured = record(sweep(), [-0.3, -0.1, 0.0], expect("best", at=[4]))
     evidence = store.evidence_of(measured, verdict.derive(measured), "x", confirm.Seconds())
     path = store.write(evidence, tmp_path)
-    assert store.replay(path) == (True, [])
+    assert replay.replay(path) == (True, [])
     path.write_text(path.read_text().replace('"outcome": "ok", "launches": 4', '"outcome": "ok", "launches": 5', 1))
-    assert not store.replay(path)[0]
+    assert not replay.replay(path)[0]
 
 
 def test_two_variants_get_the_paired_interval():

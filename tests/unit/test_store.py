@@ -12,7 +12,7 @@ import pytest
 from playbook import paths
 from playbook.errors import StoreError
 from playbook.records.evidence import Derived, Machine, Measured, Missing, Plan, Run, Seconds, Verdict, seal
-from playbook_bench.run import confirm, report, store
+from playbook_bench.run import confirm, replay, report, store
 
 MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
 STRICT = {"s": {"packages": {"torch": "2.13.0"}, "machine": {"driver": "1"}}}
@@ -154,17 +154,17 @@ def test_a_really_full_disk_leaves_nothing_half_written(tmp_path):
 
 
 def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
+    monkeypatch.setattr(replay, "data_root", lambda kind: tmp_path / "accepted")
     good = record("not_applicable")
-    good = seal(good.model_copy(update={"derived": store.verdict.derive(good.measured)}))
+    good = seal(good.model_copy(update={"derived": replay.derive(good.measured)}))
     path = store.write(good, tmp_path)
-    target = store.accept(path)
+    target = replay.accept(path)
     assert target.read_bytes() == path.read_bytes()
     with pytest.raises(StoreError, match="never replaced"):
-        store.accept(path)
+        replay.accept(path)
     bad = store.write(record("confirmed"), tmp_path)
     with pytest.raises(StoreError, match="does not replay"):
-        store.accept(bad)
+        replay.accept(bad)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path
     results.parent.mkdir(parents=True)
     results.mkdir() if installed else results.write_text("no folder can be made in a file")
     good = record("not_applicable")
-    path = store.write(seal(good.model_copy(update={"derived": store.verdict.derive(good.measured)})), tmp_path)
+    path = store.write(seal(good.model_copy(update={"derived": replay.derive(good.measured)})), tmp_path)
     with pytest.raises(StoreError, match=said) as caught:
-        store.accept(path)
+        replay.accept(path)
     assert "--results" not in str(caught.value)
     assert not [p for p in tmp_path.rglob("*.json") if p != path]
 
@@ -240,11 +240,11 @@ def test_a_figure_that_is_none_is_refused_when_it_is_read(tmp_path, change, says
 
 @pytest.mark.parametrize(("created", "expires"), [("2999-01-01T00:00:00Z", "2999-02-01"), ("2026-01-01T00:00:00Z", "9999-12-31")])
 def test_a_record_from_the_future_is_not_accepted(tmp_path, monkeypatch, created, expires):
-    monkeypatch.setattr(store, "data_root", lambda kind: tmp_path / "accepted")
+    monkeypatch.setattr(replay, "data_root", lambda kind: tmp_path / "accepted")
     monkeypatch.setattr(store, "replay", lambda path: (True, []))
     path = store.write(seal(record(created=created).model_copy(update={"expires": expires})), tmp_path)
     with pytest.raises(StoreError, match="later than it can"):
-        store.accept(path)
+        replay.accept(path)
     assert not (tmp_path / "accepted").exists()
 
 

@@ -22,7 +22,8 @@ _GIB = 2.0**30
 _ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": _GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}
 _OP_WORDS = {">=": "at least", "<=": "at most", "within": "equal within"}
 
-Logic = Callable[[Case], tuple[bool, str, dict[str, Any]]]
+Statement = tuple[bool, str, dict[str, Any]]
+"""Whether an arithmetic statement or an invariant holds, the sentence that says why, and the figures behind it."""
 
 
 def threshold(metric: Metric, margin: Quantity | None) -> float:
@@ -58,10 +59,10 @@ def decide(op: str, margin: float, low: float, high: float) -> Status | None:
     raise ConfigError(f"'{op}' does not compare two runs; expected >=, <= or within")
 
 
-def derive(measured: Measured, logic: Logic | None = None) -> Derived:
+def derive(measured: Measured, statement: Statement | None = None) -> Derived:
     """The verdict and its figures.
 
-    `logic` runs arithmetic and invariant cases; it defaults to the harness's own tables.
+    `statement` is what the function of an arithmetic or invariant case gave.
 
     Raises:
         ConfigError: the claim's metric or margin cannot be applied.
@@ -73,7 +74,10 @@ def derive(measured: Measured, logic: Logic | None = None) -> Derived:
         raise ConfigError("a record without a case must say what is missing")
     case = measured.case.content
     if case.kind in ("arithmetic", "invariant"):
-        return _logic(case, logic)
+        if statement is None:
+            raise ConfigError(f"case '{case.id}' is of kind {case.kind}: its verdict needs what its function gave")
+        holds, sentence, figures = statement
+        return Derived(figures=figures, verdict=_verdict("confirmed" if holds else "refuted", "exact", sentence))
     metric, expect = _subject(measured, case)
     plan = measured.plan
     if plan is None:
@@ -312,13 +316,6 @@ def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verd
             "error", "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}"
         )
     return None
-
-
-def _logic(case: Case, logic: Logic | None) -> Derived:
-    from playbook_bench.statements import table as tables
-
-    holds, sentence, figures = (logic or tables.run)(case)
-    return Derived(figures=figures, verdict=_verdict("confirmed" if holds else "refuted", "exact", sentence))
 
 
 def _subject(measured: Measured, case: Case) -> tuple[Metric, Expect | None]:

@@ -28,6 +28,7 @@ from playbook_bench.machine import detect
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, schedule, series, store
 from playbook_bench.run.journal import Journal, answers, cut_by_time
+from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
 from playbook_bench.run.variants import resolve_all
 
@@ -299,7 +300,7 @@ def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options:
     profile = detect.choose_profile(case, machine, options.profile) if case and case.profiles else None
     records = [_preflight(task, case, machine, profile, options) for task in tasks]
     todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
-    settled: dict[int, Settled] = {i: (r, verdict.derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
+    settled: dict[int, Settled] = {i: (r, derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
     if todo and case is not None and profile is not None:
         judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
         settled.update(zip(todo, judged, strict=True))
@@ -430,7 +431,7 @@ def _steady(running: Series) -> bool:
 
 def _judge(running: Series, record: Measured) -> Settled:
     measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
-    derived = verdict.derive(measured)
+    derived = derive(measured)
     return measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time
 
 

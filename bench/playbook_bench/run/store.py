@@ -17,16 +17,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from playbook.errors import StoreError
-from playbook.paths import data_root, in_package
 from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
 from playbook.yaml_files import read_bytes
-from playbook_bench.judge import verdict
 
 T = TypeVar("T", bound=BaseModel)
 
 DEFAULT_RESULTS = Path(".playbook/results")
 EXPIRY_DAYS = 180
-FIGURE_TOLERANCE = 1e-9
 MAX_BYTES = 64_000_000
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What link(2) says on FAT, and on file systems in user space such as those before object stores."""
@@ -205,81 +202,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
-
-
-def replay(path: Path) -> tuple[bool, list[str]]:
-    """Derive verdict and figures again from what was measured; (same, what differs).
-
-    Raises:
-        StoreError: the file cannot be read, is no evidence record, or its runs cannot be judged.
-        ConfigError: as `verdict.derive`.
-    """
-    evidence, sealed = load_with_seal(path)
-    differences = []
-    if not sealed:
-        differences.append("sha256: the content is not the one that was sealed")
-    again = _derive(path, evidence.measured)
-    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
-    return not differences, differences
-
-
-def _derive(path: Path, measured: Measured) -> Derived:
-    """What follows from a record that may come from anybody: figures that no run gives, such as negative tokens, are one message."""
-    try:
-        return verdict.derive(measured)
-    except (ValueError, ArithmeticError, LookupError) as e:
-        raise StoreError(f"{path} holds runs that cannot be judged: {e}; expected them as the harness wrote them") from e
-
-
-def _differences(a: Any, b: Any, where: str) -> list[str]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
-    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
-        return []
-    return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
-
-
-def rejudge(path: Path, results: Path = DEFAULT_RESULTS) -> Path | None:
-    """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
-
-    Raises:
-        StoreError: the record was altered.
-    """
-    evidence, sealed = load_with_seal(path)
-    if not sealed:
-        raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
-    again = _derive(path, evidence.measured)
-    if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
-        return None
-    return write(evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
-
-
-def accept(path: Path) -> Path:
-    """Copy a record that replays into `bench/results/<machine>/`.
-
-    Raises:
-        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
-    """
-    folder = data_root("results")
-    if in_package(folder):
-        raise StoreError(
-            f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
-            "accept it with the playbook of a checkout: pip install -e"
-        )
-    same, differences = replay(path)
-    if not same:
-        raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
-    evidence = load(path)
-    tomorrow = datetime.now(UTC) + timedelta(days=1)
-    if evidence.created > f"{tomorrow:%Y-%m-%dT%H:%M:%SZ}" or evidence.expires > f"{tomorrow + timedelta(days=EXPIRY_DAYS):%Y-%m-%d}":
-        raise StoreError(
-            f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
-        )
-    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
-    write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
-    return target
 
 
 def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:

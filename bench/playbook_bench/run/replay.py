@@ -1,0 +1,104 @@
+"""A record judged again: replayed, judged by the rules of today, or taken into the repository."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import StoreError
+from playbook.paths import data_root, in_package
+from playbook.records.evidence import Derived, Measured
+from playbook_bench.judge import verdict
+from playbook_bench.run import store
+from playbook_bench.statements import table as statements
+
+FIGURE_TOLERANCE = 1e-9
+
+
+def derive(measured: Measured) -> Derived:
+    """The verdict of a record and its figures; an arithmetic statement or an invariant is computed, for it has no runs.
+
+    Raises:
+        ConfigError: the claim's metric, margin or function cannot be applied.
+    """
+    case = measured.case.content if measured.case and not measured.missing else None
+    computed = statements.run(case) if case and case.kind in ("arithmetic", "invariant") else None
+    return verdict.derive(measured, computed)
+
+
+def replay(path: Path) -> tuple[bool, list[str]]:
+    """Derive verdict and figures again from what was measured; (same, what differs).
+
+    Raises:
+        StoreError: the file cannot be read, is no evidence record, or its runs cannot be judged.
+        ConfigError: as `derive`.
+    """
+    evidence, sealed = store.load_with_seal(path)
+    differences = []
+    if not sealed:
+        differences.append("sha256: the content is not the one that was sealed")
+    again = _derive(path, evidence.measured)
+    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+    return not differences, differences
+
+
+def _derive(path: Path, measured: Measured) -> Derived:
+    """What follows from a record that may come from anybody: figures that no run gives, such as negative tokens, are one message."""
+    try:
+        return derive(measured)
+    except (ValueError, ArithmeticError, LookupError) as e:
+        raise StoreError(f"{path} holds runs that cannot be judged: {e}; expected them as the harness wrote them") from e
+
+
+def _differences(a: Any, b: Any, where: str) -> list[str]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
+    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
+        return []
+    return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
+
+
+def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
+    """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
+
+    Raises:
+        StoreError: the record was altered.
+    """
+    evidence, sealed = store.load_with_seal(path)
+    if not sealed:
+        raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
+    again = _derive(path, evidence.measured)
+    if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
+        return None
+    return store.write(store.evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
+
+
+def accept(path: Path) -> Path:
+    """Copy a record that replays into `bench/results/<machine>/`.
+
+    Raises:
+        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
+    """
+    folder = data_root("results")
+    if in_package(folder):
+        raise StoreError(
+            f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
+            "accept it with the playbook of a checkout: pip install -e"
+        )
+    same, differences = replay(path)
+    if not same:
+        raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
+    evidence = store.load(path)
+    tomorrow = datetime.now(UTC) + timedelta(days=1)
+    if evidence.created > f"{tomorrow:%Y-%m-%dT%H:%M:%SZ}" or evidence.expires > f"{tomorrow + timedelta(days=store.EXPIRY_DAYS):%Y-%m-%d}":
+        raise StoreError(
+            f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
+        )
+    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    store.write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
+    return target
