@@ -24,9 +24,10 @@ from playbook.cli.layout import layout_app
 from playbook.cli.mcp import mcp
 from playbook.cli.search import search
 from playbook.cli.skills import skills_app
-from playbook.cli.text import card_lines, complain, count, print_json, print_table, print_trace, say
+from playbook.cli.text import card_lines, complain, print_json, print_table, print_trace, say
 from playbook.cli.train import train
 from playbook.errors import PlaybookError
+from playbook.text import count
 
 # Everything else is imported inside the commands, so that `playbook --help` stays quick and free of torch.
 if TYPE_CHECKING:

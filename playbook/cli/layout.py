@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook.cli.text import count, print_json, print_table, say
+from playbook.cli.text import print_json, print_table, say
+from playbook.text import count
 
 if TYPE_CHECKING:
     from playbook.planner.memory import Stage

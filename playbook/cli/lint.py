@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from playbook.cli.text import complain, count, print_json, print_table, say
+from playbook.cli.text import complain, print_json, print_table, say
 from playbook.errors import Finding
+from playbook.text import count
 
 USAGE = 2
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from playbook import __version__
-from playbook.cli.text import complain, count, print_json, print_table, say
+from playbook.cli.text import complain, print_json, print_table, say
+from playbook.text import count
 
 if TYPE_CHECKING:
     from playbook.skills.check import Accepted, Known

@@ -7,16 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from playbook.text import count, plain
+
 if TYPE_CHECKING:
     from playbook.cards.model import Card, Claim
-
-
-_CONTROLS = {c: f"\\x{c:02x}" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
-
-
-def plain(text: str) -> str:
-    """The text with control characters written out: a file of somebody else's must not steer the reader's terminal."""
-    return text.translate(_CONTROLS)
 
 
 def say(text: str) -> None:
@@ -32,11 +26,6 @@ def complain(text: str) -> None:
 def print_json(data: Any) -> None:
     """Print one JSON document on one line."""
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def count(number: int, noun: str) -> str:
-    """`3 cards`, `1 card`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

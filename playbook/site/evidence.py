@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.read import EVIDENCE, TRACE, Record
 from playbook.site.cards import Shelf, anchor, coverage, effect
 from playbook.site.data import data_read
@@ -30,15 +31,6 @@ from playbook.site.text import (
     table,
     text,
 )
-
-NOTABLE_DATA = 0.03
-"""The share of a step at data from which it is said; the terminal says it from the same share on."""
-NOTABLE_STOLEN = 2.0
-"""Percent of the processor time of a run."""
-NOTABLE_LIMITED = 10.0
-"""Percent of the readings of GPUs in timed steps, from which a limit of their clocks is said."""
-TIMED_STEPS = "timed steps"
-"""What telemetry is of (`over`). Older records have that of whole launches, most of which may be start-up."""
 
 
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
@@ -225,28 +217,6 @@ def _computing(record: Record) -> str:
             shares.setdefault(str(run.get("variant")), []).append(float(share))
     shown = ", ".join(f"{number(round(statistics.median(s)))} % of the step in {text(v)}" for v, s in sorted(shares.items()))
     return f"By a trace of one step, the GPU computed {shown}. The rest waited for other ranks or for the host." if shown else ""
-
-
-def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
-    """What held GPUs' clocks down during the timed steps, and at how many MHz they ran, from (variant, telemetry) of measured runs: a clause for each limit."""
-    shares: dict[str, dict[str, list[float]]] = {}
-    clocks: dict[str, list[float]] = {}
-    for variant, telemetry in runs:
-        if not isinstance(telemetry, Mapping) or telemetry.get("over") != TIMED_STEPS:
-            continue
-        clock = _mapping(telemetry.get("clock_sm_mhz")).get("p50")
-        if _finite(clock):
-            clocks.setdefault(variant, []).append(float(clock))
-        for limit, share in _mapping(telemetry.get("limited_percent")).items():
-            if _finite(share):
-                shares.setdefault(str(limit), {}).setdefault(variant, []).append(float(share))
-    found = []
-    for limit, each in shares.items():
-        medians = {variant: statistics.median(values) for variant, values in sorted(each.items())}
-        if max(medians.values()) >= NOTABLE_LIMITED:
-            at = {v: f" ({number(round(statistics.median(clocks[v])))} MHz)" if v in clocks else "" for v in medians}
-            found.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
-    return found
 
 
 def _limited(record: Record) -> str:

@@ -8,7 +8,7 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
 from playbook.records.evidence import Machine
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.run import schedule, store
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import tree
@@ -89,7 +89,7 @@ def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measure
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LIMIT", "500.00")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every launch sets anew
-    machine, before = detect.restrict(four(), "h200x2"), detect.surroundings(detect.restrict(four(), "cpu"))
+    machine, before = requirements.restrict(four(), "h200x2"), detect.surroundings(requirements.restrict(four(), "cpu"))
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     for place in (
         "CUDA_CACHE_PATH",
@@ -144,9 +144,9 @@ def test_a_machine_has_the_gpus_that_cuda_shows(variable, gpus, tmp_path, monkey
     assert (machine.gpus, machine.name) == (count, f"h200x{count}" if count else "cpu")
     assert machine.interconnect == {2: "nvlink", 4: "pcie"}.get(count, "none")
     assert ",".join(detect.device_ids(machine)) == gpus
-    assert detect.choose_profile(case("cpu", "h200x1", "h200x2", "h200x4"), machine) == machine.name
+    assert requirements.choose_profile(case("cpu", "h200x1", "h200x2", "h200x4"), machine) == machine.name
     assert detect.visible_devices(machine, machine.name) == {"CUDA_VISIBLE_DEVICES": gpus}
-    assert detect.visible_devices(detect.restrict(machine, "cpu"), "cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert detect.visible_devices(requirements.restrict(machine, "cpu"), "cpu") == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_a_machine_is_described_by_what_nvidia_smi_says():
@@ -206,20 +206,20 @@ def case(*profiles, **fields):
     ],
 )
 def test_the_largest_profile_that_fits_is_chosen(profiles, wanted, chosen):
-    assert detect.choose_profile(case(*profiles), four(), wanted) == chosen
+    assert requirements.choose_profile(case(*profiles), four(), wanted) == chosen
 
 
 def test_a_profile_cuts_the_machine_down():
-    assert detect.restrict(four(), "cpu").gpus == 0
-    two = detect.restrict(four(), "h200x2")
+    assert requirements.restrict(four(), "cpu").gpus == 0
+    two = requirements.restrict(four(), "h200x2")
     assert (two.name, two.gpus, two.interconnect) == ("h200x2", 2, "nvlink")
-    assert detect.restrict(four(), "h200x1").interconnect == "none"
+    assert requirements.restrict(four(), "h200x1").interconnect == "none"
     with pytest.raises(ConfigError, match="needs 8 x H200; this machine has 4 x NVIDIA H200"):
-        detect.restrict(four(), "h200x8")
+        requirements.restrict(four(), "h200x8")
 
 
 def test_what_is_missing_is_named():
-    missing = detect.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:nothing"])
+    missing = requirements.unmet_requirements(["yaml", "no_such_package_at_all", "backend:torch", "backend:nothing"])
     assert [m.detail for m in missing] == [
         "package no_such_package_at_all is not installed",
         "backend nothing is not offered by this trainer",
@@ -242,27 +242,27 @@ def megatron(**overrides):
 
 
 def test_a_backend_and_a_dispatcher_say_which_packages_they_lack(packages):
-    assert detect.unmet_requirements(["backend:megatron", "deep_ep"]) == []
-    assert detect.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
-    hybrid = [m.detail for m in detect.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
+    assert requirements.unmet_requirements(["backend:megatron", "deep_ep"]) == []
+    assert requirements.unmet_by([megatron(**{"moe.dispatcher": "deepep"})]) == []
+    hybrid = [m.detail for m in requirements.unmet_by([megatron(), megatron(**{"moe.dispatcher": "hybridep"})])]
     assert hybrid == ["dispatcher hybridep: package deep_ep.hybrid_ep_buffer is not installed"]
     (packages / "deep_ep" / "hybrid_ep_buffer.py").touch()
-    assert detect.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
+    assert requirements.unmet_by([megatron(**{"moe.dispatcher": "hybridep"})]) == []
     (packages / "transformer_engine" / "__init__.py").unlink()
     (packages / "transformer_engine").rmdir()
-    lacking = [m.detail for m in detect.unmet_by([megatron()])]
+    lacking = [m.detail for m in requirements.unmet_by([megatron()])]
     assert lacking == ["backend megatron: package transformer_engine is not installed"]
-    assert detect.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
-    assert detect.unmet_by([tree.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
+    assert requirements.unmet_by([megatron(**{"megatron.kernels": "local"})]) == []
+    assert requirements.unmet_by([tree.load(data_root("configs") / "qwen3_moe_tiny.yaml")]) == []
 
 
 def test_a_scope_is_asked_of_the_machine_alone_until_a_configuration_is_known():
     scope = {"gpus": ">=2", "ep": "2..8"}
-    machine_only = detect.unmet_scope(scope, detect.facts(four()), waive_machine=False)
+    machine_only = requirements.unmet_scope(scope, requirements.facts(four()), waive_machine=False)
     assert machine_only == []
-    on_cpu = detect.facts(detect.restrict(four(), "cpu"))
-    assert len(detect.unmet_scope(scope, on_cpu, waive_machine=False)) == 1
-    assert detect.unmet_scope(scope, on_cpu, waive_machine=True) == []
+    on_cpu = requirements.facts(requirements.restrict(four(), "cpu"))
+    assert len(requirements.unmet_scope(scope, on_cpu, waive_machine=False)) == 1
+    assert requirements.unmet_scope(scope, on_cpu, waive_machine=True) == []
 
 
 def pair(**fields):

@@ -18,7 +18,7 @@ from playbook.records.case import load_case
 from playbook.records.evidence import Machine, Run
 from playbook_bench.launch.local import Spec
 from playbook_bench.launch.slurm import Allocation, SrunLauncher, allocation, exits
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.schedule import RunSpec
 from playbook_trainer.config import tree as trainer_config
@@ -141,11 +141,11 @@ def test_nodes_make_one_machine_and_a_profile_takes_part_of_one_or_whole_ones(mo
     both = detect.over_nodes(node, 2)
     assert (both.name, both.gpus, both.nodes) == ("h200x16", 16, 2)
     assert detect.over_nodes(node, 1) == node
-    assert (detect.restrict(both, "h200x4").nodes, detect.restrict(both, "h200x16").nodes) == (1, 2)
-    assert detect.visible_devices(detect.restrict(both, "h200x16"), "h200x16")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert (requirements.restrict(both, "h200x4").nodes, requirements.restrict(both, "h200x16").nodes) == (1, 2)
+    assert detect.visible_devices(requirements.restrict(both, "h200x16"), "h200x16")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     with pytest.raises(ConfigError, match="needs 12 x H200"):
-        detect.restrict(both, "h200x12")
-    assert detect.restrict(both, "cpu").nodes == 2
+        requirements.restrict(both, "h200x12")
+    assert requirements.restrict(both, "cpu").nodes == 2
 
 
 def a_run(number, variant, pair, role="measure"):

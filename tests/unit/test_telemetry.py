@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.run.variants import Resolved
@@ -92,7 +92,7 @@ def test_a_rank_beside_a_gpu_has_one_thread(profile: str, words: dict[str, objec
     plain = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), {})
     other = trainer_config.load(Path("trainer/configs/qwen3_moe_tiny.yaml"), words)
     variants = [Resolved("baseline", plain, ranks, {}), Resolved("candidate", other, ranks, {})]
-    assert threads_per_rank(detect.restrict(FOUR, profile), variants) == threads
+    assert threads_per_rank(requirements.restrict(FOUR, profile), variants) == threads
 
 
 def test_processor_time_that_other_machines_had(tmp_path: Path) -> None:

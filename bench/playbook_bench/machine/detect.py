@@ -12,24 +12,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards import scope as scopes
-from playbook.errors import ConfigError
 from playbook.paths import repo_root
-from playbook.records.case import Case
-from playbook.records.evidence import Machine, Missing
+from playbook.records.evidence import Machine
 from playbook.records.staleness import Here
-from playbook_trainer.config.tree import TrainerConfig
 
 CPU = "cpu"
-BACKENDS: Mapping[str, tuple[str, ...]] = {"torch": (), "megatron": ("megatron.core", "transformer_engine")}
-"""Trainer backends that this version can launch, and the packages that each needs beside torch."""
 
-DISPATCHERS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep.hybrid_ep_buffer"}
-"""The module that a dispatcher of the megatron backend comes from. HybridEP lies in a branch of DeepEP, under the same package's name."""
 
 PACKAGES = (
     "torch",
@@ -53,7 +45,6 @@ _OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
 _PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
 """Names of variables that say where files go, often in a folder of the job's own, and not how fast anything is."""
 _QUERY = "name,memory.total,driver_version,power.limit,uuid"
-_PROFILE = re.compile(r"([a-z]+[0-9]+)x([0-9]+)\Z")
 _TOOL_TIMEOUT_S = 30
 _OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"})
 
@@ -160,152 +151,6 @@ def cores() -> int:
     except (OSError, ValueError):
         return count
     return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
-
-
-def choose_profile(case: Case, machine: Machine, wanted: str | None = None) -> str | None:
-    """The profile that the machine runs: the wanted one, else the largest that fits its GPUs, else cpu; None where there is none."""
-    if wanted is not None:
-        return wanted if wanted in case.profiles else None
-    fits = [(gpus, name) for name in case.profiles for gpu, gpus in [_profile_gpus(name)] if gpus and _has(machine, gpu, gpus)]
-    return max(fits)[1] if fits else CPU if CPU in case.profiles else None
-
-
-def require_profile(case: Case, machine: Machine, wanted: str | None = None) -> str:
-    """As `choose_profile`, for a command that is about this one case.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    chosen = choose_profile(case, machine, wanted)
-    if chosen is None:
-        missing = f"no profile '{wanted}'" if wanted else f"no profile for {machine.name}"
-        raise ConfigError(f"case '{case.id}' has {missing}; it has {', '.join(sorted(case.profiles)) or 'none'}")
-    return chosen
-
-
-def restrict(machine: Machine, profile: str | None) -> Machine:
-    """The machine as a profile may use it: `cpu` uses no GPU, `h200x2` two of them.
-
-    Raises:
-        ConfigError: the machine does not have what the profile names.
-    """
-    if profile is None:
-        return machine
-    if profile == CPU:
-        return over_nodes(machine_of([], "", machine.cpu, machine.cores), machine.nodes)
-    gpu, gpus = _profile_gpus(profile)
-    if not gpus:
-        raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
-    if not _has(machine, gpu, gpus):
-        raise ConfigError(f"profile '{profile}' needs {gpus} x {gpu.upper()}; this machine has {machine.description}")
-    if gpus == machine.gpus:
-        return machine
-    joined = "none" if gpus == 1 else machine.interconnect
-    nodes = max(1, gpus // gpus_per_node(machine))
-    suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
-    name = f"{short_gpu(machine.gpu or '')}x{gpus}"
-    over = f"{nodes} nodes, " if nodes > 1 else ""
-    description = f"{over}{gpus} x {machine.gpu}{suffix}"
-    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "interconnect": joined, "description": description})
-
-
-def _profile_gpus(profile: str) -> tuple[str, int]:
-    match = _PROFILE.match(profile)
-    return (match[1], int(match[2])) if match else ("", 0)
-
-
-def _has(machine: Machine, gpu: str, gpus: int) -> bool:
-    """A part of one node, or whole nodes."""
-    if machine.gpu is None or machine.gpus < gpus or short_gpu(machine.gpu) != gpu:
-        return False
-    return gpus <= gpus_per_node(machine) or gpus % gpus_per_node(machine) == 0
-
-
-def facts(machine: Machine, config: TrainerConfig | None = None, ranks: int = 1) -> dict[str, Any]:
-    """What a scope may ask about: the machine, and the layout and model of a resolved configuration."""
-    out: dict[str, Any] = {
-        "gpus": machine.gpus,
-        "gpu": machine.gpu or "none",
-        "interconnect": machine.interconnect,
-        "gpu_memory_gib": machine.gpu_memory_gib or 0,
-        "nodes": machine.nodes,
-    }
-    if config is None:
-        return out
-    p = config.parallel
-    return out | {
-        "ranks": ranks,
-        "tp": p.tp,
-        "pp": p.pp,
-        "cp": p.cp,
-        "ep": p.ep,
-        "dp": ranks // (p.tp * p.pp * p.cp),
-        "seq_len": config.data.seq_len,
-        "top_k": config.model.top_k,
-        "backend": config.backend,
-        "model": config.model.name,
-        "vision": config.model.vision is not None,
-        "moe": config.model.num_experts > 0,
-    }
-
-
-def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machine: bool) -> list[Missing]:
-    """The parts of a claim's scope that this machine and run do not meet.
-
-    Without a resolved configuration only the machine's part is asked: nothing is known about the rest.
-    A claim that says what a verdict on a CPU may speak for is tried there without the machine's part.
-    """
-    asked = {k: v for k, v in scope.items() if k in known or "seq_len" in known}
-    waive = scopes.MACHINE_KEYS if waive_machine else frozenset[str]()
-    try:
-        return [Missing(reason="scope", detail=text) for text in scopes.unmet(asked, known, waive)]
-    except ValueError as e:
-        raise ConfigError(str(e)) from e
-
-
-def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
-    """The packages and backends of a case that are not here; every case that runs needs the trainer's own."""
-    out = []
-    if not installed("torch"):
-        out.append(Missing(reason="package", detail="package torch is not installed; install perf-playbook with the extra 'train'"))
-    for name in requires:
-        kind, _, rest = name.partition(":")
-        if kind == "backend" and rest:
-            if rest not in BACKENDS:
-                out.append(Missing(reason="package", detail=f"backend {rest} is not offered by this trainer"))
-            out += _absent(BACKENDS.get(rest, ()), f"backend {rest}: ")
-        else:
-            out += _absent([name])
-    return out
-
-
-def unmet_by(configs: Iterable[TrainerConfig]) -> list[Missing]:
-    """What resolved configurations need and this machine lacks, whether or not their case says so."""
-    out: list[Missing] = []
-    for config in configs:
-        if config.backend == "megatron":
-            modules = BACKENDS["megatron"] if config.megatron.kernels != "local" else BACKENDS["megatron"][:1]
-            out += _absent(modules, "backend megatron: ")
-            if config.moe.dispatcher in DISPATCHERS and config.parallel.ep > 1:
-                out += _absent([DISPATCHERS[config.moe.dispatcher]], f"dispatcher {config.moe.dispatcher}: ")
-    return list(dict.fromkeys(out))
-
-
-def _absent(modules: Iterable[str], why: str = "") -> list[Missing]:
-    return [Missing(reason="package", detail=f"{why}package {m} is not installed") for m in modules if not installed(m)]
-
-
-def installed(package: str) -> bool:
-    """Whether a package, or a module of one, is here, asked without importing any of it."""
-    first, *rest = package.replace("-", "_").split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-        for i in range(len(rest)):
-            inside = [] if spec is None else list(spec.submodule_search_locations or [])
-            spec = importlib.machinery.PathFinder.find_spec(".".join([first, *rest[: i + 1]]), inside)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.records.evidence import Machine
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
@@ -56,7 +56,7 @@ class Telemetry:
     """A context: nvidia-smi writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
 
     def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
-        self.devices = detect.device_ids(detect.restrict(machine, profile))
+        self.devices = detect.device_ids(requirements.restrict(machine, profile))
         self.path = folder / "telemetry.csv"
         self._process: subprocess.Popen[bytes] | None = None
 

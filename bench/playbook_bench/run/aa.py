@@ -18,7 +18,7 @@ from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.launch.local import LocalLauncher
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import schedule, series, store
 from playbook_bench.run.series import Progress, Series, Silent
@@ -60,7 +60,7 @@ def run(
     machine = detect.detect()
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; there is no noise to measure")
-    chosen = detect.require_profile(case, machine, profile)
+    chosen = requirements.require_profile(case, machine, profile)
     row = metrics.get(case.metric or "")
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
     work = local.new_folder(folder / "work", f"{case.id}-aa")
@@ -68,7 +68,7 @@ def run(
         running = Series(
             case=case,
             profile=chosen,
-            machine=detect.restrict(machine, chosen),
+            machine=requirements.restrict(machine, chosen),
             variants=resolve_all(case, chosen),
             plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
             launcher=LocalLauncher() if command is None else LocalLauncher(tuple(command)),

@@ -24,7 +24,7 @@ from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, schedule, series, store
 from playbook_bench.run.journal import Journal, answers, cut_by_time
@@ -221,13 +221,13 @@ def _tasks_of_file(path: Path) -> list[Task]:
 def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
     """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
     machine = detect.over_nodes(detect.detect(), options.nodes)
-    detect.restrict(machine, options.profile)  # a profile that is mistyped, or of other hardware, is a mistake and no verdict
+    requirements.restrict(machine, options.profile)  # a profile that is mistyped, or of other hardware, is a mistake and no verdict
     progress.machine(machine)
     loaded = dict(known or {})
     for name in {t.case for t in tasks if t.case} - loaded.keys():
         loaded[name] = load_case(name)
     for each in loaded.values():
-        if each.kind in LAUNCHED_KINDS and (profile := detect.choose_profile(each, machine, options.profile)):
+        if each.kind in LAUNCHED_KINDS and (profile := requirements.choose_profile(each, machine, options.profile)):
             resolve_all(each, profile)  # what is wrong with one case's configuration is said before the runs of another
     for task in tasks:
         _check(task, loaded)
@@ -297,7 +297,7 @@ Settled = tuple[Measured, Derived, Seconds, bool]
 
 def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
     """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
-    profile = detect.choose_profile(case, machine, options.profile) if case and case.profiles else None
+    profile = requirements.choose_profile(case, machine, options.profile) if case and case.profiles else None
     records = [_preflight(task, case, machine, profile, options) for task in tasks]
     todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
     settled: dict[int, Settled] = {i: (r, derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
@@ -311,22 +311,22 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
     """The record of a claim before any run: what it asks, and what this machine lacks."""
     missing: list[Missing] = []
     kind: str = case.kind if case else task.claim.kind if task.claim else ""
-    here = detect.restrict(machine, profile)
-    known = detect.facts(here)
+    here = requirements.restrict(machine, profile)
+    known = requirements.facts(here)
     if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
-        missing += detect.unmet_requirements(case.requires)
+        missing += requirements.unmet_requirements(case.requires)
     if case is not None and case.kind in LAUNCHED_KINDS:
         if profile is None:
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
         else:
             found = resolve_all(case, profile).values()
-            missing += [m for m in detect.unmet_by([r.config for r in found]) if m not in missing]
+            missing += [m for m in requirements.unmet_by([r.config for r in found]) if m not in missing]
             *_, last = found
-            known = detect.facts(here, last.config, last.ranks)
+            known = requirements.facts(here, last.config, last.ranks)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == detect.CPU
-        missing = detect.unmet_scope(task.claim.scope, known, waive) + missing
+        missing = requirements.unmet_scope(task.claim.scope, known, waive) + missing
     if case is None and not missing:
         missing.append(Missing(reason="no_case", detail="no case puts this claim to the test yet"))
     content = None if case is None else CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case)
@@ -367,7 +367,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
     return Series(
         case=case,
         profile=profile,
-        machine=detect.restrict(machine, profile),
+        machine=requirements.restrict(machine, profile),
         variants=resolve_all(case, profile),
         plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, max(0.0, deadline - time.monotonic())),
         launcher=options.launcher,

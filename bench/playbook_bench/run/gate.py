@@ -24,7 +24,7 @@ from playbook_bench.judge import metrics, statistics, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.launch.local import LocalLauncher, Result, Spec
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, schedule, series, store
 from playbook_bench.run.series import Progress, Series, Silent
@@ -115,7 +115,7 @@ def run(
     case = _as_gate_case(case_id if isinstance(case_id, Case) else load_case(case_id))
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
-    chosen = detect.require_profile(case, machine, profile)
+    chosen = requirements.require_profile(case, machine, profile)
     folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
     tree = checkout(root)
     work = local.new_folder(folder / "work", f"{case.id}-gate")
@@ -125,7 +125,7 @@ def run(
         running = Series(
             case=case,
             profile=chosen,
-            machine=detect.restrict(machine, chosen),
+            machine=requirements.restrict(machine, chosen),
             variants={"baseline": shared, "candidate": Resolved("candidate", shared.config, shared.ranks, shared.environment)},
             plan=_plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
             launcher=_TwoTrees({"baseline": other, "candidate": tree}, inner),

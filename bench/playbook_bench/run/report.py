@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from playbook.cli.text import count, plain
 from playbook.records.case import Case
+from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Run
-from playbook.site.evidence import NOTABLE_DATA, NOTABLE_STOLEN, limited
+from playbook.text import count, plain
 from playbook_bench.judge import curve as curves
 from playbook_bench.judge import metrics, receipt, verdict
 from playbook_bench.run import confirm, schedule

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from playbook.records.case import Case
+from playbook.records.conditions import TIMED_STEPS
 from playbook.records.evidence import (
     Baseline,
     CaseRef,
@@ -28,10 +29,9 @@ from playbook.records.evidence import (
     Variant,
     digest,
 )
-from playbook.site.evidence import TIMED_STEPS
 from playbook_bench.launch import local as launch
 from playbook_bench.launch.local import Launcher, Result, Spec, read_summary
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
 from playbook_bench.run.journal import Kept, SeriesJournal
@@ -186,7 +186,7 @@ class Series:
             case=content,
             machine=self.machine,
             profile=self.profile,
-            facts=detect.facts(self.machine, candidate.config, candidate.ranks),
+            facts=requirements.facts(self.machine, candidate.config, candidate.ranks),
             plan=self.plan,
             strict=dict(self.strict),
             context=detect.context(),

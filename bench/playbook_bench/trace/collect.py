@@ -25,7 +25,7 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Machine, RunOutcome, Variant, digest
 from playbook.yaml_files import Strict, read_bytes
 from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.run.variants import Resolved, resolve_all
@@ -107,8 +107,8 @@ def run(
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; there is nothing to trace")
     here = detect.detect()
-    chosen = detect.require_profile(case, here, profile)
-    machine = detect.restrict(here, chosen)
+    chosen = requirements.require_profile(case, here, profile)
+    machine = requirements.restrict(here, chosen)
     collector: Collector = "nsys" if machine.gpus and shutil.which("nsys") else "kineto"
     folder = new_folder((results or store.DEFAULT_RESULTS) / FOLDER, f"{case.id}-{chosen}")
     say = progress or (lambda line: None)

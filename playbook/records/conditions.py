@@ -1,0 +1,47 @@
+"""What a machine did while runs were timed, and from which figures on a reader is told."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+NOTABLE_DATA = 0.03
+"""Share of the step spent on data."""
+NOTABLE_STOLEN = 2.0
+"""Percent of a run's processor time that other machines on the same hardware had."""
+NOTABLE_LIMITED = 10.0
+"""Percent of the GPUs' readings in timed steps with clocks held down."""
+TIMED_STEPS = "timed steps"
+"""What telemetry is of (`over`). Older records have that of whole launches, most of which may be start-up."""
+
+
+def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
+    """What held GPUs' clocks down during the timed steps, and at how many MHz they ran, from (variant, telemetry) of measured runs: a clause for each limit."""
+    shares: dict[str, dict[str, list[float]]] = {}
+    clocks: dict[str, list[float]] = {}
+    for variant, telemetry in runs:
+        if not isinstance(telemetry, Mapping) or telemetry.get("over") != TIMED_STEPS:
+            continue
+        clock = _mapping(telemetry.get("clock_sm_mhz")).get("p50")
+        if _finite(clock):
+            clocks.setdefault(variant, []).append(float(clock))
+        for limit, share in _mapping(telemetry.get("limited_percent")).items():
+            if _finite(share):
+                shares.setdefault(str(limit), {}).setdefault(variant, []).append(float(share))
+    found = []
+    for limit, each in shares.items():
+        medians = {variant: statistics.median(values) for variant, values in sorted(each.items())}
+        if max(medians.values()) >= NOTABLE_LIMITED:
+            at = {v: f" ({statistics.median(clocks[v]):,.0f} MHz)" if v in clocks else "" for v in medians}
+            found.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
