@@ -241,7 +241,7 @@ def test_a_figure_that_is_none_is_refused_when_it_is_read(tmp_path, change, says
 @pytest.mark.parametrize(("created", "expires"), [("2999-01-01T00:00:00Z", "2999-02-01"), ("2026-01-01T00:00:00Z", "9999-12-31")])
 def test_a_record_from_the_future_is_not_accepted(tmp_path, monkeypatch, created, expires):
     monkeypatch.setattr(replay, "data_root", lambda kind: tmp_path / "accepted")
-    monkeypatch.setattr(store, "replay", lambda path: (True, []))
+    monkeypatch.setattr(replay, "replay", lambda path: (True, []))
     path = store.write(seal(record(created=created).model_copy(update={"expires": expires})), tmp_path)
     with pytest.raises(StoreError, match="later than it can"):
         replay.accept(path)
