@@ -26,7 +26,7 @@ QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=6", "data.s
 
 NAN_GRADIENT = """
 import os
-from playbook_trainer import engine
+from playbook_trainer.torch import engine
 real, calls = engine.forward_backward, []
 def planted(model, *args):
     out = real(model, *args)
@@ -40,7 +40,7 @@ engine.forward_backward = planted
 
 STILL = """
 import os, signal
-from playbook_trainer import engine
+from playbook_trainer.torch import engine
 real, calls = engine.forward_backward, []
 def planted(*args):
     calls.append(1)

@@ -15,15 +15,15 @@ from playbook.planner.shapes import MODELS
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader
-from playbook_trainer.observe import flops as ledger
-from playbook_trainer.observe.flops import Counts, Ledger
+from playbook_trainer.observe.flops import Ledger
+from playbook_trainer.observe.totals import StepTotals, counts
 from playbook_trainer.torch import build
 from playbook_trainer.torch.parallel.axes import Axes
 
 CONFIGS = Path("trainer/configs")
 
 
-def one_step(config: str, **changes: Any) -> tuple[Ledger, Counts, float]:
+def one_step(config: str, **changes: Any) -> tuple[Ledger, StepTotals[float], float]:
     """The ledger, what it counts in one step of real data, and what PyTorch counts in the same step."""
     words = {key.replace("__", "."): value for key, value in changes.items()}
     tree = load(CONFIGS / f"{config}.yaml", {"data.num_workers": 0, "train.device": "cpu", **words})
@@ -34,9 +34,8 @@ def one_step(config: str, **changes: Any) -> tuple[Ledger, Counts, float]:
     with counter, sdpa_kernel(SDPBackend.MATH):
         for batch in batches:
             model(batch).backward()
-    pairs, padded_pairs, patches, patch_pairs = ledger.counts(batches)
-    useful, raw = sum(b.num_useful for b in batches), sum(b.tokens_N.numel() for b in batches)
-    return Ledger(tree), Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs), counter.get_total_flops()
+    totals = StepTotals(squared_grad_norm=0.0, loss=0.0, **counts(batches))
+    return Ledger(tree), totals, counter.get_total_flops()
 
 
 def squared(found: dict[str, float]) -> float:
@@ -60,33 +59,33 @@ DENSE = {"model": "qwen3_tiny"}
     ids=["dense", "moe", "vision", "frozen tower", "frozen tower and projector", "core_attn again"],
 )
 def test_the_ledger_agrees_with_pytorch(config: str, changes: dict[str, Any]) -> None:
-    book, counts, counted = one_step(config, **changes)
-    found = book.hardware(counts)
+    book, totals, counted = one_step(config, **changes)
+    found = book.hardware(totals)
     print({name: f"{value:.4g}" for name, value in found.items()}, f"{squared(found) / counted - 1:+.4%}")
     assert squared(found) == pytest.approx(counted, rel=0.02)
 
 
 def test_whole_layers_again_cost_at_most_what_the_ledger_says() -> None:
-    """PyTorch stops a recomputation once it has what it needs, before the last product; the convention counts whole forward passes."""
-    book, counts, counted = one_step("qwen3_moe_tiny", train__recompute="full")
+    """PyTorch stops a recomputation once it has what it needs, before the last product; the convention totals whole forward passes."""
+    book, totals, counted = one_step("qwen3_moe_tiny", train__recompute="full")
     plain = one_step("qwen3_moe_tiny")[2]
-    assert plain < counted <= squared(book.hardware(counts)) < 1.06 * counted
-    assert book.model(counts) == one_step("qwen3_moe_tiny")[0].model(counts), "recomputed passes are no model FLOPs"
+    assert plain < counted <= squared(book.hardware(totals)) < 1.06 * counted
+    assert book.model(totals) == one_step("qwen3_moe_tiny")[0].model(totals), "recomputed passes are no model FLOPs"
 
 
 def test_padding_is_hardware_and_not_model() -> None:
-    book, counts, _ = one_step("qwen3_vl_moe_tiny")
-    assert counts.tokens < counts.padded_tokens
-    model, hardware = book.model(counts), book.hardware(counts)
-    assert model["head"] / hardware["head"] == pytest.approx(counts.tokens / counts.padded_tokens)
+    book, totals, _ = one_step("qwen3_vl_moe_tiny")
+    assert totals.useful_tokens < totals.raw_tokens
+    model, hardware = book.model(totals), book.hardware(totals)
+    assert model["head"] / hardware["head"] == pytest.approx(totals.useful_tokens / totals.raw_tokens)
     assert model["vision"] == hardware["vision"], "images have no padding"
 
 
 def test_documents_bound_attention() -> None:
-    book, counts, _ = one_step("qwen3_moe_tiny")
-    whole = Counts(counts.tokens, counts.tokens**2, counts.tokens, counts.tokens**2, 0, 0)
-    assert book.model(counts)["attention"] < 0.7 * book.model(whole)["attention"]
-    assert book.model(counts)["linear"] == book.model(whole)["linear"]
+    book, totals, _ = one_step("qwen3_moe_tiny")
+    whole = totals._replace(raw_tokens=totals.useful_tokens, pairs=totals.useful_tokens**2, padded_pairs=totals.useful_tokens**2)
+    assert book.model(totals)["attention"] < 0.7 * book.model(whole)["attention"]
+    assert book.model(totals)["linear"] == book.model(whole)["linear"]
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_vl_30b_a3b", "qwen3_vl_2b_a300m", "qwen3_0_6b", "deepseek_v3"])

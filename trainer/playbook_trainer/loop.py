@@ -16,20 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
-from playbook_trainer import engine as backends
 from playbook_trainer.config import checks
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.data.batch import Batch, to_device
+from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
 from playbook_trainer.engine import Engine
-from playbook_trainer.observe import flops, gpu_kernels
+from playbook_trainer.observe import gpu_kernels
 from playbook_trainer.observe.metrics import Recorder, StepStats, write_summary
 from playbook_trainer.observe.ranges import KinetoSink, NvtxSink, listening, range_
 from playbook_trainer.observe.receipt import Observer, observing
 from playbook_trainer.observe.stragglers import Busy, compare, own_ranges
+from playbook_trainer.observe.totals import StepTotals, counts
 from playbook_trainer.observe.watchdog import Watchdog
 from playbook_trainer.stop import StopRequest
 from playbook_trainer.torch import optimizer
+from playbook_trainer.torch.engine import TorchEngine
 from playbook_trainer.torch.parallel.axes import Axes
 
 MAX_SKIPPED = 10
@@ -60,7 +61,7 @@ class Trainer:
 def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Run the whole configuration on this rank; returns "ok", "nan" or "stopped"."""
     device = start(config, rank, world)
-    engine = backends.build(config, rank, world, device)
+    engine = make_engine(config, rank, world, device)
     axes = engine.axes
     resumed = engine.saver.restore()
     loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
@@ -104,6 +105,15 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
     return outcome
+
+
+def make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:
+    """The backend that the configuration names, with its model built and its weights initialised."""
+    if config.backend == "megatron":
+        from playbook_trainer.megatron.engine import MegatronEngine
+
+        return MegatronEngine(config, rank, world, device)
+    return TorchEngine(config, rank, world, device)
 
 
 def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
@@ -167,7 +177,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                     return "nan"
                 _periodically(trainer, recorder)
                 trainer.watchdog.alive(trainer.step)
-                if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals[-1]):
+                if config.checkpoint.dir and trainer.step < last and trainer.stop.agreed(stats.totals.stop_requested):
                     save(trainer, recorder)
                     return "nan" if recorder.nan else "stopped"  # what is not finite was not saved, so there is nothing to go on from
             trace.end()
@@ -200,15 +210,15 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
         labels.clamp_(min=1.0)  # where every image of a step is bad it has none, and its gradient is zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
-            totals = _totals(trainer, on_cpu, loss)
+            totals = sum_over_ranks(trainer, on_cpu, loss)
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
             if before_update is not None:
                 before_update()
-            skipped = config.train.on_nan == "skip" and not bool(totals[:2].isfinite().all())
+            skipped = config.train.on_nan == "skip" and not totals.is_finite()
             if skipped:
                 engine.drop_gradients()
             else:
-                engine.update(rate, totals[0].sqrt())
+                engine.update(rate, totals.grad_norm)
     trainer.step += 1
     return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
 
@@ -228,24 +238,21 @@ def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
     return stats
 
 
-def _totals(trainer: Trainer, batches: list[Batch], loss: Tensor) -> Tensor:
-    """What StepStats.totals holds, summed over all ranks in one reduction."""
+def sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> StepTotals[Tensor]:
+    """The step's totals over all ranks, by one all-reduce. `batches` are those before the split over ranks, `loss` is this rank's sum."""
     axes = trainer.axes
-    once = axes.tp.rank == 0 and axes.cp.rank == 0 and axes.is_last_stage
-    counts = [
-        sum(b.num_useful for b in batches),
-        sum(b.tokens_N.numel() for b in batches),
-        sum(b.num_images for b in batches),
-        *flops.counts(batches),
-    ]
-    own_loss = loss.double() if axes.tp.rank == 0 else loss.new_zeros((), dtype=torch.float64)
-    own = to_device(
-        torch.tensor([*(float(c) if once else 0.0 for c in counts), float(trainer.stop.asked)], dtype=torch.float64), trainer.device
+    # Tensor-parallel ranks compute one loss; of the ranks that share a micro-batch one counts its tokens.
+    counted = counts(batches) if axes.tp.rank == 0 and axes.cp.rank == 0 and axes.is_last_stage else {}
+    own = StepTotals(
+        squared_grad_norm=trainer.engine.squared_norm(),
+        loss=loss if axes.tp.rank == 0 else 0.0,
+        stop_requested=float(trainer.stop.asked),
+        **counted,
     )
-    totals = torch.cat([torch.stack([trainer.engine.squared_norm(), own_loss]), own])
+    packed = own.pack(trainer.device)
     if axes.world.size > 1:
-        dist.all_reduce(totals)
-    return totals
+        dist.all_reduce(packed)
+    return StepTotals.unpack(packed)
 
 
 def _periodically(trainer: Trainer, recorder: Recorder) -> None:
@@ -313,7 +320,7 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         highest = dict(zip(highest, (int(v) for v in values.tolist()), strict=True))
-    train = config.train
+    train, totals = config.train, stats.totals.read()
     layers, moe_layers = engine.moe_layers()
     microbatches = train.global_batch_size // (train.micro_batch_size * axes.dp.size)
     numbers = {
@@ -322,8 +329,8 @@ def observe_step(trainer: Trainer) -> dict[str, Any]:
         "microbatches": microbatches,
         "ranks": axes.world.size,
         "steps": 1,
-        "images": int(stats.totals[4].item()),
-        "tokens_per_rank": int(stats.totals[3].item()) // (axes.dp.size * axes.cp.size * (axes.tp.size if axes.expert_tokens_cut else 1)),
+        "images": int(totals.images),
+        "tokens_per_rank": int(totals.raw_tokens) // (axes.dp.size * axes.cp.size * (axes.tp.size if axes.expert_tokens_cut else 1)),
     }
     return {
         "metrics": {**highest, **_dispatch_bytes(observer, numbers)},

@@ -43,7 +43,7 @@ _HOPPER = 9
 
 
 class MegatronEngine:
-    """What the loop asks of the megatron backend."""
+    """megatron-core on one rank: the protocol `Engine` by its model, schedules and optimizer."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, device: torch.device) -> None:
         require(config, device, world)
@@ -68,7 +68,7 @@ class MegatronEngine:
         self._schedule = self._graphs.schedule(get_forward_backward_func())
 
     def local(self, batches: list[Batch]) -> list[Inputs]:
-        """Images only where the tower is, on the first stage."""
+        """This rank's share of each micro-batch, on its device. Only the first stage, which has the vision tower, gets images."""
         made = [inputs.make(b, self.config, self.axes) for b in batches]
         if not self.axes.is_first_stage:
             for each in made:
@@ -76,7 +76,10 @@ class MegatronEngine:
         return [each.to(self.device) for each in made]
 
     def forward_backward(self, batches: list[Inputs], labels: Tensor) -> Tensor:
-        """Ranks average gradients, and the schedule divides by the micro-batches; so the loss is scaled up by both before."""
+        """Accumulate gradients of (summed loss / `labels`); return this rank's summed loss.
+
+        megatron-core averages gradients over data-parallel ranks and micro-batches, so the loss is multiplied by both numbers before.
+        """
         self._graphs.before_step()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -102,24 +105,24 @@ class MegatronEngine:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def squared_norm(self) -> Tensor:
-        """Of the whole model, on rank 0 alone: megatron-core has added it up over all ranks."""
+        """The squared gradient norm of the whole model on rank 0, and zero on all others: megatron-core has summed it over the ranks already."""
         self.optim.prepare_grads()
         self._norm = float(self.optim.get_grad_norm() or 0.0)
         squared = self._norm**2 if self.axes.world.rank == 0 else 0.0
         return torch.full((), squared, device=self.device, dtype=torch.float64)
 
     def update(self, rate: float, norm: Tensor) -> None:
-        """Gradients are dropped when the next step begins."""
+        """Clip by the norm of the last `squared_norm`, then update at the learning rate `rate`. Gradients are set to zero when the next step begins."""
         wrap.set_rate(self.optim, rate, self.config.optimizer.weight_decay)
         wrap.clip(self.optim, self.config.optimizer.clip_norm, self._norm)
         self.optim.step_with_ready_grads()
 
     def drop_gradients(self) -> None:
-        """The next step begins without them."""
+        """Do nothing: the next step begins by setting all gradients to zero."""
 
     @torch.no_grad()
     def evaluate(self, batches: list[Inputs]) -> float:
-        """No gradients are kept; parameters are those of the last update."""
+        """Mean loss per label over `batches` of all ranks, without building a graph; NaN where no row has a label."""
         for chunk in self.chunks:
             chunk.eval()
         loss = self._run(batches, torch.ones((), device=self.device), forward_only=True)
@@ -134,25 +137,28 @@ class MegatronEngine:
         return float(total / labels) if labels else math.nan
 
     def export(self, folder: Path) -> None:
-        """Gathered tensor by tensor."""
+        """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""
         gather_parameters(self.config, self.chunks)
         weights.save(self.chunks, self.config.model, folder)
 
     def count_parameters(self) -> tuple[int, int]:
-        """By the table of the model's tensors: ranks hold shares, and some of them copies."""
+        """Number of parameters of the whole model, and of those that are trained, by the table of its Hugging Face tensors."""
         sizes = {rule.ours: math.prod(rule.shape) for rule in hf.rules(self.config.model) if not rule.ours.endswith("router.bias")}
         return sum(sizes.values()), sum(size for name, size in sizes.items() if part_of(name) not in self.config.train.freeze)
 
     def state_bytes(self) -> dict[str, int]:
-        """Gradients lie in buffers that stay."""
+        """Bytes of parameters, gradients and optimizer state on this rank. Gradients lie in buffers that are never freed."""
         return wrap.state_bytes(self.chunks, self.optim)
 
     def moe_layers(self) -> tuple[int, int]:
-        """The layers of all chunks of this rank."""
+        """Number of decoder layers in all chunks of this rank, and how many of them are mixture-of-experts layers."""
         return self._moe_layers
 
     def ranges(self) -> AbstractContextManager[None]:
-        """By hooks, which a timed step does not have, and which megatron-core refuses on layers that it has captured itself."""
+        """A block inside which hooks announce the ranges of each layer; timed steps have no hooks.
+
+        Layers that megatron-core has captured as CUDA graphs take no hooks, so with `cuda_graph_impl: local` the block does nothing.
+        """
         return nullcontext() if self._graphs.impl == "local" else announced(self.model)
 
 

@@ -8,46 +8,17 @@ Attention inside a document counts half of the square, and what a fused kernel c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from playbook.planner import clusters, flops
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainConfig, TrainerConfig
-from playbook_trainer.data.batch import Batch
+from playbook_trainer.observe.totals import StepTotals
 
 FORMULA = "playbook.flops/1"
 """Raised with the formula, so that figures of different formulas are not compared."""
 CLASSES = ("attention", "linear", "mlp", "experts", "router", "head", "vision", "projector")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What FLOPs depend on, summed over a step. `pairs` are sums of squared lengths."""
-
-    tokens: float
-    pairs: float
-    padded_tokens: float
-    padded_pairs: float
-    patches: float
-    patch_pairs: float
-
-
-def counts(batches: Sequence[Batch]) -> list[float]:
-    """The fields of `Counts` that token counts do not give: pairs, padded pairs, patches and patch pairs of a rank's micro-batches."""
-    return [
-        float(sum(b.num_pairs for b in batches)),
-        sum(squares(b.cu_seqlens) for b in batches),
-        float(sum(len(b.vision.pixels_PC) for b in batches if b.vision is not None)),
-        sum(squares(b.vision.cu_seqlens) for b in batches if b.vision is not None),
-    ]
-
-
-def squares(cu_seqlens: Tensor) -> float:
-    """The sum of the squares of packed lengths."""
-    return float(cu_seqlens.diff().double().square().sum())
 
 
 class Ledger:
@@ -58,16 +29,16 @@ class Ledger:
         self._factors = factors(config.train.freeze)
         self._again = recomputed(config.train)
 
-    def model(self, step: Counts) -> dict[str, float]:
+    def model(self, step: StepTotals[float]) -> dict[str, float]:
         """Model FLOPs of a step by the names of CLASSES, all ranks together."""
-        return _joined(_times(self._forward(step.tokens, step.pairs, step), self._factors))
+        return _joined(_times(self._forward(step.useful_tokens, step.pairs, step), self._factors))
 
-    def hardware(self, step: Counts) -> dict[str, float]:
-        """Hardware FLOPs likewise."""
+    def hardware(self, step: StepTotals[float]) -> dict[str, float]:
+        """Hardware FLOPs of a step by the names of CLASSES, all ranks together."""
         again = {name: factor + (name in self._again) for name, factor in self._factors.items()}
-        return _joined(_times(self._forward(step.padded_tokens, step.padded_pairs, step), again))
+        return _joined(_times(self._forward(step.raw_tokens, step.padded_pairs, step), again))
 
-    def _forward(self, tokens: float, pairs: float, step: Counts) -> dict[str, float]:
+    def _forward(self, tokens: float, pairs: float, step: StepTotals[float]) -> dict[str, float]:
         per_token = flops.forward(self._shape, pairs / max(1.0, tokens))
         found = {name: tokens * each for name, each in per_token.items()}
         if self._shape.vision is not None:

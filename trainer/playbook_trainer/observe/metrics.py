@@ -27,7 +27,8 @@ from torch import Tensor
 from playbook.errors import DataError
 from playbook_trainer.config.tree import TrainerConfig, config_sha, dump
 from playbook_trainer.observe import trackers as tracker
-from playbook_trainer.observe.flops import FORMULA, Counts, Ledger, peak
+from playbook_trainer.observe.flops import FORMULA, Ledger, peak
+from playbook_trainer.observe.totals import StepTotals
 from playbook_trainer.observe.trackers import Tracker, figures
 from playbook_trainer.torch.parallel.axes import Axes
 
@@ -44,9 +45,9 @@ class StepStats:
 
     step: int
     lr: float
-    totals: Tensor
-    """float64: squared gradient norm, summed loss, useful tokens, raw tokens, images, what `ledger.counts` gives, ranks that were asked to stop"""
+    totals: StepTotals[Tensor]
     labels: Tensor
+    """Number of labels of all ranks, which the loss is divided by."""
     data_seconds: float
     skipped: bool = False
     """No update was made, since loss or gradient norm are not finite."""
@@ -145,7 +146,8 @@ class Recorder:
         """Wait for the device and write what is pending."""
         if not self.pending:
             return
-        rows, steps = [self._row(*entry) for entry in self.pending], [_counts(stats) for stats, _, _ in self.pending]
+        steps = [stats.totals.read() for stats, _, _ in self.pending]
+        rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
         own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
         most = torch.tensor([*own, float(peak_memory(self.device))], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
@@ -180,9 +182,8 @@ class Recorder:
             self._restart()
         self.pending.clear()
 
-    def _row(self, stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
-        squared, loss, useful, raw, images = stats.totals[:5].tolist()
-        loss, norm = loss / max(1.0, stats.labels.item()), math.sqrt(squared) if squared >= 0 else math.nan
+    def _row(self, totals: StepTotals[float], stats: StepStats, end: Any, compiled: dict[str, float]) -> dict[str, Any]:
+        loss, norm = totals.loss / max(1.0, stats.labels.item()), totals.grad_norm
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         seconds, self._mark = self._between(self._mark, end), end
         return {
@@ -195,10 +196,10 @@ class Recorder:
             **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
             "lr": stats.lr,
             "seconds": seconds,
-            "useful_tokens": int(useful),
-            "raw_tokens": int(raw),
-            "images": int(images),
-            "flops": int(sum(self.ledger.model(_counts(stats)).values())),
+            "useful_tokens": int(totals.useful_tokens),
+            "raw_tokens": int(totals.raw_tokens),
+            "images": int(totals.images),
+            "flops": int(sum(self.ledger.model(totals).values())),
             "data_seconds": stats.data_seconds,
             **compiled,
         }
@@ -270,11 +271,6 @@ def writing(folder: Path) -> Iterator[None]:
             f"output {folder} cannot be written: {e.strerror or e}; mend that, or choose another folder: the same command goes on from the newest "
             "checkpoint, if checkpoint.dir is set"
         ) from e
-
-
-def _counts(stats: StepStats) -> Counts:
-    useful, raw, _, pairs, padded_pairs, patches, patch_pairs = stats.totals.tolist()[2:9]
-    return Counts(useful, pairs, raw, padded_pairs, patches, patch_pairs)
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -70,7 +70,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if config.optimizer.master == "whole":
         initialise(model, config, axes, device)
     if train.cuda_graphs:
-        graphs.capture(model, train.micro_batch_size * config.data.seq_len, device)
+        graphs.capture(model.layers.values(), config.model, model.activation_dtype, train.micro_batch_size * config.data.seq_len, device)
     return model
 
 

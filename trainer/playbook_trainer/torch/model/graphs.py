@@ -10,16 +10,14 @@ documents have other borders in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from playbook_trainer.config.tree import ModelConfig
 from playbook_trainer.observe.ranges import tally
-
-if TYPE_CHECKING:
-    from playbook_trainer.torch.model.decoder import Decoder
 
 
 class Part:
@@ -38,17 +36,16 @@ class Part:
         return self.graph(*args)
 
 
-def capture(model: Decoder, tokens: int, device: torch.device) -> int:
-    """Capture every part of every layer, in the order in which they run, for micro-batches of so many tokens; returns how many."""
+def capture(layers: Iterable[Any], config: ModelConfig, dtype: torch.dtype, tokens: int, device: torch.device) -> int:
+    """Capture every `Part` of these decoder layers, in the order in which they run, for micro-batches of `tokens` tokens; returns the number of parts."""
     parts: list[Part] = []
     samples: list[tuple[Tensor, ...]] = []
-    dtype, config = model.activation_dtype, model.config
 
     def like(shape: Any, grad: bool) -> Tensor:
         return (torch.randn(tuple(shape), device=device, dtype=dtype) * 0.02).requires_grad_(grad)
 
     table_Nd = tuple(like((tokens, config.head_dim), grad=False) for _ in range(2))
-    for layer in model.layers.values():
+    for layer in layers:
         moe = getattr(layer, "moe", None)
         for module in (layer.attn, moe and moe.router):
             if module is not None and isinstance(module.part, Part):
