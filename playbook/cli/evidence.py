@@ -94,9 +94,9 @@ def present(mine: Here | None) -> Present:
     """What this version of the playbook compares verdicts with."""
     from playbook.records.read import Present
     from playbook_bench.judge.outdated import edited
-    from playbook_bench.machine import detect
+    from playbook_trainer.revision import PERFORMANCE_REVISION
 
-    return Present(detect.performance_revision(), mine, edited)
+    return Present(PERFORMANCE_REVISION, mine, edited)
 
 
 def here() -> Here:

@@ -33,6 +33,7 @@ _TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]] | type[
     ("measured", "machine", "gpus"): int,
     ("measured", "runs"): list,
     ("measured", "strict"): dict,
+    ("measured", "configs"): dict,
 }
 
 
@@ -40,8 +41,8 @@ _TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]] | type[
 class Present:
     """What verdicts are compared with, to say which of them no longer speak for today; what is None is not asked."""
 
-    revision: int | None = None
-    """The trainer's performance revision of today."""
+    revisions: Mapping[str, int] = field(default_factory=dict)
+    """The performance revision of each of the trainer's backends today; a backend that is missing here makes nothing stale."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
     edited: Callable[[Any], list[str]] | None = None
@@ -147,7 +148,7 @@ class Record:
         return [
             *_expired(self.get("expires", default=""), today),
             *(["the claim has changed since"] if claim and reworded(self.get("measured", "claim", default={}), claim) else []),
-            *_revised(runs, self.present.revision),
+            *_revised(runs, self.get("measured", "configs", default={}), self.present.revisions),
             *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
             *(moved(self._strict(runs), self.present.here) if self.present.here else []),
         ]
@@ -167,12 +168,18 @@ def _expired(expires: Any, today: date) -> list[str]:
     return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
 
 
-def _revised(runs: Iterable[Mapping[str, Any]], revision: int | None) -> list[str]:
-    """One run of another revision is enough."""
-    then = {found for r in runs if isinstance(found := r.get("performance_revision"), int)}
-    if revision is None or not then - {revision}:
-        return []
-    return [f"the trainer is at performance revision {revision}, the runs at {', '.join(map(str, sorted(then)))}"]
+def _revised(runs: Iterable[Mapping[str, Any]], configs: Mapping[str, Any], revisions: Mapping[str, int]) -> list[str]:
+    """A line for each backend that has another performance revision today than one of the runs on it."""
+    then: dict[str, set[int]] = {}
+    for run in runs:
+        config, revision = configs.get(str(run.get("config_sha"))), run.get("performance_revision")
+        backend = config.get("backend", "torch") if isinstance(config, Mapping) else "torch"
+        if isinstance(revision, int) and revision != revisions.get(str(backend), revision):
+            then.setdefault(str(backend), set()).add(revision)
+    return [
+        f"the {backend} backend is at performance revision {revisions[backend]}, the runs at {', '.join(map(str, sorted(found)))}"
+        for backend, found in sorted(then.items())
+    ]
 
 
 def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:

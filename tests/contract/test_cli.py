@@ -334,14 +334,14 @@ def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypa
 
 def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsys, elsewhere, monkeypatch):
     """As on the site and over MCP: a claim that is refuted on a GPU does not read as confirmed because a CPU ran it too."""
-    from playbook_bench.machine import detect
     from playbook_bench.run import store
+    from playbook_trainer import revision
 
     known = store.load(next(r.path for r in verdicts(read([data_root("results")]), "T7.m")))
     there = known.measured.model_copy(update={"machine": known.measured.machine.model_copy(update={"name": "h200x8"})})
     refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
     store.write(store.evidence_of(there, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
-    monkeypatch.setattr(detect, "performance_revision", lambda: 99)
+    monkeypatch.setattr(revision, "PERFORMANCE_REVISION", {"torch": 99})
     _, out, _ = run(capsys, "cards", "show", "vlm-real-data", "--json")
     found = {v["machine"]: v for v in json.loads(out)["status"]["T7.m"]["verdicts"]}
     assert found["h200x8"]["status"] == "refuted"

@@ -22,6 +22,7 @@ from playbook.records.staleness import Here
 from playbook_bench.judge import outdated as module
 from playbook_bench.judge.outdated import edited
 from playbook_bench.machine import detect
+from playbook_trainer import revision
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
 
@@ -175,7 +176,7 @@ def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     speaking = next(r for r in every if not edited(r.data["measured"]))
     claim, measured = claims[speaking.claim][1], speaking.data["measured"]
     monkeypatch.setattr(detect, "here", lambda: Here(None, {}))
-    monkeypatch.setattr(detect, "performance_revision", lambda: measured["runs"][0]["performance_revision"])
+    monkeypatch.setattr(revision, "PERFORMANCE_REVISION", dict.fromkeys(("torch", "megatron"), measured["runs"][0]["performance_revision"]))
     home, case, name = claims[claim.id][0], measured["case"]["id"], measured["profile"]
     original = module.load_case
     other = original(case)

@@ -17,6 +17,7 @@ from playbook.records.read import read
 from playbook.records.staleness import Here, moved
 from playbook_bench.judge import outdated
 from playbook_bench.machine import detect
+from playbook_trainer import revision
 
 STRICT = {"machine": {"gpu": "NVIDIA H200", "driver": "580.1"}, "packages": {"torch": "2.11.0", "megatron-core": "0.19.2", "numpy": 7}}
 
@@ -58,7 +59,9 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     packages = next(iter(ran.get("measured", "strict").values()))["packages"]
     home, claim = by_claim(shelf)[ran.claim]
     # Nothing else makes it stale.
-    monkeypatch.setattr(detect, "performance_revision", lambda: ran.get("measured", "runs")[0]["performance_revision"])
+    monkeypatch.setattr(
+        revision, "PERFORMANCE_REVISION", dict.fromkeys(("torch", "megatron"), ran.get("measured", "runs")[0]["performance_revision"])
+    )
     monkeypatch.setattr(outdated, "edited", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(detect, "here", lambda: current)

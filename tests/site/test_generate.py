@@ -89,9 +89,9 @@ def test_an_expired_verdict_is_stale(tree: Path) -> None:
 
 def test_a_verdict_of_an_older_trainer_is_stale(tree: Path) -> None:
     reseal(record(tree), lambda d: [run.update(performance_revision=1) for run in d["measured"]["runs"]])
-    assert [r.stale(date(2026, 11, 21), None) for r in read([tree / "results"], present=Present(revision=1))] == [None]
+    assert [r.stale(date(2026, 11, 21), None) for r in read([tree / "results"], present=Present({"torch": 1}))] == [None]
     assert "performance revision 2, the runs at 1" in str(
-        read([tree / "results"], present=Present(revision=2))[0].stale(date(2026, 11, 21), None)
+        read([tree / "results"], present=Present({"torch": 2}))[0].stale(date(2026, 11, 21), None)
     )
 
 

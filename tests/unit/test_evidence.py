@@ -9,6 +9,7 @@ import pytest
 from test_store import long_run, record
 
 from playbook.errors import FileError
+from playbook.records.evidence import seal
 from playbook.records.read import Present, read, verdicts
 from playbook.records.staleness import Here
 from playbook_bench.run import store
@@ -91,8 +92,8 @@ def test_a_broken_file_among_the_records_is_an_error(tmp_path, text):
 @pytest.mark.parametrize(
     ("present", "today", "said"),
     [
-        ({"revision": 1}, TODAY, []),
-        ({"revision": 2}, TODAY, ["the trainer is at performance revision 2, the runs at 1"]),
+        ({"revisions": {"torch": 1, "megatron": 9}}, TODAY, []),
+        ({"revisions": {"torch": 2}}, TODAY, ["the torch backend is at performance revision 2, the runs at 1"]),
         ({"here": Here(None, {"torch": "2.13.4+cpu", "triton": "9"}, "1")}, TODAY, []),
         ({"here": Here(None, {"torch": "2.14.0"})}, TODAY, ["torch 2.13.0 -> 2.14.0"]),
         ({"here": Here(None, {}, "2")}, TODAY, ["driver 1 -> 2"]),
@@ -100,7 +101,11 @@ def test_a_broken_file_among_the_records_is_an_error(tmp_path, text):
         ({"edited": lambda _: ["seed 1 -> 2"]}, TODAY, ["its test has been edited since: seed 1 -> 2"]),
         ({}, date(2026, 6, 1), []),
         ({}, date(2026, 6, 2), ["expired on 2026-06-01"]),
-        ({"revision": 2}, date(2027, 1, 1), ["expired on 2026-06-01", "the trainer is at performance revision 2, the runs at 1"]),
+        (
+            {"revisions": {"torch": 2}},
+            date(2027, 1, 1),
+            ["expired on 2026-06-01", "the torch backend is at performance revision 2, the runs at 1"],
+        ),
     ],
 )
 def test_what_makes_a_verdict_stale(tmp_path, present, today, said):
@@ -108,11 +113,19 @@ def test_what_makes_a_verdict_stale(tmp_path, present, today, said):
     assert reasons(tmp_path, record(runs=[long_run()]), today, **present) == said
 
 
-@pytest.mark.parametrize(("revision", "said"), [(1, "1, 2"), (3, "1, 2"), (None, None)])
-def test_one_run_of_another_revision_is_enough(tmp_path, revision, said):
+@pytest.mark.parametrize(("now", "said"), [({"torch": 1}, "2"), ({"torch": 3}, "1, 2"), ({}, None)])
+def test_one_run_of_another_revision_is_enough(tmp_path, now, said):
     runs = [long_run(), long_run().model_copy(update={"run_id": "later", "performance_revision": 2})]
-    wanted = [f"the trainer is at performance revision {revision}, the runs at {said}"] if said else []
-    assert reasons(tmp_path, record(runs=runs), revision=revision) == wanted
+    wanted = [f"the torch backend is at performance revision {now['torch']}, the runs at {said}"] if said else []
+    assert reasons(tmp_path, record(runs=runs), revisions=now) == wanted
+
+
+@pytest.mark.parametrize(("now", "stale"), [({"torch": 9, "megatron": 1}, []), ({"torch": 1, "megatron": 2}, ["megatron"])])
+def test_a_run_ages_with_its_own_backend_alone(tmp_path, now, stale):
+    evidence, run = record(), long_run()
+    own = evidence.measured.model_copy(update={"runs": [run], "configs": {run.config_sha: {"backend": "megatron"}}})
+    found = reasons(tmp_path, seal(evidence.model_copy(update={"measured": own})), revisions=now)
+    assert found == [f"the {name} backend is at performance revision 2, the runs at 1" for name in stale]
 
 
 @pytest.mark.parametrize("strict", [{}, {"s": 3}, {"s": {"machine": "a string", "packages": 1}}])

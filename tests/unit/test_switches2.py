@@ -126,7 +126,11 @@ def test_graphed_parts_are_the_whole_model_cut_otherwise(monkeypatch):
     batch = document_batch(config)
     loss, gradients, plain = observed(config, batch, Options())
     model = build(config, GRAPHED)
-    assert graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu")) == len(functions) == 3 * config.num_layers
+    assert (
+        graphs.capture(model.layers.values(), config, torch.float32, batch.tokens_N.numel(), torch.device("cpu"))
+        == len(functions)
+        == 3 * config.num_layers
+    )
     names = [getattr(f, "func", f).__name__ for f in functions]
     assert names == ["project", "choose", "sort_rows"] * config.num_layers
     observer = Observer(model, {})
@@ -144,11 +148,11 @@ def test_another_shape_or_an_evaluation_replays_nothing(monkeypatch):
     config = parity.tiny("qwen3_moe_tiny")
     batch = document_batch(config)
     model = build(config, GRAPHED)
-    graphs.capture(model, batch.tokens_N.numel() + 1, torch.device("cpu"))
+    graphs.capture(model.layers.values(), config, torch.float32, batch.tokens_N.numel() + 1, torch.device("cpu"))
     observer = Observer(model, {})
     with observing(observer):
         model(batch).backward()
-    graphs.capture(model, batch.tokens_N.numel(), torch.device("cpu"))
+    graphs.capture(model.layers.values(), config, torch.float32, batch.tokens_N.numel(), torch.device("cpu"))
     with observing(observer), torch.no_grad():
         model(batch)
     assert observer.counters["graph_replays"] == 0

@@ -170,19 +170,6 @@ def here() -> Here:
     return Here(machine.gpu, versions(), machine.driver)
 
 
-def performance_revision() -> int | None:
-    """The trainer's performance revision, read from its source without importing it (that would import torch)."""
-    spec = importlib.util.find_spec("playbook_trainer")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        source = Path(folder) / "observe" / "metrics.py"
-        match = (
-            re.search(r"^PERFORMANCE_REVISION = ([0-9]+)$", source.read_text(encoding="utf-8"), re.MULTILINE) if source.is_file() else None
-        )
-        if match:
-            return int(match[1])
-    return None
-
-
 def strict_environment(machine: Machine, environment: Mapping[str, str]) -> dict[str, Any]:
     """The parent's part of the strict fingerprint: hardware, driver, versions and the variables that steer the libraries."""
     return {

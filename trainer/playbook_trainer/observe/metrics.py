@@ -30,10 +30,8 @@ from playbook_trainer.observe import trackers as tracker
 from playbook_trainer.observe.flops import FORMULA, Ledger, peak
 from playbook_trainer.observe.totals import StepTotals
 from playbook_trainer.observe.trackers import Tracker, figures
+from playbook_trainer.revision import PERFORMANCE_REVISION
 from playbook_trainer.torch.parallel.axes import Axes
-
-PERFORMANCE_REVISION = 3
-"""Raised in the commit that makes a hot path faster or slower; older verdicts about speed go stale then."""
 
 SHOWN_DATA = 0.05
 """The share of a step that the host spends on data from which the step's line says so; single steps vary more than whole runs, of which pages and verdicts speak."""
@@ -373,7 +371,7 @@ def write_summary(
         "device": recorder.device.type,
         "config_sha": config_sha(config),
         "source_sha": source_sha(),
-        "performance_revision": PERFORMANCE_REVISION,
+        "performance_revision": PERFORMANCE_REVISION[config.backend],
         "data_sha": data_sha,
         "parameters_of": "model",
         "num_parameters": parameters[0],
