@@ -86,7 +86,7 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
-        "_generated/megatron.md": megatron_page(out / "parity", now.present.revision),
+        "_generated/megatron.md": megatron_page(out / "parity", now.present.revisions.get("megatron")),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
