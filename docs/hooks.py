@@ -8,9 +8,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
-from typer.main import get_command
 
-from playbook.cli import app
 from playbook.cli.site import reference
 from playbook.errors import PlaybookError
 from playbook.site import build
@@ -29,7 +27,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     folders = [*(root / p for p in config.extra["results"]), *more]
     cards = root / config.extra["cards"] if "cards" in config.extra else None
     try:
-        made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(get_command(app.app)))
+        made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference())
     except PlaybookError as e:
         raise PluginError(str(e)) from e
     config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain

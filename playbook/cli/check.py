@@ -14,8 +14,7 @@ from typing import Any
 
 from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook.cards.model import Claim, Comparison, Expect, speaks_for
-from playbook.cli import recipes
+from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, speaks_for
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
 from playbook.paths import data_root
@@ -26,11 +25,14 @@ from playbook_bench.judge.metrics import METRICS
 from playbook_bench.judge.verdict import threshold
 from playbook_bench.run.variants import resolve_all, trainer_path
 from playbook_bench.statements import table as logic
-from playbook_trainer.config import checks
+from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
 """What a receipt counts with; see `playbook.records.case.Rule`."""
+
+RECIPES = "trainer/configs/recipes/"
+"""Where a family's `recipe` begins, whatever the machine."""
 
 RANKS = "ranks"
 """The one key of profiles and deltas that belongs to the launch, not to the trainer."""
@@ -53,6 +55,7 @@ class LoadedCase:
 CASE_RULES = (
     ("claim-out-of-reach", "A claim whose case has no profile inside the claim's scope"),
     ("evidence-old", "A claim whose newest evidence has expired"),
+    ("family-recipe", "A family's recipe that does not exist, does not load, or is of another model, layout, length or batch"),
 )
 """The rules that need cases or evidence beside the cards: id and title."""
 
@@ -87,7 +90,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     cases |= {loaded.case.id: loaded for loaded in brought.values()}
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
-    found += recipes.findings(cards)
+    found += _recipes(cards)
     found += _expired(cards, data_root("results"), day)
     return cards, cases, found + findings
 
@@ -318,3 +321,56 @@ def _variant_problems(case: Case, profile: str) -> Iterator[str]:
     for variant, run in resolve_all(case, profile).items():
         problems = checks.layout_problems(run.config, run.ranks) + checks.feature_problems(run.config)
         yield from (f"{variant} on profile '{profile}': {p}" for p in problems)
+
+
+def _recipes(cards: Cards) -> Iterator[Finding]:
+    """Families whose recipe is not there, or is not what the family says."""
+    for entry in cards.loaded:
+        for i, family in enumerate(entry.card.families):
+            if family.recipe is not None:
+                for message in disagreements(family, family.recipe):
+                    at = entry.finding(("families", i, "recipe"), message)
+                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0])
+
+
+def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:
+    """Where a recipe is not what its family says."""
+    path = recipes.folder() / recipe.removeprefix(RECIPES)
+    if not path.is_file():
+        have = [RECIPES + p.name for p in recipes.folder().glob("*.yaml") if p.name != recipes.INDEX]
+        yield f"recipe '{recipe}' does not exist{did_you_mean(recipe, have)}"
+        return
+    try:
+        config = trainer.load(path)
+    except FileError as e:
+        yield f"recipe '{recipe}' does not load: {e.findings[0].message}"
+        return
+    gpus = family.gpus or recipes.find(path.name).gpus[0]
+    for key, (said, found) in _compared(family, config, gpus).items():
+        if said is not None and said != found:
+            yield f"recipe '{recipe}' has {key} {found}, and family '{family.name}' says {said}; make them agree"
+
+
+def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) -> dict[str, tuple[Any, Any]]:
+    """What a family says, and what the configuration has, by key; None where the family is silent."""
+    par, settings = config.parallel, family.settings
+    etp = par.etp or par.tp
+    degrees = {"tp": par.tp, "cp": par.cp, "pp": par.pp, "vpp": par.vpp, "ep": par.ep, "etp": etp}
+    degrees |= {"dp": gpus // (par.tp * par.cp * par.pp), "edp": gpus // (etp * par.ep * par.pp)}
+    numbers = {
+        "seq_len": config.data.seq_len,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+        **{key: getattr(config.data, key) for key in ("pack", "pack_buffer", "pad_to_multiple", "cache")},
+    }
+    dispatcher = settings.get("dispatcher", settings.get("moe_flex_dispatcher_backend"))
+    said = settings.get("recompute")
+    modules = sorted(config.train.recompute_modules)
+    return {
+        "model": (family.model, config.model.name),
+        **{key: (family.layout.get(key), value) for key, value in degrees.items()},
+        **{key: (settings.get(key), value) for key, value in numbers.items()},
+        "dispatcher": (dispatcher, config.moe.dispatcher),
+        "recompute": (sorted(said) if isinstance(said, list) else None, modules),
+        "pipeline": (settings.get("pipeline"), "uneven" if par.pipeline_layout else "even"),
+    }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook.cli.text import complain, print_json, print_table, say
+from playbook.cli.options import AsJson, commands
+from playbook.cli.output import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
 
 if TYPE_CHECKING:
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from playbook.records.read import Present, Record
     from playbook.records.staleness import Here
 
-evidence_app = typer.Typer(no_args_is_help=True, help="Evidence: records of verdicts.")
+app = commands()
+evidence_app = commands()
+app.add_typer(evidence_app, name="evidence")
 
 
 @evidence_app.command("list")
 def evidence_list(
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the records: those of this folder's runs and those in the repository."""
     from playbook.cards.load import load_all
@@ -44,7 +47,7 @@ def evidence_list(
 @evidence_app.command("show")
 def evidence_show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one record: what was claimed, what was found, what it rests on."""
     from playbook_bench.run import report, store

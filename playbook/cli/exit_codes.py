@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cli.text import complain
+from playbook.cli.output import USAGE, complain
 from playbook.errors import FileError, PlaybookError
 
-USAGE = 2
 FAILED = 5
 INTERRUPTED = 130
 READER_LEFT = 141

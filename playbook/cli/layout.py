@@ -1,4 +1,4 @@
-"""`playbook layout`: check a layout, estimate its memory, count its work and traffic. Part of the command line."""
+"""`playbook layout`: check a layout, estimate its memory, count its work and traffic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from playbook.cli.text import print_json, print_table, say
+from playbook.cli.options import AsJson, commands
+from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.text import count
 
 if TYPE_CHECKING:
@@ -14,18 +15,18 @@ if TYPE_CHECKING:
     from playbook.planner.plan import Plan
     from playbook.planner.search import Near
 
-USAGE = 2
 GIB = 1 << 30
 MIB = 1 << 20
 
-layout_app = typer.Typer(no_args_is_help=True, help="Layouts: which are possible, what they store, what they compute and send.")
+app = commands()
+layout_app = commands()
+app.add_typer(layout_app, name="layout")
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Degrees, batch and options, such as tp=1 ep=8 mbs=2 seq_len=4096.")
 ]
 Model = Annotated[str, typer.Option("--model", help="A model's name, such as deepseek_v3; an unknown one lists them all.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout; everything else on stderr.")]
 
 
 @layout_app.command("check")

@@ -1,4 +1,4 @@
-"""`playbook site build`: hands the site generator the tables that other packages own. Part of the command line."""
+"""`playbook site build` and `playbook schemas export`: what is generated from models, cards, evidence and commands."""
 
 from __future__ import annotations
 
@@ -6,42 +6,113 @@ import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
 
 from playbook import schemas
-from playbook.cli import recipes
+from playbook.cards.model import Card
+from playbook.cli import app as root
+from playbook.cli.check import RECIPES
 from playbook.cli.evidence import present
+from playbook.cli.options import Results, commands
+from playbook.cli.output import USAGE, complain, say
+from playbook.errors import PlaybookError
+from playbook.paths import data_root, in_package, repo_root
+from playbook.records.case import Case
+from playbook.records.evidence import Evidence, Machine, Run
+from playbook.site import build
 from playbook.site.build import Reference
 from playbook.site.reference import Command, field_docs
+from playbook.text import count
 from playbook_bench.judge import metrics
-from playbook_trainer.config import megatron, model
+from playbook_bench.launch.cluster import Cluster
+from playbook_trainer.config import megatron, model, recipes
 from playbook_trainer.config import tree as trainer
+from playbook_trainer.config.dry_run import Report, dry_run
+
+GIB = 1 << 30
+DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+
+app = commands()
+site_app = commands()
+schemas_app = commands()
+app.add_typer(site_app, name="site")
+app.add_typer(schemas_app, name="schemas")
 
 
-def reference(root: Any) -> Reference:
-    """Metrics, commands, the trainer's keys and the packages' folders as plain data; `root` is the command tree of the command line."""
+@schemas_app.command("export")
+def schemas_export(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
+) -> None:
+    """Write the JSON Schemas of all files into schemas/."""
+    from playbook import schemas
+
+    folder = data_root("schemas")
+    if not check:
+        for path in schemas.write(folder, schema_models()):
+            say(str(path))
+        return
+    lines = schemas.drift(folder, schema_models())
+    for line in lines:
+        complain(f"{folder / line}")
+    if lines:
+        complain("run `playbook schemas export` and commit the result")
+        raise typer.Exit(USAGE)
+    say(f"{count(len(schema_models()), 'schema')}: no drift")
+
+
+def schema_models() -> dict[str, type[BaseModel]]:
+    """The model behind each schema, from the package that owns it."""
+    from playbook_trainer.config.tree import TrainerConfig
+
+    return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
+
+
+@site_app.command("build")
+def site_build(
+    out: Annotated[Path | None, typer.Option(help="The folder of the pages; docs/ of this repository, if not given.")] = None,
+    results: Results = None,
+) -> None:
+    """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
+    from playbook.cli.site import reference
+
+    if out is None and in_package(data_root("cards")):
+        raise PlaybookError("playbook runs from an installed copy, which has no docs/ of a repository; name a folder with --out")
+    folders = [data_root("results"), *([results] if results else [])]
+    built = build.generate(out or repo_root() / "docs", folders, reference=reference())
+    found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
+    say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
+
+
+def reference() -> Reference:
+    """Metrics, commands, the trainer's keys and the packages' folders as plain data."""
+    tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = {k: v for m in (trainer, megatron, model) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
     packages = {m.__name__.split(".")[0]: Path(inspect.getfile(m)).parent for m in (schemas, metrics, trainer)}
     return Reference(
         metrics=rows,
-        commands=list(commands(root, "playbook")),
+        commands=list(walk(tree, "playbook")),
         schema=schema,
         field_docs=docs,
         packages=packages,
         present=present(None),
-        recipes=recipes.rows(),
+        recipes=recipe_rows(),
     )
 
 
-def commands(node: Any, name: str) -> Iterator[Command]:
-    """Every command below a node of the command tree, depth first."""
-    children: Mapping[str, Any] = getattr(node, "commands", {})
-    for child in sorted(children):
-        yield from commands(children[child], f"{name} {child}")
-    if not children:
-        context = node.make_context(name, [], resilient_parsing=True)
+def walk(node: Any, name: str) -> Iterator[Command]:
+    """Every command below a node of the command tree, depth first; hidden ones are left out."""
+    if node.hidden:
+        return
+    context = node.make_context(name, [], resilient_parsing=True)
+    if hasattr(node, "list_commands"):
+        for child in sorted(node.list_commands(context)):
+            yield from walk(node.get_command(context, child), f"{name} {child}")
+    else:
         usage = " ".join([name, *node.collect_usage_pieces(context)])
         yield Command(name=name, summary=inspect.cleandoc(node.help or ""), usage=usage, options=list(_options(node)))
 
@@ -52,3 +123,50 @@ def _options(node: Any) -> Iterator[tuple[str, str]]:
             yield parameter.metavar or parameter.name.upper(), getattr(parameter, "help", "") or ""
         else:
             yield ", ".join([*parameter.opts, *parameter.secondary_opts]), parameter.help or ""
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    """Every recipe with its layout, its estimate and the commands that run it, as plain data."""
+    found = recipes.index()
+    return [_row(recipe, found) for recipe in found.recipes]
+
+
+def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
+    path, hardware = RECIPES + recipe.file, index.hardware[recipe.hardware]
+    config = trainer.load(recipes.folder() / recipe.file)
+    reports = {gpus: dry_run(config, gpus) for gpus in recipe.gpus}
+    small = dry_run(trainer.load(recipes.folder() / recipe.file, recipe.small), recipes.SMALL_GPUS)
+    gpus = recipe.gpus[0]
+    words = " ".join(f"{key}={_word(value)}" for key, value in recipe.small.items())
+    return {
+        **recipe.model_dump(mode="json"),
+        "path": path,
+        "backend": config.backend,
+        "model": config.model.name,
+        "num_parameters": reports[gpus].num_parameters,
+        "layout": {k: reports[gpus].layout[k] for k in DEGREES if reports[gpus].layout[k] > 1},
+        "memory_gib": hardware.memory_gib,
+        "peaks_gib": {n: peak_gib(report) for n, report in reports.items()},
+        "small_peak_gib": peak_gib(small),
+        "small_memory_gib": index.hardware[recipes.SMALL_HARDWARE].memory_gib,
+        "run": f"torchrun --nproc-per-node {gpus} -m playbook_trainer {path}" if gpus <= hardware.gpus_per_node else None,
+        "slurm": f"playbook train {path} --launcher slurm --nodes {-(-gpus // hardware.gpus_per_node)} --ranks-per-node {hardware.gpus_per_node}",
+        "dry_run": f"playbook train --dry-run --gpus {gpus} {path}",
+        "run_small": f"torchrun --nproc-per-node {recipes.SMALL_GPUS} -m playbook_trainer {path} {words}",
+        "platform": hardware.platform,
+    }
+
+
+def peak_gib(report: Report) -> float:
+    """The fullest rank's peak."""
+    return max(stage.peak_bytes for stage in report.stages) / GIB
+
+
+def _word(value: Any) -> str:
+    """A value as it is typed after `key=` in a shell."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def fits(row: Mapping[str, Any]) -> bool:
+    """Whether each stated world, and the small version, is estimated to fit."""
+    return bool(max(row["peaks_gib"].values()) < row["memory_gib"] and row["small_peak_gib"] < row["small_memory_gib"])

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import typer
-
-from playbook.cli.text import complain, print_json, say
+from playbook.cli import app as root
+from playbook.cli import exit_codes
+from playbook.cli.output import complain, print_json, say
 from playbook.errors import ConfigError, LaunchError, PlaybookError, UnmetRequirement
 
 if TYPE_CHECKING:
@@ -34,18 +34,6 @@ _LAST_LOOKS = 5
 _STOPPED = (-1, 130, 143, 255)
 """Exit codes of a job that was interrupted; it has no result yet."""
 _SAVING_S = 90
-
-LauncherName = Annotated[
-    str, typer.Option("--launcher", help="local; slurm, which submits a job; or srun, inside the allocation of a job.")
-]
-Nodes = Annotated[int | None, typer.Option(help="Nodes of the job; the cluster file's, if not given.")]
-ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="The cluster's file; ./cluster.yaml, if there is one.")]
-Print = Annotated[bool, typer.Option("--print", help="Print the job's script and submit nothing.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Submit and leave.")]
-JobId = Annotated[str | None, typer.Option("--job", help="Wait for this job of before instead of submitting one.")]
-JournalFolder = Annotated[
-    Path | None, typer.Option("--journal", help="Keeps each finished run; a stopped command goes on where it was, given the same folder.")
-]
 
 
 @dataclass(frozen=True)
@@ -222,13 +210,11 @@ class Job:
 
     def __call__(self) -> int:
         """Run the command; an interruption passes through, so that the job has no result yet."""
-        from playbook.cli import app as cli
-        from playbook.cli import exit_codes
         from playbook_bench.run import store
 
         def app(words: list[str], **how: Any) -> Any:
             try:
-                return cli.app(words, **how)
+                return root.app(words, **how)
             except _submitit().core.utils.UncompletedJobError as e:  # raised by its handler of the signal before the time limit
                 goes_on = (
                     f"with --journal {words[words.index('--journal') + 1]}"

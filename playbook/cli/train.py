@@ -1,17 +1,82 @@
-"""`playbook train`: the trainer here, its dry run, or all its ranks as a job of Slurm."""
+"""`playbook config` and `playbook train`: read, check, export and run trainer configurations."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from playbook.cli import slurm
-from playbook.errors import PlaybookError
+from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
+from playbook.cli.output import print_json, print_table, say
+from playbook.errors import ConfigError, PlaybookError
+from playbook.yaml_files import did_you_mean
+
+if TYPE_CHECKING:
+    from playbook_trainer.config.stage_memory import Stage
+    from playbook_trainer.config.tree import TrainerConfig
+    from playbook_trainer.megatron.probe import Built
+
+GIB = 1 << 30
+TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
+PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
+
+app = commands()
+config_app = commands()
+app.add_typer(config_app, name="config")
 
 
+@config_app.command("list")
+def config_list(as_json: AsJson = False) -> None:
+    """List the recipes: published configurations as files, with the GPUs that each is meant for."""
+    from playbook_trainer.config import recipes
+
+    folder = recipes.folder()
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    rows = [{**r.model_dump(mode="json"), "file": str(shown / r.file)} for r in recipes.index().recipes]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table([{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows], ("file", "gpus", "hardware", "title"))
+
+
+@config_app.command("export")
+def config_export(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,
+    to: Annotated[
+        str, typer.Option("--to", help="megatron-lm (flags), megatron-bridge (overrides) or torchtitan (a job file).")
+    ] = "megatron-lm",
+    platform: Annotated[
+        str, typer.Option(help="The GPUs that environment variables are for: hopper, blackwell (nodes of eight), nvl72 or cpu.")
+    ] = "hopper",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
+    ] = False,
+) -> None:
+    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan job file; what cannot be said there is a comment."""
+    from playbook_trainer.config.tree import load, parse_overrides
+    from playbook_trainer.export.render import export as exported
+
+    _one_of("--to", to, TARGETS)
+    _one_of("--platform", platform, PLATFORMS)
+    found = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
+    if as_json:
+        print_json(found.document())
+    else:
+        say(found.text().rstrip())
+
+
+def _one_of(option: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise PlaybookError(f"{option} is '{value}'{did_you_mean(value, names)}")
+
+
+@app.command()
 def train(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_moe_tiny.yaml.")],
@@ -23,21 +88,19 @@ def train(
         bool, typer.Option("--build", help="With --dry-run, on a GPU: also build the model of one rank of the megatron backend.")
     ] = False,
     gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
-    launcher: slurm.LauncherName = "local",
-    nodes: slurm.Nodes = None,
+    launcher: LauncherName = "local",
+    nodes: Nodes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
-    cluster: slurm.ClusterFile = None,
-    show: slurm.Print = False,
-    no_wait: slurm.NoWait = False,
-    job: slurm.JobId = None,
+    cluster: ClusterFile = None,
+    show: Print = False,
+    no_wait: NoWait = False,
+    job: JobId = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout, of a dry run or a job.")] = False,
 ) -> None:
     """Train: one rank alone, this rank of a torchrun launch, or all ranks of a job of Slurm."""
     if dry_run:
-        from playbook.cli import dry_run as cli_dry_run
-
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        cli_dry_run.show(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
+        show_dry_run(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
         return
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
@@ -55,3 +118,70 @@ def train(
         traceback.print_exc()
         code = 1  # the trainer's own code for it, as of `python -m playbook_trainer`; 5 would say that a checkpoint was saved
     raise typer.Exit(code)
+
+
+def show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
+    """Print the layout and what each rank would hold, and with `build` what one rank of it does hold once it is built here; one GPU if none are named.
+
+    Raises:
+        PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
+    """
+    from playbook_trainer.config.checks import notes
+    from playbook_trainer.config.dry_run import dry_run
+    from playbook_trainer.config.tree import load, parse_overrides
+
+    resolved = load(Path(config), parse_overrides(overrides))
+    try:
+        report = dry_run(resolved, gpus or 1)
+    except ConfigError as e:
+        raise e if gpus else ConfigError(f"{e}; --gpus N says on how many, without it one is taken") from None
+    gpus = gpus or 1
+    built = _build(resolved, gpus) if build else None
+    most = max(report.stages, key=lambda s: s.peak_bytes)
+    if as_json:
+        stages = [s.row() for s in report.stages]
+        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak_bytes": most.peak_bytes, "stage": most.stage}
+        print_json({"legal": True, "layout": report.layout, **totals, "stages": stages, **({"built": asdict(built)} if built else {})})
+        return
+
+    def cells(stage: Stage) -> dict[str, str]:
+        figures = ("state", "gathered", "activation", "vision", "loss", "replayed", "workspace", "peak", "host")
+        own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.parameters / 1e9:.3f} B"}
+        return own | {name: f"{getattr(stage, f'{name}_bytes') / GIB:.2f}" for name in figures}
+
+    say(f"can run: {'  '.join(f'{k} {v}' for k, v in report.layout.items())}")
+    print_table([cells(s) for s in report.stages], tuple(cells(most)))
+    say(
+        f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak_bytes / GIB:.1f} GiB, columns in GiB"
+    )
+    say(
+        "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
+    )
+    for note in notes(resolved):
+        say(note)
+    if built is not None:
+        say(
+            f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "
+            f"of weights, gradients and optimizer state; by arithmetic {built.expected_parameters / 1e9:.3f} B and {built.expected_bytes / GIB:.2f} GiB"
+        )
+        for note in built.notes:
+            say(note)
+
+
+def _build(config: TrainerConfig, gpus: int) -> Built:
+    """One rank's model, on this machine's GPU."""
+    if config.backend != "megatron":
+        raise ConfigError(f"--build builds models of the megatron backend, found {config.backend}; leave it out, or set backend: megatron")
+    from playbook_trainer.megatron.checks import installed
+
+    missing = [name for name in ("torch", "megatron.core") if not installed(name)]
+    if missing:
+        raise ConfigError(
+            f"--build needs {' and '.join(missing)}, which is not installed; install perf-playbook with the extras train and megatron"
+        )
+    from playbook_trainer.config import environment
+
+    environment.apply(config)
+    from playbook_trainer.megatron.probe import build, this_device
+
+    return build(config, gpus, this_device())

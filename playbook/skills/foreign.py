@@ -27,7 +27,7 @@ RULES = (
     ("import-layout", "A layout that does not divide, or states DP or EDP wrongly"),
     ("import-number", "A number written as text"),
 )
-"""What `playbook cards import` finds: id and title."""
+"""What `playbook skills report` finds: id and title."""
 
 FIELDS = ("name", "description", "license", "compatibility", "metadata", "allowed-tools")
 """The front matter that exists. Source: Agent Skills specification, https://agentskills.io/specification."""

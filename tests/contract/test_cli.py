@@ -14,8 +14,8 @@ import typer
 from in_process import run
 
 from playbook import paths
-from playbook.cli import app
-from playbook.cli.site import commands
+from playbook.cli import app, options
+from playbook.cli.site import walk
 from playbook.paths import data_root, repo_root
 from playbook.records.read import read, verdicts
 
@@ -49,14 +49,14 @@ def computed_by_children():
 
 
 def test_every_command_says_what_it_is_for_and_documents_its_options():
-    found = list(commands(typer.main.get_command(app.app), "playbook"))
+    found = list(walk(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
         *("version", "train", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
-        *("cards check", "cards import", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
+        *("cards check", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench trace"),
         *("layout check", "layout memory", "layout traffic", "config export", "config list"),
-        *("skills check", "skills export", "skills index", "skills list", "mcp"),
+        *("skills check", "skills export", "skills index", "skills list", "skills report", "mcp"),
     }
     for command in found:
         assert command.summary.endswith("."), command.name
@@ -292,12 +292,12 @@ def test_site_build_writes_pages_for_cards_commands_and_metrics(capsys, tmp_path
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (None, None)])
 def test_budgets(text, seconds):
-    assert app._seconds(text) == seconds
+    assert options.seconds(text) == seconds
 
 
 def test_every_command_is_in_the_readme():
     readme = (repo_root() / "README.md").read_text(encoding="utf-8")
-    for command in commands(typer.main.get_command(app.app), "playbook"):
+    for command in walk(typer.main.get_command(app.app), "playbook"):
         assert command.name.split()[-1] in readme, command.name
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from playbook.cli import skills
+from playbook.cli import agents
 from playbook.paths import repo_root
 from playbook.skills import check
 from playbook_trainer.config.dry_run import dry_run
@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/trainer-file
 
 @pytest.fixture(scope="module")
 def known():
-    return skills.known_here([])
+    return agents.known_here([])
 
 
 def problems(text, known):

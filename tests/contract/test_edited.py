@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.mcp import library_here
+from playbook.cli.agents import library_here
 from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
 from playbook.records.case import Rule, load_case

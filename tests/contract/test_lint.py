@@ -15,8 +15,8 @@ from playbook.cards.load import read_cards
 from playbook.cards.model import Expect, Quantity
 from playbook.cli import check
 from playbook.cli.app import main
+from playbook.cli.cards import rule_rows
 from playbook.cli.check import CASE_RULES, check_all
-from playbook.cli.lint import rule_rows
 from playbook.errors import ConfigError
 from playbook.lint import table
 from playbook.lint.base import gpus_named, overlap
@@ -230,7 +230,14 @@ def test_rule_ids_are_unique_and_documented():
 
 
 def test_every_rule_has_a_fixture_or_a_test_here():
-    tested = set().union(*EXPECTED.values()) | {"conflict-evidence", "evidence-old", "source-date", "work-claim", "claim-unsettled"}
+    tested = set().union(*EXPECTED.values()) | {
+        "conflict-evidence",
+        "evidence-old",
+        "source-date",
+        "work-claim",
+        "claim-unsettled",
+        "family-recipe",
+    }
     assert {r.id for r in table.RULES} | {i for i, _ in CASE_RULES} == tested
 
 

@@ -22,7 +22,7 @@ from mcp.shared.exceptions import MCPError
 
 from playbook.cards.load import load_all
 from playbook.cli import app
-from playbook.cli.mcp import library_here
+from playbook.cli.agents import library_here
 from playbook.errors import PlaybookError
 from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root

@@ -10,7 +10,7 @@ import pytest
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.mcp import library_here
+from playbook.cli.agents import library_here
 from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
 from playbook.records.read import read

@@ -10,8 +10,7 @@ from jsonschema import Draft202012Validator
 
 from playbook import yaml_files
 from playbook.cards.load import load_all
-from playbook.cli import app
-from playbook.cli import recipes as cli_recipes
+from playbook.cli import app, check, site
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.site.recipes import recipes_page
@@ -26,7 +25,7 @@ FAMILIES = [(card.id, family) for card in load_all().values() for family in card
 
 
 def peak(config, gpus):
-    return cli_recipes.peak_gib(dry_run(config, gpus))
+    return site.peak_gib(dry_run(config, gpus))
 
 
 @pytest.mark.parametrize(("recipe", "gpus"), WORLDS, ids=lambda v: getattr(v, "file", v))
@@ -103,7 +102,7 @@ def test_the_experiments_differ_as_the_log_says():
 
 @pytest.mark.parametrize(("card", "family"), FAMILIES, ids=lambda v: getattr(v, "name", v))
 def test_a_family_and_its_recipe_agree(card, family):
-    assert list(cli_recipes.disagreements(family, family.recipe)) == []
+    assert list(check.disagreements(family, family.recipe)) == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_a_family_and_its_recipe_agree(card, family):
 )
 def test_a_family_that_says_something_else_is_found(change, says):
     family = next(f for _, f in FAMILIES if f.name == "Megatron-FSDP from the example").model_copy(update=change)
-    (message,) = cli_recipes.disagreements(family, family.recipe)
+    (message,) = check.disagreements(family, family.recipe)
     assert says in message
 
 
@@ -130,9 +129,9 @@ def test_a_file_outside_the_index_is_an_error_that_says_what_to_add():
 
 
 def test_the_page_shows_every_recipe_with_commands_that_say_what_the_index_says():
-    rows = cli_recipes.rows()
+    rows = site.recipe_rows()
     page = recipes_page(rows)
-    assert all(cli_recipes.fits(row) for row in rows)
+    assert all(site.fits(row) for row in rows)
     for row, recipe in zip(rows, INDEX.recipes, strict=True):
         assert page.count(f"{{ #{recipe.file.removesuffix('.yaml').replace('_', '-')} }}") == 1
         words = row["run_small"].split()
@@ -155,6 +154,6 @@ def test_the_list_names_files_that_load(capsys):
 
 
 def test_an_estimate_that_leaves_little_says_so():
-    (row, *_) = cli_recipes.rows()
+    (row, *_) = site.recipe_rows()
     near, far = (row | {"peaks_gib": dict.fromkeys(row["gpus"], peak), "memory_gib": 100.0} for peak in (96.0, 94.0))
     assert ("96, **tight**" in recipes_page([near]), "tight** |" in recipes_page([far])) == (True, False)

@@ -10,8 +10,7 @@ import pytest
 
 from playbook.cards import load
 from playbook.cards.model import by_claim
-from playbook.cli.mcp import library_here
-from playbook.cli.skills import stock_here
+from playbook.cli.agents import library_here, stock_here
 from playbook.errors import ConfigError, FileError, StoreError
 from playbook.mcp.server import claim_answer, evidence_list
 from playbook.paths import data_root

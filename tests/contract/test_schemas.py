@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from playbook import schemas, yaml_files
-from playbook.cli.app import schema_models
+from playbook.cli.site import schema_models
 from playbook.paths import data_root
 
 FOLDERS = {"card": "cards", "case": "cases", "trainer": "configs"}

@@ -1,4 +1,4 @@
-"""`playbook cards import`: what it says about skill folders of others, and what it never repeats."""
+"""`playbook skills report`: what it says about skill folders of others, and what it never repeats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_else_is_found():
 def test_no_prose_is_repeated(capsys):
     for options in ([], ["--json"]):
         with pytest.raises(SystemExit) as e:
-            main(["cards", "import", str(FIXTURES), *options])
+            main(["skills", "report", str(FIXTURES), *options])
         assert e.value.code == 2
         out = capsys.readouterr()
         assert "secret" not in (out.out + out.err).lower()
@@ -60,7 +60,7 @@ def test_no_prose_is_repeated(capsys):
 
 def test_the_report_is_one_json_document(capsys):
     with pytest.raises(SystemExit):
-        main(["cards", "import", str(FIXTURES), "--json"])
+        main(["skills", "report", str(FIXTURES), "--json"])
     report = json.loads(capsys.readouterr().out)
     assert [s["skill"] for s in report["skills"]] == ["crooked-card", "fit-a-model", "no-front-matter"]
     assert {f["rule"] for f in report["findings"]} <= {i for i, _ in RULES}

@@ -15,7 +15,7 @@ from skills_ref import validate as reference_validate
 from playbook.cards.load import load_all
 from playbook.cards.model import Card
 from playbook.cli import app
-from playbook.cli.skills import known_here, stock_here
+from playbook.cli.agents import known_here, stock_here
 from playbook.errors import FileError
 from playbook.paths import data_root
 from playbook.skills.check import FIGURE, check

@@ -10,11 +10,9 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import typer
 from site_tree import ID, LENGTHS, SWEEP, add_sweep
 
 from playbook.cards.load import load_all
-from playbook.cli import app
 from playbook.cli.site import reference
 from playbook.planner.shapes import MODELS
 from playbook.site import build
@@ -127,7 +125,7 @@ def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> N
 
 
 def test_api_pages_have_public_names_and_no_private_ones(tree: Path) -> None:
-    generate(tree, reference=reference(typer.main.get_command(app.app)))
+    generate(tree, reference=reference())
     shown = page(tree, "_generated/api-playbook.md")
     assert "{ #playbook-memory-estimate }" in shown
     assert "*Raises:* ConfigError" in shown

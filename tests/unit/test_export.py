@@ -288,7 +288,9 @@ def test_an_unknown_target_or_platform_is_one_line(capsys):
 
 
 def test_exporting_imports_no_torch():
-    code = "import sys\nfrom playbook import cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    code = (
+        "import sys\nfrom playbook.cli import app as cli\ntry:\n    cli.main(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     environment = {"PYTHONPATH": ":".join(str(repo_root() / p) for p in (".", "bench", "trainer")), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", code, "config", "export", str(LARGE), "--to", "torchtitan"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -7,10 +7,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from playbook.errors import Finding
 from playbook.text import count, plain
 
 if TYPE_CHECKING:
     from playbook.cards.model import Card, Claim
+
+
+USAGE = 2
 
 
 def say(text: str) -> None:
@@ -38,6 +44,19 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> No
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: str, *, strict: bool, as_json: bool) -> None:
+    """Print findings, and leave with exit code 2 where there are any; warnings count only if `strict`."""
+    keys = ("file", "line", "column", "rule", "warning", "message")
+    if as_json:
+        print_json({**head, "findings": [{k: getattr(f, k) for k in keys} for f in findings]})
+    for finding in findings:
+        complain(f"{finding}")
+    if any(strict or not f.warning for f in findings):
+        raise typer.Exit(USAGE)
+    if not as_json:
+        say(f"{read}: {count(len(findings), 'warning') if findings else 'no findings'}")
 
 
 def print_trace(trace: Mapping[str, Any]) -> None:

@@ -1,0 +1,125 @@
+"""`playbook bench`: list, run and trace cases, measure their noise, replay their records."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from playbook.cards.load import load_all
+from playbook.cli.confirm import show_outcomes
+from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, Seed, commands
+from playbook.cli.options import seconds as to_seconds
+from playbook.cli.output import complain, print_json, print_table, print_trace, say
+from playbook.records.case import list_cases, load_case
+from playbook_bench.run import aa, replay, report, store
+from playbook_bench.run import confirm as harness
+
+app = commands()
+bench_app = commands()
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("run")
+def bench_run(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    fork: Fork = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
+    limits: dict[str, Any] = {"pairs": pairs, "budget_s": to_seconds(budget), "seed": seed, "fork": fork}
+
+    def run(progress: report.TerminalProgress) -> list[harness.Outcome]:
+        return harness.bench_run(case, profile=profile, results=results, progress=progress, **limits)
+
+    show_outcomes(run, as_json)
+
+
+@bench_app.command("list")
+def bench_list(as_json: AsJson = False) -> None:
+    """List the cases, with the claims that name them."""
+    named: dict[str | None, list[str]] = {}
+    for card in load_all().values():
+        for task in harness.tasks_of_card(card):
+            named.setdefault(task.case, []).append(task.claim.id if task.claim else "")
+    rows = [
+        {"id": c.id, "kind": c.kind, "claims": named.get(c.id, []), "profiles": list(c.profiles), "metric": c.metric, "summary": c.summary}
+        for c in map(load_case, list_cases())
+    ]
+    print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"))
+
+
+@bench_app.command("replay")
+def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
+    """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
+    rows = []
+    for file in files:
+        same, differences = replay.replay(file)
+        rows.append({"file": str(file), "same": same, "differences": differences})
+        if not as_json:
+            say(f"{file}: {'same verdict' if same else 'differs'}")
+        for line in differences:
+            complain(f"  {line}")
+    if as_json:
+        print_json(rows)
+    raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
+
+
+@bench_app.command("rejudge")
+def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
+    """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
+    made = replay.rejudge(file, results or store.DEFAULT_RESULTS)
+    say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
+
+
+@bench_app.command("aa")
+def bench_aa(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of identical runs; at least 4.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    try:
+        noise = aa.run(case, profile=profile, results=results, pairs=pairs, progress=progress)
+    finally:
+        progress.close()
+    report.print_noise(noise, out)
+    if as_json:
+        figures = {"metric": noise.metric, "mean": noise.mean, "deviation": noise.deviation, "contaminated": noise.contaminated}
+        print_json(
+            {"case": noise.baseline.case, "machine": noise.baseline.machine, **figures, "path": str(noise.path) if noise.path else None}
+        )
+    raise typer.Exit(3 if noise.contaminated else 0)
+
+
+@bench_app.command("trace")
+def bench_trace(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
+    profile: Profile = None,
+    results: Results = None,
+    as_json: AsJson = False,
+) -> None:
+    """Trace both variants in launches of their own: time per range, with Nsight Systems where it is on PATH, else Kineto."""
+    from playbook_bench.trace import collect
+
+    result = collect.run(case, profile=profile, results=results, progress=complain if as_json else say)
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        say(f"{result.case} on {result.machine.description}, by {result.collector} {result.collector_version}")
+        for variant, traced in result.variants.items():
+            if traced.table is not None:
+                say(f"\n{variant}")
+                print_trace(traced.table.model_dump(mode="json"))
+    raise typer.Exit(0 if result.ok else 5)

@@ -1,0 +1,177 @@
+"""`playbook search` and `playbook cards`: find, read and check cards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from playbook.cards import load
+from playbook.cards.model import Card
+from playbook.cli.evidence import as_shown, here, records_here, status_of
+from playbook.cli.options import AsJson, commands
+from playbook.cli.output import card_lines, complain, print_findings, print_json, print_table, say
+from playbook.errors import PlaybookError
+from playbook.records.read import Record
+from playbook.text import count
+from playbook.yaml_files import did_you_mean
+
+app = commands()
+cards_app = commands()
+app.add_typer(cards_app, name="cards")
+
+
+@app.command()
+def search(
+    query: Annotated[str, typer.Argument(metavar="QUESTION", help="A symptom, an error text or a goal, in your own words.")],
+    hardware: Annotated[str | None, typer.Option(help="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name, such as deepseek_v3.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="How many GPUs.")] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            help="Only claims that stand so on some machine: confirmed, refuted, inconclusive, not_applicable, error, stale, untested."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many cards.")] = 5,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON list on one line of stdout; an empty one where no card answers.")
+    ] = False,
+) -> None:
+    """Find the cards that answer a question; none, where they do not cover it or nothing applies to the stated machine."""
+    with _no_collection():
+        from playbook.cards import search as engine
+        from playbook.cards.terms import stated
+
+        run = stated(hardware, model, gpus)
+        cards = load.load_all()
+        only = None if status is None else _with_status(cards, status)
+        hits = engine.search(engine.index(cards), query, run, only=only, limit=limit)
+    if as_json:
+        print_json([asdict(hit) for hit in hits])
+        return
+    if not hits:
+        complain("no card answers this, or none applies to the machine that you stated; playbook cards list shows them all")
+    for hit in hits:
+        say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
+        say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
+        say(f"  claims {', '.join(hit.claims)}")
+        for limit_ in hit.limits:
+            say(f"  does not apply: {limit_}")
+    if hits:
+        say(f"what to set, and where each claim stands: playbook cards show {hits[0].id}")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: what a search builds lives until it has answered, and looking through it takes a tenth of its time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
+    """Claims that stand so, by this folder's runs and the repository's."""
+    from playbook.records.read import with_status
+
+    return with_status(cards, records_here(cards, here()), datetime.now(UTC).date(), status)
+
+
+@cards_app.command("check")
+def cards_check(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings (old sources, expired evidence) count as findings.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check cards, their cases and the trainer keys that those use; findings as file:line:column with the rule's id."""
+    from playbook.cli.check import check_all
+
+    cards, cases, findings = check_all(paths or [])
+    claims = [claim for _, _, claim in cards.claims()]
+    more = count(sum(c.mechanism_check is not None for c in claims), "mechanism check")
+    read = f"{count(len(cards.loaded), 'card')}, {count(len(claims), 'claim')} and {more}, {count(len(cases), 'case')}"
+    print_findings(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
+
+
+@cards_app.command("list")
+def cards_list(
+    claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False, as_json: AsJson = False
+) -> None:
+    """List the cards, or their claims."""
+    known = load.load_all()
+    cards = known.values()
+    if claims:
+        records = records_here(known, here())
+        rows = [row for card in cards for row in _claim_rows(card, records)]
+        print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
+        return
+    keys = ("id", "phase", "wall", "title", "symptoms")
+    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in cards]
+    print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
+
+
+def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """Each claim of a card with where it stands, followed by its mechanism check."""
+    for claim in card.claims:
+        shared = {"card": card.id, "kind": claim.kind}
+        yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, records), "statement": claim.statement}
+        check = claim.mechanism_check
+        if check:
+            yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
+
+
+@cards_app.command("show")
+def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
+    """Show one card, with where its claims stand."""
+    cards = load.load_all()
+    if card_id not in cards:
+        holder = load.card_of(card_id, cards)
+        raise PlaybookError(
+            f"'{card_id}' is a claim; write the card that has it, {holder}"
+            if holder
+            else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
+        )
+    card = cards[card_id]
+    records = records_here(cards, here())
+    status = {i.id: status_of(i, records) for c in card.claims for i in (c, c.mechanism_check) if i}
+    if as_json:
+        print_json({**card.model_dump(mode="json"), "status": status})
+    else:
+        say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
+
+
+@cards_app.command("rules")
+def rules(as_json: AsJson = False) -> None:
+    """List the rules of `cards check` and `skills report`."""
+    rows = rule_rows()
+    print_json(rows) if as_json else print_table(rows, ("id", "weight", "finds"))
+
+
+def rule_rows() -> list[dict[str, str]]:
+    """Every rule: its id, whether it is an error or a warning, and what it finds."""
+    from playbook.cli.check import CASE_RULES
+    from playbook.lint import table
+    from playbook.skills import foreign
+
+    rows = [{"id": r.id, "weight": "warning" if r.warning else "error", "finds": r.title} for r in table.RULES]
+    rows += [{"id": i, "weight": "warning" if i == "evidence-old" else "error", "finds": title} for i, title in CASE_RULES]
+    return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]
+
+
+@cards_app.command("import", hidden=True)
+def cards_import(folder: Annotated[Path, typer.Argument(metavar="DIR")], as_json: AsJson = False) -> None:
+    """The former name of `playbook skills report`."""
+    from playbook.cli.agents import skills_report
+
+    complain("`playbook cards import` is now `playbook skills report`")
+    skills_report(folder, as_json)

@@ -1,0 +1,86 @@
+"""`playbook gate` and `playbook bisect`: whether a commit made a case slower, and which one did."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from playbook.cli.options import AsJson, Budget, MorePairs, Profile, Results, commands
+from playbook.cli.options import seconds as to_seconds
+from playbook.cli.output import print_json, say
+from playbook.errors import PlaybookError
+from playbook_bench.run import bisect as bisection
+from playbook_bench.run import gate as harness
+from playbook_bench.run import report
+
+app = commands()
+
+
+@app.command()
+def gate(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id; its baseline configuration is what runs.")],
+    baseline: Annotated[str, typer.Option(metavar="REF", help="The commit to compare the working tree with.")],
+    profile: Profile = None,
+    results: Results = None,
+    pairs: MorePairs = None,
+    budget: Budget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the working tree with a commit on one case: pass, regression, undecided or error. What cannot be judged does not pass."""
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+    seconds = to_seconds(budget)
+    try:
+        result = harness.run(case, baseline, profile=profile, results=results, pairs=pairs, budget_s=seconds, progress=progress)
+    finally:
+        progress.close()
+    report.print_gate(result, out)
+    if as_json:
+        print_json(harness.as_json(result))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def bisect(
+    good: Annotated[str, typer.Argument(metavar="GOOD", help="A commit without the trouble; every other one is compared with it.")],
+    bad: Annotated[str, typer.Argument(metavar="BAD", help="A later commit that is slower, runs out of memory or fails.")],
+    case: Annotated[str, typer.Option(metavar="CASE", help="The case whose baseline configuration runs.")],
+    profile: Profile = None,
+    results: Annotated[Path | None, typer.Option(help="Where work folders go; .playbook/results, if not given.")] = None,
+    pairs: Annotated[
+        int | None, typer.Option(help="At most this many pairs of launches for each commit; more than the case names add looks.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="At most this long for each commit.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge."""
+    out = report.console(sys.stderr if as_json else None)
+    progress = report.TerminalProgress(out)
+
+    def told(judged: bisection.Judged, left: int) -> None:
+        out.print(f"{bisection.subject(judged.commit)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
+
+    try:
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
+        budget = None if minutes is None else 60 * minutes
+        found = bisection.run(case, good, bad, profile=profile, results=results, pairs=pairs, budget_s=budget, progress=progress, told=told)
+    finally:
+        progress.close()
+    if as_json:
+        print_json(bisection.as_json(found))
+    else:
+        none = f"cannot be judged against {good}" if found.trouble == bisection.UNKNOWN else f"shows no trouble that {good} has not"
+        words = {
+            "found": f"first commit with it ({found.trouble}):",
+            "suspects": f"one of these ({found.trouble}):",
+            "no_trouble": f"{bad} {none}: {found.judged[0].sentence}",
+        }
+        say(words[found.status])
+        for commit in found.suspects:
+            say(f"  {bisection.subject(commit)}")
+    raise typer.Exit(found.exit_code)
