@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from playbook.errors import PlaybookError
 from playbook.site import build
 
 RESULTS = "PLAYBOOK_SITE_RESULTS"
+RECORD = re.compile(r"`(01[0-9A-Z]{24})`")
 LUNR = ("e=e+s+o.id}return e}", 'e=e+s+o.id+","}return e}')
 """The theme's search (lunr 2.3.9) names a state of its automaton by its edges, a character and a number each, with nothing in between: states whose edges are digits
 may get one name, words that stand on no page are found then, and the search ends with an error (its issue 503). A comma keeps the names apart.
@@ -31,6 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     except PlaybookError as e:
         raise PluginError(str(e)) from e
     config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain
+    config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
             entry["Cards"] = ["cards/index.md", *({title: f"cards/{name}.md"} for name, title in made.cards.items())]
@@ -39,9 +42,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
-    """Put what cards and evidence say where a page asks for it by a comment."""
+    """Put what cards and evidence say where a page asks for it by a comment, and link the ids of records on pages of experiments."""
     for name, content in config.extra["inserts"].items():
         markdown = markdown.replace(f"<!-- {name} -->", content)
+    if page.file.src_uri.startswith("experiments/"):
+        markdown = RECORD.sub(lambda m: f"[{m[0]}](../evidence/{m[1]}.md)" if m[1] in config.extra["records"] else m[0], markdown)
     return markdown
 
 
@@ -54,8 +59,11 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _project(docs: Path) -> list[dict[str, Any]]:
-    """Notes and decisions, where there are any."""
-    entries: list[Any] = [{"Log": "log.md"}] if (docs / "log.md").is_file() else []
+    """Experiments and decisions, where there are any."""
+    experiments = sorted(
+        (p.relative_to(docs).as_posix() for p in (docs / "experiments").glob("*.md")), key=lambda p: (not p.endswith("index.md"), p)
+    )
+    entries: list[Any] = [{"Experiments": experiments}] if experiments else []
     decisions = sorted(p.relative_to(docs).as_posix() for p in (docs / "adr").glob("*.md"))
     if decisions:
         entries.append({"Decisions": decisions})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, expectation
+from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, expectation
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site.figures import curves
 from playbook.site.figures.svg import effect_axis
@@ -141,12 +142,21 @@ def anchor(claim: str) -> str:
     return claim.lower().replace(".", "-")
 
 
+_PAGE = re.compile(r"docs/((?:[a-z0-9-]+/)*[a-z0-9-]+\.md(?:#[a-z0-9-]+)?)")
+
+
+def _source(source: Source) -> str:
+    """Title, origin, section and date; the title leads to the page where the source is one of this site."""
+    page = _PAGE.fullmatch(source.url or "")
+    rest = [text(p) for p in (source.origin, source.section, source.date) if p]
+    if page:
+        return ", ".join([link(text(source.title), f"../{page.group(1)}"), *rest])
+    return ", ".join([text(source.title), *rest]) + (f" ({text(source.url)})" if source.url else "")
+
+
 def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
     comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
-    sources = "; ".join(
-        ", ".join(text(p) for p in (s.title, s.origin, s.section, s.date) if p) + (f" ({text(s.url)})" if s.url else "")
-        for s in claim.sources
-    )
+    sources = "; ".join(_source(s) for s in claim.sources)
     metric, words = expectation(claim)
     facts = [
         ("Expects", f"{code(metric) if metric else ''} {text(words)}".strip()),
