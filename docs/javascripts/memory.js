@@ -11,16 +11,19 @@ var PlaybookMemory = (function (layout) {
   // --- parameters ------------------------------------------------------------------------------------------------------------------
 
   function layer(s, index) {
-    const attention = attentionParameters(s, index), repeated = attention.repeated + 2 * s.hidden;
-    if (index < s.dense_layers) return {sharded: attention.sharded + 3 * s.hidden * s.ffn, repeated, experts: 0};
+    const attention = attentionParameters(s, index), repeated = attention.repeated + normed(s) * s.norms;
+    const bias = s.mlp_bias ? [up(s) * s.ffn, s.hidden] : [0, 0], wide = up(s) + 1;
+    if (index < s.dense_layers) return {sharded: attention.sharded + wide * s.hidden * s.ffn + bias[0], repeated: repeated + bias[1], experts: 0};
     const router = s.hidden * s.experts + (s.shared_gate ? s.hidden : 0) + (s.expert_bias ? s.experts : 0);
-    return {sharded: attention.sharded + 3 * s.hidden * s.shared_ffn, repeated: repeated + router, experts: s.experts * expert(s)};
+    return {sharded: attention.sharded + wide * s.hidden * s.shared_ffn, repeated: repeated + router, experts: s.experts * expert(s)};
   }
 
-  const expert = (s) => 3 * s.hidden * s.expert_ffn + (s.expert_bias ? 2 * s.expert_ffn + s.hidden : 0);
+  const up = (s) => s.gated ? 2 : 1, normed = (s) => (s.norm_bias ? 2 : 1) * s.hidden;
+  const expert = (s) => (up(s) + 1) * s.hidden * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + s.hidden : 0);
   const embedding = (s) => s.vocab * s.hidden;
   const all = (x) => x.sharded + x.repeated + x.experts;
-  const decoder = (s) => sum(range(0, s.layers - 1).map((i) => all(layer(s, i)))) + (s.tied ? 1 : 2) * embedding(s) + s.hidden;
+  const tables = (s) => (s.tied ? 1 : 2) * embedding(s) + s.positions * s.hidden;
+  const decoder = (s) => sum(range(0, s.layers - 1).map((i) => all(layer(s, i)))) + tables(s) + normed(s);
 
   function mtp(s) {
     const last = layer(s, s.layers - 1);
@@ -45,13 +48,13 @@ var PlaybookMemory = (function (layout) {
       return {sharded: h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 2 * g.value_heads + v * h, repeated: g.head_dim};
     }
     if (s.mla) {
-      const m = s.mla, up = m.q_rank * s.heads * (m.nope_dim + m.rope_dim) + m.kv_rank * s.heads * (m.nope_dim + m.v_dim);
+      const m = s.mla, up = (m.q_rank || h) * s.heads * (m.nope_dim + m.rope_dim) + m.kv_rank * s.heads * (m.nope_dim + m.v_dim);
       return {sharded: up + s.heads * m.v_dim * h, repeated: h * m.q_rank + h * (m.kv_rank + m.rope_dim) + m.q_rank + m.kv_rank};
     }
     const q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim, bias = s.attention_bias;
     return {
       sharded: h * q * (s.attention_gate ? 2 : 1) + 2 * h * kv + q * h + (bias ? q + 2 * kv : 0) + (s.sinks ? s.heads : 0),
-      repeated: (s.qk_norm ? 2 * s.head_dim : 0) + (bias ? h : 0),
+      repeated: (s.qk_norm ? 2 * s.head_dim : 0) + (s.output_bias ? h : 0),
     };
   }
 
@@ -59,7 +62,7 @@ var PlaybookMemory = (function (layout) {
 
   function flopsPerToken(tables, s, seqLen) {
     const depths = [...range(0, s.layers - 1), ...Array(s.mtp).fill(s.layers - 1)];
-    const mlp = (i) => 3 * s.hidden * (i < s.dense_layers ? s.ffn : s.top_k * s.expert_ffn + s.shared_ffn);
+    const mlp = (i) => (up(s) + 1) * s.hidden * (i < s.dense_layers ? s.ffn : s.top_k * s.expert_ffn + s.shared_ffn);
     const heads = s.hidden * s.vocab * (1 + s.mtp) + s.mtp * (2 * s.hidden ** 2 + 3 * s.hidden);
     return 2 * tables.backward * (sum(depths.map((i) => attentionFlops(s, i, seqLen) + mlp(i))) + heads);
   }
@@ -71,10 +74,11 @@ var PlaybookMemory = (function (layout) {
       return h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 4 * v * g.head_dim + h * v;
     }
     if (s.mla) {
-      const m = s.mla, q = m.q_rank * (h + n * (m.nope_dim + m.rope_dim) + 1), kv = m.kv_rank * (h + n * (m.nope_dim + m.v_dim) + 1);
+      const m = s.mla, key = n * (m.nope_dim + m.rope_dim);
+      const q = m.q_rank ? m.q_rank * (h + key + 1) : h * key, kv = m.kv_rank * (h + n * (m.nope_dim + m.v_dim) + 1);
       return q + kv + h * m.rope_dim + n * m.v_dim * h + seqLen * n * (m.nope_dim + m.rope_dim + m.v_dim) / 2;
     }
-    const windowed = s.window && index % 2 === 0 && seqLen > s.window;
+    const full = s.window_every && (index + 1) % s.window_every === 0, windowed = s.window && !full && seqLen > s.window;
     const keys = windowed ? s.window - s.window * (s.window - 1) / (2 * seqLen) : seqLen / 2;
     return h * (n * d * (s.attention_gate ? 2 : 1) + 2 * s.kv_heads * d) + n * d * h + 2 * n * d * keys;
   }
@@ -153,17 +157,17 @@ var PlaybookMemory = (function (layout) {
   }
 
   const denseMlp = (t, p, wide, eight) => ({
-    "mlp fc1 out": t.bf16 * wide * 2 * p.shape.ffn / p.tp, "mlp act out": t.bf16 * wide * p.shape.ffn * eight / p.tp,
+    "mlp fc1 out": t.bf16 * wide * up(p.shape) * p.shape.ffn / p.tp, "mlp act out": t.bf16 * wide * p.shape.ffn * eight / p.tp,
   });
 
   function experts(t, p, wide, thin, eight) {
     const s = p.shape, rows = thin * s.top_k * p.imbalance, found = {
       "router": 2 * t.fp32 * thin * s.experts,
       "dispatched tokens": t.bf16 * rows * p.etp * s.hidden * eight,
-      "expert fc1 out": t.bf16 * rows * 2 * s.expert_ffn,
+      "expert fc1 out": t.bf16 * rows * up(s) * s.expert_ffn,
       "expert act out": t.bf16 * rows * s.expert_ffn * eight,
     };
-    if (s.shared_ffn) found["shared experts"] = t.bf16 * wide * (2 + eight) * s.shared_ffn / p.tp;
+    if (s.shared_ffn) found["shared experts"] = t.bf16 * wide * (up(s) + eight) * s.shared_ffn / p.tp;
     return found;
   }
 
@@ -183,9 +187,10 @@ var PlaybookMemory = (function (layout) {
     if (last) layers.push(...Array(s.mtp).fill(null).map(() => mtp(s)));
     const sharded = layers.map((x) => ceilDiv(x.sharded, p.tp)), experts = layers.map((x) => ceilDiv(x.experts, p.ep * p.etp));
     const dense = layers.map((x, i) => sharded[i] + x.repeated);
-    const embeds = stage === 0 || (last && s.mtp > 0), normed = s.mtp ? chunks.flat().includes(s.layers - 1) : last;
-    const tables = s.tied && p.pp === 1 ? 1 : (embeds ? 1 : 0) + (last ? 1 : 0);
-    const table = tables * ceilDiv(embedding(s), p.tp) + (normed ? s.hidden : 0), tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
+    const embeds = stage === 0 || (last && s.mtp > 0), closes = s.mtp ? chunks.flat().includes(s.layers - 1) : last;
+    const held = s.tied && p.pp === 1 ? 1 : (embeds ? 1 : 0) + (last ? 1 : 0);
+    const table = held * ceilDiv(embedding(s), p.tp) + (closes ? normed(s) : 0) + (stage === 0 ? s.positions * s.hidden : 0);
+    const tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
     return {
       dense: sum(dense) + table + tower, experts: sum(experts), linear: sum(sharded) + sum(experts),
       largest: Math.max(0, ...dense.map((d, i) => d + experts[i])),

@@ -16,7 +16,7 @@ import yaml
 
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
 
 SYNONYMS = "synonyms.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,17 +26,18 @@ app.add_typer(layout_app, name="layout")
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Degrees, batch and options, such as tp=1 ep=8 mbs=2 seq_len=4096.")
 ]
-Model = Annotated[str, typer.Option("--model", help="A model's name, such as deepseek_v3; an unknown one lists them all.")]
+Model = Annotated[
+    str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
 @layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule, and offer the nearest legal ones; exits with 2 if it breaks one."""
-    from playbook.planner.plan import parse
     from playbook.planner.search import nearest
 
-    plan = parse(model, settings or [], gpus=gpus)
+    plan = _plan(model, settings, gpus)
     broken = plan.broken()
     near = nearest(plan) if broken else []
     if as_json:
@@ -53,9 +55,8 @@ def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_
 def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
     """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP."""
     from playbook.planner.memory import estimate
-    from playbook.planner.plan import parse
 
-    plan = parse(model, settings or [], gpus=gpus)
+    plan = _plan(model, settings, gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
     if as_json:
@@ -69,10 +70,9 @@ def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, as
 @layout_app.command("traffic")
 def layout_traffic(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
     """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
-    from playbook.planner.plan import parse
     from playbook.planner.traffic import traffic
 
-    plan = parse(model, settings or [], gpus=gpus)
+    plan = _plan(model, settings, gpus)
     found = traffic(plan)
     if as_json:
         print_json({"layout": degrees(plan), **found})
@@ -81,6 +81,18 @@ def layout_traffic(model: Model, settings: Settings = None, gpus: Gpus = None, a
     say(f"{found['flops_per_token'] / 1e9:.2f} GFLOP per token, forward and backward; bubble {found['bubble']:.1%}")
     rows = [{**row, "forward MiB": f"{row['forward'] / MIB:.1f}", "backward MiB": f"{row['backward'] / MIB:.1f}"} for row in found["sent"]]
     print_table(rows, ("what", "per", "forward MiB", "backward MiB"))
+
+
+def _plan(model: str, settings: list[str] | None, gpus: int | None) -> Plan:
+    """The plan of a model known by name, or of a configuration file; a file's model goes by the file's name, or that of its folder."""
+    from playbook.planner.models import MODELS, find
+    from playbook.planner.plan import parse
+
+    if model in MODELS:
+        return parse(model, settings or [], gpus=gpus)
+    path = Path(model)
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return parse(name, settings or [], gpus=gpus, shape=find(model))
 
 
 def degrees(plan: Plan) -> dict[str, Any]:

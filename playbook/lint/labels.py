@@ -10,7 +10,7 @@ from typing import Any
 
 from playbook.lint.base import Config, Found, Rule, Shelf, configs, gpus_named, show
 from playbook.paths import data_root
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook.yaml_files import Strict, did_you_mean, load
 
 _WORD = re.compile(r"[a-z0-9_+]+\Z")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from playbook.errors import ConfigError
 from playbook.lint.base import Config, Found, Rule, Shelf, configs
 from playbook.planner import layout
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
 
 DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")

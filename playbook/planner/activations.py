@@ -98,7 +98,7 @@ def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
 
 def _dense_mlp(plan: Plan, wide: int) -> dict[str, float]:
     f, eight = plan.shape.ffn, 0.5 if plan.options.fp8 else 1.0
-    return {"mlp fc1 out": BF16 * wide * 2 * f / plan.tp, "mlp act out": BF16 * wide * f * eight / plan.tp}
+    return {"mlp fc1 out": BF16 * wide * plan.shape.up * f / plan.tp, "mlp act out": BF16 * wide * f * eight / plan.tp}
 
 
 def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
@@ -108,9 +108,9 @@ def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     found = {
         "router": 2 * FP32 * thin * shape.experts,
         "dispatched tokens": BF16 * rows * plan.etp * shape.hidden * eight,
-        "expert fc1 out": BF16 * rows * 2 * shape.expert_ffn,
+        "expert fc1 out": BF16 * rows * shape.up * shape.expert_ffn,
         "expert act out": BF16 * rows * shape.expert_ffn * eight,
     }
     if shape.shared_ffn:
-        found["shared experts"] = BF16 * wide * (2 + eight) * shape.shared_ffn / plan.tp
+        found["shared experts"] = BF16 * wide * (shape.up + eight) * shape.shared_ffn / plan.tp
     return found

@@ -31,12 +31,12 @@ def forward(shape: Shape, seq_len: float) -> dict[str, float]:
     """
     depths = [*range(shape.layers), *[shape.layers - 1] * shape.mtp]
     sparse = sum(i >= shape.dense_layers for i in depths)
-    h = shape.hidden
+    h, wide = shape.hidden, shape.up + 1
     madds = {
         "attention": sum(_core(shape, i, seq_len) for i in depths),
         "linear": sum(_projections(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
-        "mlp": (len(depths) - sparse) * 3 * h * shape.ffn,
-        "experts": sparse * 3 * h * (shape.top_k * shape.expert_ffn + shape.shared_ffn),
+        "mlp": (len(depths) - sparse) * wide * h * shape.ffn,
+        "experts": sparse * wide * h * (shape.top_k * shape.expert_ffn + shape.shared_ffn),
         "router": sparse * h * shape.experts,
         "head": h * shape.vocab * (1 + shape.mtp),
     }
@@ -74,7 +74,8 @@ def _projections(shape: Shape, index: int) -> float:
         return h * (2 * qk + 2 * v + 2 * gdn.value_heads) + h * v
     if shape.mla is not None:
         mla = shape.mla
-        q, kv = mla.q_rank * (h + n * (mla.nope_dim + mla.rope_dim) + 1), mla.kv_rank * (h + n * (mla.nope_dim + mla.v_dim) + 1)
+        key = n * (mla.nope_dim + mla.rope_dim)
+        q, kv = mla.q_rank * (h + key + 1) if mla.q_rank else h * key, mla.kv_rank * (h + n * (mla.nope_dim + mla.v_dim) + 1)
         return q + kv + h * mla.rope_dim + n * mla.v_dim * h
     d = shape.head_dim
     return h * (n * d * (2 if shape.attention_gate else 1) + 2 * shape.kv_heads * d) + n * d * h
@@ -93,7 +94,8 @@ def _core(shape: Shape, index: int, seq_len: float) -> float:
 
 
 def _context(shape: Shape, index: int, seq_len: float) -> float:
-    """Keys that a query meets on average; windows are on every other layer, the first one included."""
-    if not shape.window or index % 2 or seq_len <= shape.window:
+    """Keys that a query meets on average."""
+    full = shape.window_every and (index + 1) % shape.window_every == 0
+    if not shape.window or full or seq_len <= shape.window:
         return seq_len / 2
     return shape.window - shape.window * (shape.window - 1) / (2 * seq_len)

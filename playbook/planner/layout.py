@@ -12,8 +12,9 @@ from math import lcm
 from typing import Any
 
 from playbook.planner import rules
+from playbook.planner.models import MODELS
 from playbook.planner.rules import Degrees, Options
-from playbook.planner.shapes import MODELS, Shape
+from playbook.planner.shapes import Shape
 
 Statement = tuple[bool, str, dict[str, Any]]
 """Whether an arithmetic claim holds, one sentence that says why, and the figures behind it."""

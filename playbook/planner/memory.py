@@ -99,7 +99,8 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
     predicts = last and shape.mtp > 0
     embeds, normed = stage == 0 or predicts, any(shape.layers - 1 in chunk for chunk in chunks) if shape.mtp else last
     tables = 1 if shape.tied and plan.pp == 1 else embeds + last
-    table = tables * -(-parameters.embedding(shape) // plan.tp) + (shape.hidden if normed else 0)
+    table = tables * -(-parameters.embedding(shape) // plan.tp) + (parameters.final_norm(shape) if normed else 0)
+    table += shape.positions * shape.hidden if stage == 0 else 0
     tower = -(-parameters.vision(shape) // (1 if whole_tower else plan.tp)) if stage == 0 else 0
     linear = sum(-(-x.sharded // plan.tp) for x in layers) + sum(experts)
     return Weights(sum(dense) + table + tower, sum(experts), linear, max((a + b for a, b in zip(dense, experts, strict=True)), default=0))

@@ -32,10 +32,11 @@ def is_linear(shape: Shape, index: int) -> bool:
 def layer(shape: Shape, index: int) -> Layer:
     """Parameters of the decoder layer with this index."""
     sharded, repeated = _attention(shape, index)
-    repeated += 2 * shape.hidden
+    repeated += (2 if shape.norm_bias else 1) * shape.norms * shape.hidden
     if index < shape.dense_layers:
-        return Layer(sharded + 3 * shape.hidden * shape.ffn, repeated, 0)
-    sharded += 3 * shape.hidden * shape.shared_ffn
+        biases = (shape.up * shape.ffn, shape.hidden) if shape.mlp_bias else (0, 0)
+        return Layer(sharded + (shape.up + 1) * shape.hidden * shape.ffn + biases[0], repeated + biases[1], 0)
+    sharded += (shape.up + 1) * shape.hidden * shape.shared_ffn
     repeated += shape.hidden * shape.experts + (shape.hidden if shape.shared_gate else 0)
     repeated += shape.experts if shape.expert_bias else 0
     return Layer(sharded, repeated, shape.experts * expert(shape))
@@ -43,8 +44,8 @@ def layer(shape: Shape, index: int) -> Layer:
 
 def expert(shape: Shape) -> int:
     """Parameters of one expert: gate, up and down projection, and their biases where the model has them."""
-    bias = 2 * shape.expert_ffn + shape.hidden if shape.expert_bias else 0
-    return 3 * shape.hidden * shape.expert_ffn + bias
+    bias = shape.up * shape.expert_ffn + shape.hidden if shape.expert_bias else 0
+    return (shape.up + 1) * shape.hidden * shape.expert_ffn + bias
 
 
 def embedding(shape: Shape) -> int:
@@ -54,7 +55,13 @@ def embedding(shape: Shape) -> int:
 
 def decoder(shape: Shape) -> int:
     """Parameters of the decoder with embedding and output layer, without multi-token prediction and vision."""
-    return sum(layer(shape, i).total for i in range(shape.layers)) + (1 if shape.tied else 2) * embedding(shape) + shape.hidden
+    tables = (1 if shape.tied else 2) * embedding(shape) + shape.positions * shape.hidden
+    return sum(layer(shape, i).total for i in range(shape.layers)) + tables + final_norm(shape)
+
+
+def final_norm(shape: Shape) -> int:
+    """Parameters of the norm before the output layer."""
+    return (2 if shape.norm_bias else 1) * shape.hidden
 
 
 def mtp(shape: Shape) -> Layer:
@@ -104,14 +111,16 @@ def _attention(shape: Shape, index: int) -> tuple[int, int]:
     sharded = h * q * (2 if shape.attention_gate else 1) + 2 * h * kv + q * h
     repeated = 2 * shape.head_dim if shape.qk_norm else 0
     if shape.attention_bias:
-        sharded, repeated = sharded + q + 2 * kv, repeated + h
+        sharded += q + 2 * kv
+    if shape.output_bias:
+        repeated += h
     return sharded + (shape.heads if shape.sinks else 0), repeated
 
 
 def _mla(mla: Mla, hidden: int, heads: int) -> tuple[int, int]:
-    """The down projections and their norms repeat on each TP rank; the up projections are split over heads."""
+    """The down projections and their norms repeat on each TP rank; the up projections are split over heads, as are queries without compression."""
     down = hidden * mla.q_rank + hidden * (mla.kv_rank + mla.rope_dim) + mla.q_rank + mla.kv_rank
-    up = mla.q_rank * heads * (mla.nope_dim + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+    up = (mla.q_rank or hidden) * heads * (mla.nope_dim + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return up + heads * mla.v_dim * hidden, down
 
 

@@ -9,17 +9,12 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner import layout
+from playbook.planner.models import MODELS
 from playbook.planner.rules import Options
-from playbook.planner.shapes import MODELS, Shape
+from playbook.planner.shapes import DEEPEST, LARGEST, Shape
 
 _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
 """Plain decimals: the page's script, Python and C disagree about what else is a number."""
-
-LARGEST = 1 << 30
-"""No degree, length or count above this is taken from outside."""
-
-DEEPEST = 1000
-"""Layers that a model may be given from outside, so that no estimate takes long."""
 
 WIDTHS = {"grad_bytes": (2, 4), "master_bytes": (2, 4), "moment_bytes": (1, 2, 4)}
 """Bytes that a state may take. Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` (types of the states)."""
@@ -107,13 +102,13 @@ _NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss"
 KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
-def parse(model: str, words: Iterable[str], *, gpus: int | None = None) -> Plan:
-    """A plan from a model's name and words such as `tp=2`; rules are not checked here.
+def parse(model: str, words: Iterable[str], *, gpus: int | None = None, shape: Shape | None = None) -> Plan:
+    """A plan from a model's name and words such as `tp=2`; rules are not checked here. A `shape` stands for the model where it is no preset.
 
     Raises:
         ConfigError: a model, key or value that is not known.
     """
-    if model not in MODELS:
+    if shape is None and model not in MODELS:
         raise ConfigError(f"model '{model[:40]}' is not known; expected one of {', '.join(MODELS)}")
     values: dict[str, str] = {} if gpus is None else {"gpus": str(gpus)}
     for word in words:
@@ -123,13 +118,13 @@ def parse(model: str, words: Iterable[str], *, gpus: int | None = None) -> Plan:
         if values.get(key, value) != value:
             raise ConfigError(f"{key} is given twice, as {values[key]} and {value[:40]}; give it once")
         values[key] = value
-    return _build(model, values)
+    return _build(model, values, MODELS[model] if shape is None else shape)
 
 
-def _build(model: str, values: Mapping[str, str]) -> Plan:
+def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     numbers = {k: _number(k, v) for k, v in values.items() if k in _NUMBERS}
     options = Options(**{k: _option(k, v) for k, v in values.items() if k in _OPTIONS})
-    shape, layers = MODELS[model], numbers.pop("layers", None)
+    layers = numbers.pop("layers", None)
     if layers is not None:
         dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
         shape = replace(shape, layers=layers, dense_layers=dense)

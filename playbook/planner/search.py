@@ -8,7 +8,8 @@ from itertools import islice, product
 from math import lcm, log2
 from typing import Any
 
-from playbook.planner.plan import DEGREES, LARGEST, Plan
+from playbook.planner.plan import DEGREES, Plan
+from playbook.planner.shapes import LARGEST
 
 CHOICES = 5
 """Values tried per degree: those nearest to the one asked for, and 1."""

@@ -15,9 +15,9 @@ from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import BF16, tokens
 from playbook.planner.layout import Statement
 from playbook.planner.memory import Weights, shards
+from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.rules import Options
-from playbook.planner.shapes import MODELS
 
 AXES = ("tp", "cp", "ep")
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from playbook.planner import activations, flops, memory, plan, rules, search
+from playbook.planner import activations, flops, memory, plan, rules, search, shapes
+from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.rules import LABELS, Options
-from playbook.planner.shapes import MODELS
 from playbook.site.text import attribute, front_matter
 
 SCRIPTS = ("layout.js", "memory.js", "calculator.js")
@@ -101,8 +101,8 @@ def tables() -> dict[str, Any]:
         "flex": sorted(rules.FLEX),
         "losses": plan.LOSSES,
         "widths": plan.WIDTHS,
-        "largest": plan.LARGEST,
-        "deepest": plan.DEEPEST,
+        "largest": shapes.LARGEST,
+        "deepest": shapes.DEEPEST,
         "nearest": {"choices": search.CHOICES, "other_gpus": search.OTHER_GPUS, "uneven": search.UNEVEN},
         "bf16": activations.BF16,
         "fp32": activations.FP32,

@@ -12,9 +12,10 @@ from playbook.cards.model import Card, ConfigFamily
 from playbook.errors import ConfigError
 from playbook.planner import flops, parameters
 from playbook.planner.layout import min_gpus
+from playbook.planner.models import MODELS
 from playbook.planner.plan import DEGREES, Plan, parse
 from playbook.planner.rules import LABELS
-from playbook.planner.shapes import MODELS, OURS, Shape
+from playbook.planner.shapes import Shape
 from playbook.site.calculator import address
 from playbook.site.cards import Shelf
 from playbook.site.lists import NONE, filters
@@ -31,7 +32,7 @@ def models_page(configs: Path) -> str:
     recipes = _recipes(configs)
     rows = []
     for name, shape in sorted(MODELS.items(), key=lambda m: parameters.total(m[1])):
-        name_cell = code(name) if shape.source == OURS else link(code(name), shape.source)
+        name_cell = link(code(name), shape.source) if shape.source.startswith("https://") else code(name)
         runs = ", ".join(code(r) for r in recipes.get(name, [])) or ("by name" if name in recipes[""] else "")
         rows.append(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner import flops, memory, parameters, pipeline
 from playbook.planner.layout import min_gpus
+from playbook.planner.models import MODELS, from_file
 from playbook.planner.plan import Plan, parse
 from playbook.planner.rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, RECOMPUTE, SHARDING
 from playbook.planner.search import nearest
-from playbook.planner.shapes import MODELS
 from playbook.site.calculator import tables
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -35,6 +36,11 @@ ANSWER = """([tables, cases]) => cases.map(({model, values, near}) => {
   try { if (!broken.length) found.stages = M.estimate(tables, plan); } catch (e) { found.error = e.message; }
   return found;
 })"""
+
+
+FILES = (Path(__file__).parents[1] / "fixtures" / "models").glob("*.json")
+SHAPES = {m: s for m, s in MODELS.items() if not m.endswith("_tiny")} | {p.stem: from_file(p) for p in sorted(FILES)}
+"""Presets, and the kinds of model that only files have: without gates, with learned positions, with other windows."""
 
 
 def some(rng: random.Random, names: frozenset[str], most: int) -> str:
@@ -77,12 +83,12 @@ def values(rng: random.Random) -> dict[str, str]:
 
 
 def plan_of(case: dict[str, Any]) -> Plan:
-    return parse(case["model"], [f"{k}={v}" for k, v in case["values"].items()])
+    return parse(case["model"], [f"{k}={v}" for k, v in case["values"].items()], shape=SHAPES[case["model"]])
 
 
 def cases() -> list[dict[str, Any]]:
     rng = random.Random(20261121)
-    made = [{"model": rng.choice(list(MODELS)), "values": values(rng), "near": False} for _ in range(LAYOUTS)]
+    made = [{"model": rng.choice(list(SHAPES)), "values": values(rng), "near": False} for _ in range(LAYOUTS)]
     offers = 0
     for case in made:
         plan = plan_of(case)
@@ -105,7 +111,7 @@ def scripts(chromium: Any) -> Any:
 
 def test_scripts_agree_with_python_on_random_layouts(scripts: Any) -> None:
     made = cases()
-    found = scripts.evaluate(ANSWER, [tables(), made])
+    found = scripts.evaluate(ANSWER, [tables() | {"models": {name: asdict(shape) for name, shape in SHAPES.items()}}, made])
     legal = 0
     for case, js in zip(made, found, strict=True):
         plan = plan_of(case)
@@ -129,7 +135,7 @@ def test_scripts_agree_with_python_on_random_layouts(scripts: Any) -> None:
         if not plan.broken():
             legal += 1
             compare_memory(case, plan, js)
-    assert legal > 80
+    assert legal > 60
     print(f"{len(made)} layouts, {legal} of them legal")
 
 

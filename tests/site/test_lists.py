@@ -14,7 +14,7 @@ from site_tree import ID, LENGTHS, SWEEP, add_sweep
 
 from playbook.cards.load import load_all
 from playbook.cli.site import reference
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook.site import build
 from playbook.site.api import entries
 from playbook.site.models import plan_of, settings

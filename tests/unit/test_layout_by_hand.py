@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from playbook.planner import activations, memory, pipeline, traffic
+from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan, parse
 from playbook.planner.rules import Options
-from playbook.planner.shapes import MODELS, Vision
+from playbook.planner.shapes import Vision
 
 
 def plan_of(model: str, words: str) -> Plan:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from playbook.paths import data_root
 from playbook.planner import flops, parameters
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 
 # Billions of parameters: decoder with both embeddings, and those that one token meets.
 TOTALS = {
@@ -137,32 +135,3 @@ def test_packing_costs_no_more_than_one_long_document(documents):
     assert flops.packed_length(documents) <= sum(documents)
     assert flops.packed_length(documents) >= sum(documents) / len(documents) - 1e-6
     assert flops.packed_length([512] * len(documents)) == 512
-
-
-PRESETS = sorted(p.stem for p in (data_root("configs") / "models").glob("*.yaml") if not p.stem.endswith("_tiny"))
-
-
-@pytest.mark.parametrize("model", PRESETS)
-def test_the_trainers_models_have_the_same_counts(model):
-    text = (data_root("configs") / "models" / f"{model}.yaml").read_text(encoding="utf-8")
-    config, shape = {"num_experts": 0, "top_k": 0, "expert_ffn_size": 0, "ffn_size": 0, **yaml.safe_load(text)}, MODELS[model]
-    if "/blob/" in shape.source:
-        assert shape.source in text.splitlines()[0], "the preset names its source"
-    assert config.get("tie_word_embeddings", False) == shape.tied
-    same = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_layers": shape.layers,
-        "num_heads": shape.heads,
-        "num_kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "num_experts": shape.experts,
-        "top_k": shape.top_k,
-        "expert_ffn_size": shape.expert_ffn,
-        "ffn_size": shape.ffn,
-    }
-    assert same == {k: config[k] for k in same}
-    if shape.vision:
-        v = config["vision"]
-        assert (v["depth"], v["hidden_size"], v["ffn_size"]) == (shape.vision.depth, shape.vision.hidden, shape.vision.ffn)
-        assert (v["num_position_embeddings"], len(v["deepstack_layers"])) == (shape.vision.positions, shape.vision.deepstack)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from playbook.errors import ConfigError
 from playbook.planner import layout
+from playbook.planner.models import MODELS
 from playbook.planner.plan import KEYS, Plan, parse
 from playbook.planner.rules import Options
 from playbook.planner.search import nearest
-from playbook.planner.shapes import MODELS
 
 # Each row: a model, a plan that breaks one rule, what the rule says, and the same plan repaired.
 BROKEN = [
@@ -86,7 +86,7 @@ def test_a_degree_below_one_is_a_broken_rule_and_no_traceback(key):
 @pytest.mark.parametrize(
     ("model", "words", "says"),
     [
-        ("no_such_model", [], "expected one of qwen3_30b_a3b"),
+        ("no_such_model", [], "expected one of deepseek_v3"),
         ("qwen3_30b_a3b", ["tp"], "expected key=value"),
         ("qwen3_30b_a3b", ["zp=2"], "is not a setting"),
         ("qwen3_30b_a3b", ["tp=0"], "from 1 to"),

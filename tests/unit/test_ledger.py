@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from playbook.planner import clusters, flops, parameters
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import load
 from playbook_trainer.data.loader import build_loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from playbook.planner import clusters, flops
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook_bench.statements.utilization import published_utilization, vision_left_out
 
 PHOTO = {"images": [[480, 640]], "text_tokens": 100}

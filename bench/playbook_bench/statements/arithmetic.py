@@ -14,9 +14,10 @@ from playbook.planner import flops, memory, pipeline, traffic
 from playbook.planner.activations import tokens
 from playbook.planner.layout import Statement
 from playbook.planner.memory import GIB
+from playbook.planner.models import MODELS
 from playbook.planner.plan import Plan
 from playbook.planner.rules import Options
-from playbook.planner.shapes import MODELS, Shape
+from playbook.planner.shapes import Shape
 
 
 def interleaving(*, pp: int, vpp: Sequence[int], microbatches: Sequence[int]) -> Statement:

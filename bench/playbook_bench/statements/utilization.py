@@ -7,7 +7,7 @@ from typing import Any
 
 from playbook.planner import clusters, flops
 from playbook.planner.layout import Statement
-from playbook.planner.shapes import MODELS
+from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
 
 PATCH = 16

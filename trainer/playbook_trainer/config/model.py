@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from playbook.planner.plan import DEEPEST
+from playbook.planner.shapes import DEEPEST
 from playbook.yaml_files import Strict
 
 
