@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats as sps
 
 POWER = 0.8
 MAX_PAIRS = 10_000
@@ -91,7 +90,14 @@ def interval(differences: Sequence[float], alpha: float, floor: float = 0.0) -> 
 
 def t_quantile(alpha: float, freedom: int) -> float:
     """The two-sided quantile of Student's t distribution."""
-    return float(sps.t.ppf(1 - alpha / 2, freedom))
+    return _ppf(1 - alpha / 2, freedom)
+
+
+def _ppf(probability: float, freedom: int) -> float:
+    """The value below which a variable of Student's t distribution lies with this probability."""
+    from scipy.stats import t  # half a second, which commands that judge nothing do without
+
+    return float(t.ppf(probability, freedom))
 
 
 def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
@@ -151,8 +157,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:
     """The effect beyond the margin that `pairs` pairs would settle with 80 % power (normal approximation of the power)."""
-    k = sps.t.ppf(1 - alpha / 2, pairs - 1) + sps.t.ppf(POWER, pairs - 1)
-    return float(k) * deviation / math.sqrt(pairs)
+    k = _ppf(1 - alpha / 2, pairs - 1) + _ppf(POWER, pairs - 1)
+    return k * deviation / math.sqrt(pairs)
 
 
 def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
@@ -184,8 +190,8 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
         return False
     if stored_deviation is not None:
         # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
-        limit = sps.t.ppf(1 - CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
-        return abs(mean) > float(limit)
+        limit = _ppf(1 - CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
+        return abs(mean) > limit
     own = interval(differences, CONTAMINATION_ALPHA)
     return not own.low <= 0 <= own.high
 
@@ -269,11 +275,13 @@ def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
 
     All of n steps are in order by chance once in n! / 2 times: of four, once in twelve, which would pass for a drift at any error rate.
     """
+    from scipy.stats import linregress, theilslopes
+
     at = np.arange(len(profile))
     if 2 / math.factorial(min(len(profile), 20)) <= alpha:
-        slope, _, low, high = (float(v) for v in sps.theilslopes(profile, at, alpha=1 - alpha))
+        slope, _, low, high = (float(v) for v in theilslopes(profile, at, alpha=1 - alpha))
         return slope, low, high
-    line = sps.linregress(at, profile)
+    line = linregress(at, profile)
     half = t_quantile(alpha, len(profile) - 2) * float(line.stderr)
     return float(line.slope), float(line.slope) - half, float(line.slope) + half
 
