@@ -32,7 +32,7 @@ test: $(VENV)/.dev
 	$(BIN)/playbook cards check
 
 test-slurm: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m slurm tests/whole/slurm
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -45,8 +45,8 @@ check: $(VENV)/.dev
 
 parity: $(VENV)/.dev
 	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl docs/parity/megatron.jsonl
-	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/unit/test_parity_decoder.py tests/multiproc/test_layouts.py \
-		tests/multiproc/test_megatron_models.py
+	PLAYBOOK_PARITY=docs/parity $(BIN)/python -m pytest tests/trainer/torch/model/test_parity_decoder.py tests/trainer/torch/parallel/test_layouts.py \
+		tests/trainer/megatron/test_models.py
 
 docs: $(VENV)/.dev
 	$(BIN)/playbook site build

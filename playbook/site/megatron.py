@@ -1,6 +1,6 @@
 """The page on the megatron backend's switches: one short run each, against the plain one; context parallelism by length; and bare megatron-core.
 
-The rows come from `tests/gpu/megatron_table.py` and `tests/gpu/beside_bare.py`, on a machine that has the GPUs.
+The rows come from `tools/megatron_table.py` and `tools/beside_bare.py`, on a machine that has the GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ One run of each switch on Qwen3-30B-A3B cut down in depth, with random tokens in
 it costs, and what of it was seen to run. One run says nothing about differences of a few percent; the claims on the cards do, from matched runs.
 """
 COMPUTES = "Computes: the share of a step in which the GPU does anything but communicate; the rest is communication, and waiting for the host or for other ranks."
-NONE = "No table has been made yet: `python tests/gpu/megatron_table.py one two four` makes it on a machine with GPUs."
+NONE = "No table has been made yet: `python tools/megatron_table.py one two four` makes it on a machine with GPUs."
 _TABLES = {
     "one": "On one GPU",
     "two": "On two GPUs, experts over both unless the row says otherwise",

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import ROOT
 
 from playbook_trainer.config.tree import load, parse_overrides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from measures import milliseconds, relative
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 from playbook_trainer.torch import adamw, split_weights
 from playbook_trainer.torch.model import ops

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, note, train_all
 from nodes import four_or_two
 from ranks import run, steps

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
 from nodes import four_or_two
 from ranks import start, steps, summary

@@ -6,7 +6,6 @@ whichever is more. Logits and gradients: norm of the difference over the norm, f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "multiproc"), str(ROOT / "tests" / "unit")]
 
 WIDE = {"model.hidden_size": 256, "model.num_layers": 3, "model.vocab_size": 512}
 MODELS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from layout_runs import Job, difference, train_all
 from nodes import four_or_two, on_gpus_of_their_own
 from ranks import ROOT, steps

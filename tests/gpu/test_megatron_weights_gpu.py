@@ -10,7 +10,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "multiproc"), str(ROOT / "tests" / "unit")]
 
 LAYOUTS = {
     "dp2-fsdp2": (2, ["megatron.data_parallel=fsdp2"]),
@@ -31,7 +30,7 @@ def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tm
     for package in ("megatron.core", "transformer_engine", "einops", "transformers"):
         pytest.importorskip(package)
     from nodes import gpus as found
-    from ranks import run
+    from ranks import SUPPORT, run
 
     if found() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
@@ -46,7 +45,7 @@ def test_parameters_that_are_shared_out_among_gpus_are_saved_whole(gpus: int, tm
     chosen = {name: words for name, (ranks, words) in LAYOUTS.items() if ranks == gpus}
     jobs = [{"name": name, "words": [*MODEL, *words], "weights": str(tmp_path / "given")} for name, words in chosen.items()]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    script = [sys.executable, str(Path(__file__).with_name("megatron_weights_ranks.py"))]
+    script = [sys.executable, str(SUPPORT / "megatron" / "megatron_weights_ranks.py")]
     results = run([str(tmp_path / "jobs.json")], gpus, timeout=240, command=script)
     assert [r[0] for r in results] == [0] * gpus, results[0][1] + results[0][2][-4000:]
     for name in chosen:

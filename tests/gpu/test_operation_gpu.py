@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, start, steps, summary
 
 TEXT = "trainer/configs/qwen3_moe_tiny.yaml"

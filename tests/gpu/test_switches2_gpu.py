@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from measures import milliseconds, relative
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
 
 from playbook_trainer.torch.model import fp8

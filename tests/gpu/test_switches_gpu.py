@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from measures import milliseconds, relative
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 from ranks import run, steps, summary
 
 from playbook_trainer.data.batch import IGNORE
@@ -24,7 +21,6 @@ DEVICE = "cuda"
 
 
 def test_fused_loss_of_rows_that_begin_with_words_ruled_out() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
     import loss_cases
 
     for first, width in loss_cases.SHAPES:

@@ -1,0 +1,185 @@
+"""Tracing a case: launches, reports, records. The trainer and nsys are stood in for by small programs; the rest is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_kineto import gpu, ranges
+from test_nsys import database
+
+from playbook.errors import ConfigError, FileError, PlaybookError, StoreError
+from playbook.paths import data_root
+from playbook.records.evidence import Machine
+from playbook_bench.machine import detect
+from playbook_bench.run.variants import resolve_all
+from playbook_bench.trace import collect
+
+CASE = "moe-dispatcher-allgather-vs-alltoall"
+# A rank: rank 0 leaves a summary and, where the configuration asks for it, a trace.
+TRAINER = """
+import json, os, pathlib, shutil, sys
+config = json.loads(pathlib.Path(sys.argv[-1]).read_text())
+out = pathlib.Path(config["output"])
+if os.environ["RANK"] == "0":
+    if config["moe"]["dispatcher"] == os.environ.get("FAIL"):
+        sys.exit("no memory left: OutOfMemoryError")
+    (out.parent / "threads.txt").open("a").write(os.environ["OMP_NUM_THREADS"] + " ")
+    if config["profile"]["kineto"]:
+        shutil.copy(os.environ["TRACE"], out / "trace.json")
+    (out / "summary.json").write_text(json.dumps({"outcome": "ok", "env": {"strict": {"torch": "2.13.0", "cuda": None}}}))
+"""
+# nsys: runs the program, then leaves a report and (as a full installation with --export would) its SQLite export.
+NSYS = """#!{python}
+import os, shutil, subprocess, sys
+if sys.argv[1] == "--version":
+    print("NVIDIA Nsight Systems version 2025.3.1")
+elif sys.argv[1] == "export":
+    shutil.copy(os.environ["SQLITE"], sys.argv[sys.argv.index("-o") + 1])
+else:
+    at = sys.argv.index("-o")
+    open(sys.argv[at + 1] + ".nsys-rep", "w").write(" ".join(sys.argv[1:at]))
+    sys.exit(subprocess.call(sys.argv[at + 2 :]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "rank.py").write_text(TRAINER)
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*ranges(), *gpu("k", 100, 2, 3, 5, 1)]}))
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace.json"))
+    return [sys.executable, str(tmp_path / "rank.py")]
+
+
+def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, command: list[str]) -> None:
+    results = tmp_path / "results"
+    lines: list[str] = []
+    made = collect.run(CASE, profile="cpu", results=results, command=command, progress=lines.append)
+    assert made.ok
+    assert made.collector == "kineto"
+    assert made.collector_version == "torch 2.13.0"
+    assert set(made.variants) == {"baseline", "candidate"}
+    assert collect.latest_trace([results], CASE) == made
+    assert collect.latest_trace([results], CASE, "h200x4") is None
+    assert collect.latest_trace([results], "another-case") is None
+    assert any("baseline" in line for line in lines)
+    for variant in made.variants.values():
+        assert [(results / "traces" / f.name).is_file() for f in variant.files] == [True]
+        assert collect.table_from_file(results / "traces" / variant.files[0].name) == variant.table
+
+
+def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path: Path, command: list[str]) -> None:
+    own = tmp_path / "my cases" / "mine.yaml"
+    own.parent.mkdir()
+    shipped = (data_root("cases") / f"{CASE}.yaml").read_text(encoding="utf-8")
+    own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
+    made = collect.run(str(own), profile="cpu", results=tmp_path / "results", command=command)
+    assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
+
+
+def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    pair = resolve_all(collect.load_case(CASE), "cpu")
+    assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
+
+
+def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine(name="cpu", description="", gpus=0, cpu="c", cores=12)
+    monkeypatch.setattr(detect, "detect", lambda: here)
+    pair = resolve_all(collect.load_case(CASE), "cpu")
+    collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    (seen,) = (tmp_path / "results" / "traces").glob("*/threads.txt")
+    assert seen.read_text().split() == [str(12 // max(r.ranks for r in pair.values()))] * 2
+
+
+def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "alltoall")
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    assert not made.ok
+    assert made.variants["baseline"].outcome == "oom"
+    assert made.variants["candidate"].table is not None
+
+
+def test_a_trace_that_cannot_be_read_is_told_not_raised(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "trace.json").write_text("{")
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    assert made.variants["baseline"].outcome == "crash"
+    assert "unusable" in made.variants["baseline"].message
+
+
+def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nsys").write_text(NSYS.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SQLITE", str(database(tmp_path / "report.sqlite")))
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(detect, "detect", lambda: here)
+    made = collect.run(CASE, results=tmp_path / "results", command=command)
+    assert (made.collector, made.collector_version, made.profile) == ("nsys", "NVIDIA Nsight Systems version 2025.3.1", "h200x2")
+    assert made.ok
+    table = made.variants["candidate"].table
+    assert table is not None
+    assert table.measures == "gpu"
+    names = [f.name.rsplit("/", 1)[1] for f in made.variants["candidate"].files]
+    assert names == ["candidate.nsys-rep", "candidate.sqlite"]
+    words = (tmp_path / "results" / "traces" / made.variants["candidate"].files[0].name).read_text()
+    assert "--cpuctxsw=none" in words
+    assert "cuda,nvtx" in words
+
+
+def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    slow = NSYS.replace('elif sys.argv[1] == "export":', 'elif sys.argv[1] == "export":\n    __import__("time").sleep(60)')
+    (tools / "nsys").write_text(slow.format(python=sys.executable))
+    (tools / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
+    monkeypatch.setattr(detect, "detect", lambda: here)
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
+    made = collect.run(CASE, results=tmp_path / "results", command=command)
+    assert {v.outcome for v in made.variants.values()} == {"crash"}
+    assert "nsys export took more than" in made.variants["baseline"].message
+
+
+def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[str]) -> None:
+    results = tmp_path / "results"
+    collect.run(CASE, profile="cpu", results=results, command=command)
+    path = next((results / "traces").glob("*.json"))
+    whole = path.read_text()
+    path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))
+    assert path.read_text() != whole
+    with pytest.raises(StoreError, match="altered"):
+        collect.latest_trace([results], CASE)
+    path.write_text(whole[:200])
+    with pytest.raises(StoreError, match="no trace record"):
+        collect.read(path)
+
+
+def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no-such-case"):
+        collect.run("no-such-case", results=tmp_path)
+    with pytest.raises(ConfigError, match="launches nothing"):
+        collect.run("cp-dp-floor", results=tmp_path)
+    with pytest.raises(ConfigError, match="no profile"):
+        collect.run(CASE, profile="h200x64", results=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["t.nsys-rep", "none.sqlite", "none.json"])
+def test_a_file_of_another_kind_says_what_to_do(tmp_path: Path, name: str) -> None:
+    if name.endswith("rep"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(PlaybookError, match="nsys"):
+        collect.table_from_file(tmp_path / name)

@@ -1,0 +1,66 @@
+"""Start ranks of the trainer as torchrun would, and read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nodes import place
+
+from playbook_bench.launch.local import free_port
+
+__all__ = ["ROOT", "SUPPORT", "environment", "free_port", "leave", "run", "start", "steps", "summary"]
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
+PATHS = [ROOT, ROOT / "bench", ROOT / "trainer", ROOT / "tools", *(SUPPORT / folder for folder in ("ranks", "megatron", "examples"))]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a program of tests/support needs to import the packages and its neighbours."""
+    paths = [*map(str, PATHS), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(words: list[str], ranks: int, *, command: list[str] | None = None, log: Path | None = None) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    processes = []
+    for rank in range(ranks):
+        env = environment(**place(rank, ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        line = [*(command or [sys.executable, "-m", "playbook_trainer"]), *words]
+        processes.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+def run(words: list[str], ranks: int = 1, timeout: float = 120, **how: Any) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank."""
+    processes = start(words, ranks, **how)
+    try:
+        outputs = [p.communicate(timeout=timeout) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End a rank as `python -m playbook_trainer` does, without taking the interpreter down.
+
+    Where groups are alive, a thread of gloo may still hold tensors of the last collective; one that lets go of them while the interpreter is being taken
+    down aborts the process ("terminate called without an active exception"; pytorch/pytorch 190489). It is rare: once in thousands of ranks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

@@ -1,0 +1,116 @@
+"""The comparison of the megatron backend with megatron-core by itself, on a CPU: both sides train the same model, and a second call goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import SUPPORT, environment
+
+pytest.importorskip("megatron.core")
+
+import bare_megatron
+import beside_bare
+
+from playbook.errors import ConfigError
+from playbook.site.megatron import pairs
+from playbook_trainer.config import checks, tree
+from playbook_trainer.megatron import checks as megatron
+
+TINY = [
+    "model=qwen3_moe_tiny",
+    "data.seq_len=64",
+    "train.dtype=fp32",
+    "moe.router_dtype=bf16",
+    "optimizer.moments_dtype=fp32",
+    "megatron.precision_aware_optimizer=false",
+    "megatron.grad_reduce_dtype=fp32",
+    "train.steps=5",
+    "train.warmup_steps=2",
+]
+
+
+def compare(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
+    """What a call says, and the rows that it leaves."""
+    command = [sys.executable, str(SUPPORT / "megatron" / "bare_ranks.py"), str(folder), "2", *TINY, *words]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, [json.loads(line) for line in (folder / beside_bare.FILE).read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
+    said, rows = compare(tmp_path, "--pairs", "1")
+    assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said
+    # As likely any token as another, on both sides: the first loss is the logarithm of the vocabulary.
+    expected = math.log(
+        tree.load(Path(beside_bare.words(beside_bare.SETTINGS["all-to-all"], [], 2)[0]), tree.parse_overrides(TINY)).model.vocab_size
+    )
+    assert all(r["losses"][0] == pytest.approx(expected, rel=0.2) and len(r["losses"]) == 5 for r in rows)
+    assert all(r["tokens_per_s_per_gpu"] > 0 for r in rows)
+    assert [p["ok"] for p in rows[1]["proof"]] == [True]
+    said, more = compare(tmp_path, "--pairs", "2")
+    assert [(r["pair"], r["side"]) for r in more] == [(0, "bare"), (0, "ours"), (1, "ours"), (1, "bare")]
+    assert more[:2] == rows
+    assert "2 pairs" in said
+    said, again = compare(tmp_path, "--pairs", "1", "--again")
+    assert [(r["pair"], r["side"]) for r in again] == [(0, "bare"), (0, "ours"), (1, "ours"), (1, "bare")]
+    assert again[2:] == more[2:]
+    assert again[0] != more[0]
+    # Other words are another comparison; what the bare side cannot say it refuses.
+    said, refused = compare(tmp_path, "--pairs", "1", "train.recompute=full")
+    assert len(refused) == 6
+    assert sorted((r["side"], r["outcome"]) for r in refused if "train.recompute=full" in r["words"]) == [
+        ("bare", "failed"),
+        ("ours", "ok"),
+    ]
+    assert any("not told: train.recompute" in r.get("message", "") for r in refused)
+
+
+@pytest.mark.parametrize("setting", beside_bare.SETTINGS)
+def test_every_setting_is_a_legal_configuration_that_the_bare_side_can_say(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "installed", lambda module: True)
+    words = beside_bare.words(beside_bare.SETTINGS[setting], [], 4)
+    resolved = tree.load(Path(words[0]), tree.parse_overrides(words[1:]))
+    checks.check(resolved, 4)
+    bare_megatron.refuse(resolved)
+    assert resolved.train.global_batch_size == 4 * resolved.train.micro_batch_size
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "megatron.data_parallel=megatron_fsdp",
+        "megatron.overlap_grad_reduce=false",
+        "optimizer.schedule=cosine",
+        "parallel.pp=2",
+        "train.cuda_graphs=[attn]",
+        "train.attention=flash",
+        "precision.fp8=blockwise",
+        "data.pack=true",
+        "moe.dispatcher=deepep",
+        "moe.capacity_factor=1.5",
+        "model.shared_expert_ffn_size=768",
+        "offload.optimizer=true",
+    ],
+)
+def test_the_bare_side_refuses_what_it_would_leave_out(word: str) -> None:
+    words = beside_bare.words(beside_bare.SETTINGS["all-to-all"], [word], 4)
+    with pytest.raises(ConfigError, match=word.split("=")[0].replace(".", r"\.")):
+        bare_megatron.refuse(tree.load(Path(words[0]), tree.parse_overrides(words[1:])))
+
+
+def test_the_ratio_is_of_whole_pairs() -> None:
+    def row(pair: int, side: str, speed: float, outcome: str = "ok") -> dict[str, Any]:
+        return {"pair": pair, "side": side, "outcome": outcome, "tokens_per_s_per_gpu": speed}
+
+    rows = [row(0, "bare", 100.0), row(0, "ours", 98.0), row(1, "ours", 100.0), row(1, "bare", 100.0), row(2, "bare", 1.0)]
+    assert pairs(rows) == [(100.0, 98.0), (100.0, 100.0)]
+    assert pairs([*rows, row(2, "ours", 5.0, "failed")]) == pairs(rows)
+    assert beside_bare.summary([(1.0, 0.98), (1.0, 1.0)]).startswith("0.990 [0.8")
+    assert beside_bare.summary([(1.0, 0.98)]) == "0.980 (one pair)"

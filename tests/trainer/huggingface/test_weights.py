@@ -1,0 +1,127 @@
+"""Hugging Face weights into the shards of several ranks and out again: every byte comes back, and no rank reads more than it holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+from ranks import ROOT, run, steps, summary
+from safetensors.torch import load_file, save_file
+
+from playbook_trainer.huggingface import weights
+
+CASES = {
+    "moe-ep2-dp2": ("qwen3_moe_tiny", 4, ["parallel.ep=2"]),
+    "tied-pp2-dp2": ("qwen3_tiny", 4, ["parallel.pp=2"]),
+    "tied-tp2-dp2": ("qwen3_tiny", 4, ["parallel.tp=2"]),
+    "folded-copies": ("qwen3_moe_tiny", 4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=1", "parallel.dp_replicate=2"]),
+    "vision-sequence": (
+        "qwen3_vl_moe_tiny",
+        4,
+        ["parallel.tp=2", "parallel.ep=4", "parallel.etp=1", "parallel.sequence_parallel=true", "train.global_batch_size=4"],
+    ),
+    "hsdp": ("qwen3_moe_tiny", 4, ["parallel.dp_replicate=2"]),
+    "vision-fsdp3": ("qwen3_vl_moe_tiny", 3, ["train.global_batch_size=3"]),
+}
+
+
+def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    config = parity.tiny(name)
+    weights.save_safetensors(config, parity.random_state(config), folder)
+    return load_file(folder / weights.SINGLE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
+    name, ranks, words = CASES[case]
+    given = folder_of(name, tmp_path / "in")
+    script = [sys.executable, str(ROOT / "tests" / "multiproc" / "weights_ranks.py")]
+    line = [f"trainer/configs/{name}.yaml", str(tmp_path / "out"), f"init.weights={tmp_path / 'in'}", *words]
+    results = run(line, ranks, command=script, timeout=280)
+    assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
+    counts = [tuple(map(int, out.split()[-2:])) for _, out, _ in results]
+    assert all(read == held for read, held in counts)
+    whole = sum(t.nbytes for t in given.values())
+    assert max(held for _, held in counts) < 0.6 * whole, "no rank holds the model"
+    found = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[k], given[k]) for k in given)
+
+
+def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> None:
+    folder_of("qwen3_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
+    for out, ranks, more in (("one", 1, []), ("two", 2, ["parallel.pp=2"]), ("seed", 1, ["init.weights=null"])):
+        results = run([*words, *more, f"output={tmp_path / out}"], ranks, timeout=280)
+        assert [r[0] for r in results] == [0] * ranks, results[0][2]
+    one, two, seed = (steps(tmp_path / out) for out in ("one", "two", "seed"))
+    assert abs(one[0]["loss"] - seed[0]["loss"]) > 1e-3, "from scratch is another start"
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_forgotten_tokenizer_is_said(tmp_path: Path) -> None:
+    folder_of("qwen3_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=2", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
+    said = "data.tokenizer is byte, and"
+    assert said not in run([*words, f"output={tmp_path / 'a'}"])[0][1]
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    assert said in run([*words, f"output={tmp_path / 'b'}"])[0][1]
+
+
+def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    given = folder_of("qwen3_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_tiny.yaml", f"init.weights={tmp_path / 'in'}", f"output={tmp_path / 'out'}"]
+    code, _, err = run([*words, "model.num_layers=2"])[0]
+    assert code == 2
+    assert "model.num_layers" in err
+    save_file({k: v for k, v in given.items() if "layers.3" not in k}, tmp_path / "in" / weights.SINGLE)
+    code, _, err = run(words)[0]
+    assert code == 2
+    assert "missing: model.layers.3" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("frozen", ["[vision, projector]", "[language_model]"])
+def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> None:
+    given = folder_of("qwen3_vl_tiny", tmp_path / "in")
+    words = ["trainer/configs/qwen3_vl_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
+    words += ["data.num_workers=0", f"train.freeze={frozen}"]
+    for out, ranks in (("one", 1), ("two", 2)):
+        more = [f"output={tmp_path / out}", f"checkpoint.export={tmp_path / (out + '-weights')}"]
+        results = run([*words, *more], ranks, timeout=280)
+        assert [r[0] for r in results] == [0] * ranks, results[0][2]
+    for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    found = load_file(tmp_path / "two-weights" / weights.SINGLE)
+    moved = {name.removeprefix("model.").split(".")[0] for name in given if not torch.equal(found[name], given[name])}
+    assert moved == ({"language_model"} if "vision" in frozen else {"visual"})
+    counts = summary(tmp_path / "two")
+    assert 0 < counts["trained_parameters"] < counts["num_parameters"]
+
+
+def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
+    folder_of("qwen3_tiny", tmp_path / "in")
+    code, _, err = run(["trainer/configs/qwen3_tiny.yaml", f"checkpoint.export={tmp_path / 'in'}", f"output={tmp_path / 'out'}"])[0]
+    assert (code, "already holds weights" in err, (tmp_path / "out").exists()) == (2, True, False)
+
+
+def test_a_place_for_weights_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "weights", Path("/proc/weights")):
+        code, _, err = run(["trainer/configs/qwen3_tiny.yaml", f"checkpoint.export={place}", f"output={tmp_path / 'out'}"])[0]
+        assert (code, f"checkpoint.export {place} cannot be written" in err, len(err.strip().splitlines())) == (2, True, 1), err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_looking_at_a_place_for_weights_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for place in (tmp_path / "new" / "deep", tmp_path / "there"):
+        weights.refuse_unwritable(place)
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]

@@ -1,0 +1,242 @@
+"""Work for an hour of rented GPUs: the tasks that are asked for, as many side by side as there are GPUs, within so many seconds.
+
+    python tools/session.py --list
+    python tools/session.py --seconds 580 --out DIR bare graphs fp8 table       # in this order of preference
+
+Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
+end is not done again by the next call with the same folder, and series of matched runs go on where time has cut them, as long as the machine stands.
+Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one. Where CUDA_VISIBLE_DEVICES names a GPU twice, two tasks
+share it, which no task that takes times may do.
+What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command for some GPUs. `{left}` in it are the seconds that it has, `{out}` is the folder of the session, `{name}` its own name."""
+
+    gpus: int
+    command: str
+    least_s: int
+    """With fewer seconds left it is not begun."""
+    margin_s: int = 12
+    """Of the seconds left, it is told so many fewer: what it begins last has to end, too."""
+    settled: frozenset[int] = frozenset({0})
+    """Exit codes after which it is not to be done again. Commands that their time has cut end with another, and go on when they are called again."""
+    nodes: int = 0
+    """So many ranks of tests take one GPU in turns, as if each were a node (`tests/support/ranks/nodes.py`)."""
+    tells: bool = True
+    """Whether its rows belong in tables: those of ranks that share a GPU say nothing of time, and little else that others do not say."""
+
+
+def claims(names: str, gpus: int, least_s: int) -> Task:
+    """Verdicts, one after the other."""
+    command = f"python -m playbook confirm {names} --profile h200x{gpus} --fork --journal {{out}}/journal/{{name}} --results {{out}}/results --budget {{left}}s"
+    return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}))  # confirmed, refuted, not applicable
+
+
+PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
+
+
+def tests(words: str, gpus: int, least_s: int) -> Task:
+    """Tests that need GPUs."""
+    marker = "gpu" if gpus == 1 else "multigpu"
+    return Task(gpus, f"{PYTEST} {marker} {words}", least_s, settled=frozenset({0, 1}))
+
+
+def shared(words: str, least_s: int) -> Task:
+    """Tests that need four GPUs, or four nodes that one GPU stands for."""
+    return Task(1, f"{PYTEST} multigpu {words}", least_s, settled=frozenset({0, 1}), nodes=4, tells=False)
+
+
+STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
+"""About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
+
+HUNDRED = Task(4, f"{PYTEST} multigpu tests/gpu/test_megatron_vl_gpu.py -k hundred", 260, margin_s=45, settled=frozenset({0, 1}))
+"""It stops its runs itself when its time is up, and compares those that there are; what it imports before takes 15 s."""
+
+TASKS: dict[str, Task] = {
+    "bare": Task(4, "python tools/beside_bare.py --budget {left} --out {out}/parity", 150, 60),
+    "bare2": Task(2, "python tools/beside_bare.py --budget {left} --out {out}/parity model.num_layers=16", 150, 45),
+    "graphs": claims("cuda-graphs/V6.u", 1, 200),
+    "fp8": claims("fp8-recipes/W12.e", 1, 200),
+    "recompute": claims("recompute/W1.c", 1, 200),
+    "images": claims("torch-trainer-speed/P7 torch-trainer-speed/P6", 1, 250),
+    "text": claims("torch-trainer-speed/P1 torch-trainer-speed/P1.p", 4, 300),
+    "text48": claims("torch-trainer-speed/P2 torch-trainer-speed/P2.p", 4, 300),
+    "text32k": claims("torch-trainer-speed/P3 torch-trainer-speed/P3.p", 4, 300),
+    "photographs": claims("torch-trainer-speed/P4 torch-trainer-speed/P4.p", 4, 300),
+    "photographs-over-text": claims("torch-trainer-speed/P5 torch-trainer-speed/P6.v", 4, 300),
+    "text2": claims("torch-trainer-speed/P1.t torch-trainer-speed/P1.u", 2, 300),
+    "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
+    "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
+    "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
+    "fitting": claims("cuda-graphs/V6.p cuda-graphs/V11 cuda-graphs/V15 offloading/L11.a torch-trainer-speed/P6", 1, 90),
+    "recomputed": claims("recompute/W1 recompute/V10 recompute/L4", 1, 90),
+    "compiled": claims("vlm-real-data/T2 vlm-real-data/T5 vlm-real-data/T7", 1, 90),
+    "photographs1": claims("vlm-real-data/T1 vlm-real-data/T9 vlm-real-data/V3 vlm-real-data/T12", 1, 90),
+    "knobs": claims("vlm-tuning-knobs/V8 vlm-tuning-knobs/V13 vlm-tuning-knobs/V7 vlm-tuning-knobs/V9", 1, 90),
+    "precision": claims("fp8-recipes/W14 fp8-recipes/W12 fp8-recipes/W20", 1, 90),
+    "graphs-torch": claims("cuda-graphs/V6 cuda-graphs/V11.n cuda-graphs/V15.s", 1, 90),
+    "memory": claims("offloading/W16 long-context-memory/L13", 1, 90),
+    "table": Task(1, "python tools/megatron_table.py one --budget {left} --limit 90 --out {out}/parity", 90, 40),
+    "table2": Task(2, "python tools/megatron_table.py one two --budget {left} --limit 90 --out {out}/parity", 90, 40),
+    "lengths": Task(4, "python tools/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
+    "hundred": HUNDRED,
+    "hundred2": replace(HUNDRED, gpus=2, least_s=300),
+    "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),
+    "layouts2": tests("tests/gpu/test_megatron_gpu.py -k 'not resumed'", 2, 420),
+    "resumed2": tests("tests/gpu/test_megatron_gpu.py -k resumed", 2, 250),
+    "eight-bit": tests("tests/gpu/test_megatron_gpu.py -k 'weights or 8-bit or fsdp'", 1, 120),
+    "sharded2": tests("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 2, 170),
+    "shared-layouts": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and not ({STAGES})'", 230),
+    "shared-stages": shared(f"tests/gpu/test_megatron_gpu.py -k 'not resumed and not fsdp and ({STAGES})'", 290),
+    "shared-sharded": shared("tests/gpu/test_megatron_gpu.py -k 'fsdp and not resumed'", 180),
+    "shared-resumed": shared("tests/gpu/test_megatron_gpu.py -k resumed", 470),
+    "shared-images": shared("tests/gpu/test_megatron_vl_gpu.py -k layout", 320),
+    "shared-hundred": replace(HUNDRED, gpus=1, least_s=540, nodes=4),
+    "shared-torch": shared("tests/gpu/test_layouts_gpu.py tests/gpu/test_megatron_weights_gpu.py tests/gpu/test_operation_gpu.py", 120),
+    "data": tests("tests/gpu/test_data_gpu.py tests/gpu/test_fork_gpu.py", 1, 60),
+    "models": tests("tests/gpu/test_build_gpu.py tests/gpu/test_megatron_models_gpu.py", 1, 120),
+    "first-step": Task(
+        4,
+        "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 train.warmup_steps=2",
+        60,
+    ),
+    "trace": Task(4, "python -m playbook bench trace torch-text-4k-vs-megatron --profile h200x4 --results {out}/results", 130),
+}
+
+
+@dataclass
+class Running:
+    """A task that has begun."""
+
+    name: str
+    gpus: list[str]
+    process: subprocess.Popen[bytes]
+    began: float
+    ends: float
+
+
+def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path) -> dict[str, str]:
+    """What became of each task: "done before", "left out", "ended at its limit" or its exit code."""
+    began, free, waiting, running = time.monotonic(), list(gpus), list(names), list[Running]()
+    became: dict[str, str] = {}
+    for name in names:
+        if (out / f"{name}.done").exists():
+            became[name] = "done before"
+            waiting.remove(name)
+    try:
+        while waiting or running:
+            for job in [j for j in running if j.process.poll() is not None or time.monotonic() > j.ends]:
+                running.remove(job)
+                free = sorted([*free, *job.gpus], key=list(gpus).index)
+                became[job.name] = _end(job, tasks[job.name], out)
+                _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
+            for name in list(waiting):
+                task, left = tasks[name], seconds - (time.monotonic() - began)
+                if left < task.least_s or task.gpus > len(gpus):
+                    became[name] = "left out"
+                    _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
+                    waiting.remove(name)
+                elif task.gpus <= len(free):
+                    running.append(_begin(name, task, [free.pop(0) for _ in range(task.gpus)], left, out))
+                    waiting.remove(name)
+                    _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
+            time.sleep(0.1)
+    finally:
+        for job in running:
+            _end(job, tasks[job.name], out)
+    return became
+
+
+def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
+    told = max(0, int(left) - task.margin_s)
+    words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
+    path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PLAYBOOK_SECONDS": str(told)}
+    # Tables say what ranks with GPUs of their own found.
+    env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}
+    env |= {"PLAYBOOK_PARITY": str(out / "parity")} if task.tells else {}
+    words[0] = sys.executable if words[0] == "python" else words[0]
+    with (out / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    now = time.monotonic()
+    return Running(name, gpus, process, now, now + left)
+
+
+def _end(job: Running, task: Task, out: Path) -> str:
+    code = job.process.poll()
+    with suppress(ProcessLookupError):
+        os.killpg(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    if code is None:
+        return "ended at its limit"
+    if code in task.settled:
+        (out / f"{job.name}.done").touch()
+    return str(code)
+
+
+def _say(began: float, text: str) -> None:
+    print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help="; ".join(TASKS))
+    parser.add_argument("--seconds", type=float, default=580, help="for all of it")
+    parser.add_argument("--out", type=Path, default=Path("session"), help="folder of logs and results")
+    parser.add_argument("--list", action="store_true", help="print the tasks and end")
+    parser.add_argument("--lines", type=int, default=12, help="of each log's end to print")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.list:
+        print("\n".join(f"{name:24} {t.gpus} GPUs, {t.least_s} s  {t.command}" for name, t in TASKS.items()))
+        return 0
+    if wrong := [name for name in arguments.tasks if name not in TASKS]:
+        print(f"no task {', '.join(wrong)}; there are {', '.join(TASKS)}", file=sys.stderr)
+        return 2
+    out = arguments.out.resolve()
+    (out / "parity").mkdir(parents=True, exist_ok=True)
+    for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
+        if not (out / "parity" / kept.name).exists():
+            shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
+    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
+    for name in became:
+        if (log := out / f"{name}.log").is_file():
+            print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-arguments.lines :], sep="\n")
+    return 0 if set(became.values()) <= {"0", "done before"} else 1
+
+
+def visible() -> list[str]:
+    """The GPUs that may be used."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [i for i in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if i]
+    tool = shutil.which("nvidia-smi")
+    said = (
+        subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout
+        if tool
+        else ""
+    )
+    return said.split()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
