@@ -15,7 +15,7 @@ from playbook.errors import ConfigError, FileError, StoreError
 from playbook.mcp.server import claim_answer, evidence_list
 from playbook.paths import data_root
 from playbook.records.case import Activation, Case, list_cases, load_case
-from playbook.records.evidence import ClaimRef, Evidence, seal
+from playbook.records.evidence import ClaimRef, Evidence, Measured, seal
 from playbook.records.read import EVIDENCE, content_sha, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict

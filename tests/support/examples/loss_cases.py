@@ -1,4 +1,4 @@
-"""The kernel of the loss against float64: tests/gpu calls this on a GPU, tests/unit runs it as a program under Triton's interpreter."""
+"""The kernel of the loss against float64: tests/gpu calls this on a GPU, tests/trainer runs it as a program under Triton's interpreter."""
 
 from __future__ import annotations
 

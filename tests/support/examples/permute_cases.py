@@ -1,4 +1,4 @@
-"""Sums of weighted rows by the kernel against float64: tests/unit runs this as a program under Triton's interpreter."""
+"""Sums of weighted rows by the kernel against float64: tests/trainer runs this as a program under Triton's interpreter."""
 
 from __future__ import annotations
 

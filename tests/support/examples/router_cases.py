@@ -1,4 +1,4 @@
-"""The router's kernel against the plain path and float64: tests/gpu calls this on a GPU, tests/unit runs it as a program under Triton's interpreter."""
+"""The router's kernel against the plain path and float64: tests/gpu calls this on a GPU, tests/trainer runs it as a program under Triton's interpreter."""
 
 from __future__ import annotations
 
