@@ -91,11 +91,11 @@ class Observer:
         entry[0] += 1
         entry[1] += num_bytes
 
-    def count(self, name: str, args: Any) -> None:
-        """One operator ran; products count as float32 where a factor is."""
+    def count(self, name: str, result: Any) -> None:
+        """One operator ran. A product counts as float32 where its result is, since products of 16-bit factors may be summed into float32."""
         if name in _COUNTED:
             self.counters[_COUNTED[name]] += 1
-        elif name in _PRODUCTS and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
+        elif name in _PRODUCTS and isinstance(result, Tensor) and result.dtype == torch.float32:
             self.counters["float32_products"] += 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,9 +123,10 @@ class _Operators(TorchDispatchMode):
         namespace, name = _name(func)
         if namespace == "c10d":
             self._note(name, args)
-        elif namespace == "aten":
-            self.observer.count(name, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if namespace == "aten":
+            self.observer.count(name, result)
+        return result
 
     def _note(self, name: str, args: Any) -> None:
         if name not in _OPS:

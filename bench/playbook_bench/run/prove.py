@@ -1,0 +1,106 @@
+"""Whether a case's activation proofs hold: one short launch of each variant, before a series is spent on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from playbook.errors import ConfigError
+from playbook.records.case import LAUNCHED_KINDS, Case, load_case
+from playbook.records.evidence import Check, Observed, Variant
+from playbook_bench.judge.receipt import judge_run
+from playbook_bench.launch.local import TRAINER, LocalLauncher, Spec, interruptible
+from playbook_bench.machine import detect
+from playbook_bench.run.series import read_run, threads_per_rank
+from playbook_bench.run.variants import Resolved, resolve_all
+
+TIMED_STEPS = 1
+WARMUP_STEPS = 2
+"""Enough for compilation and for the capture of graphs; the observed step comes after the timed ones."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What one launch of a variant showed."""
+
+    case: str
+    variant: Variant
+    outcome: str
+    """`ok`, or how the launch ended instead (`oom`, `crash`, ...)."""
+    message: str
+    checks: list[Check]
+    observed: Observed | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the launch ended well and met every rule."""
+        return self.outcome == "ok" and all(c.ok for c in self.checks)
+
+
+def prove(
+    case_ids: Sequence[str],
+    *,
+    profile: str | None = None,
+    jobs: int = 1,
+    full_length: bool = False,
+    command: Sequence[str] | None = None,
+    say: Callable[[Proof], None] = lambda proof: None,
+) -> list[Proof]:
+    """Launch each variant of each case once, in short, and judge its receipt by the case's rules; nothing is timed and nothing is stored.
+
+    `jobs` launches run side by side. `full_length` keeps the case's own steps, for metrics that only they show.
+
+    Raises:
+        ConfigError: a case launches nothing, or cannot run on this machine.
+        FileError: there is no such case, or its file is invalid.
+    """
+    here = detect.detect()
+    todo: list[tuple[Case, str, Resolved]] = []
+    for case in map(load_case, case_ids):
+        if case.kind not in LAUNCHED_KINDS:
+            raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
+        chosen = detect.require_profile(case, here, profile)
+        todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
+    with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def launch(i: int) -> Proof:
+            case, chosen, resolved = todo[i]
+            machine = detect.restrict(here, chosen)
+            environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
+            threads = threads_per_rank(machine, [resolved])
+            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length)
+            say(proof)
+            return proof
+
+        return list(pool.map(launch, range(len(todo))))
+
+
+def _launch(
+    case: Case, resolved: Resolved, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
+) -> Proof:
+    train = resolved.config.train
+    if not full_length:
+        warmup = min(train.warmup_steps, WARMUP_STEPS)
+        train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + TIMED_STEPS)})
+    folder.mkdir()
+    config = resolved.config.model_copy(update={"train": train})
+    ended = LocalLauncher(command).run(Spec(config, resolved.ranks, folder, environment, case.budget.launch_timeout_s, threads=threads))
+    if ended.outcome != "ok":
+        return Proof(case.id, resolved.variant, ended.outcome, ended.message, [], None)
+    try:
+        observed = read_run(folder).fields.get("observed")
+    except ValueError as e:
+        return Proof(case.id, resolved.variant, "crash", f"the run's files cannot be read: {e}", [], None)
+    checks = judge_run(case.activation, _Seen(resolved.variant, observed))
+    return Proof(case.id, resolved.variant, "ok", "", checks, observed)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A launch, as far as its receipt goes."""
+
+    variant: Variant
+    observed: Observed | None

@@ -1,0 +1,298 @@
+"""What one GPU reaches on the kernels that a training step is made of: `python -m playbook_trainer.calibrate OUT.json`.
+
+Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates between
+the rows instead of fitting constants to whole runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from playbook_trainer.config.environment import GROUPED_GEMM
+
+SCHEMA = "calibration/1"
+WINDOW_S = 0.012
+"""A timed window repeats the kernel for about so long."""
+WINDOWS = 5
+"""The median of so many windows is kept."""
+
+TOKENS = (1024, 4096, 16384)
+LINEAR = (  # (in, out) of linear layers between 2 and 8 thousand wide, and of an output head
+    (2048, 512), (2048, 4096), (2048, 12288), (2048, 151936), (4096, 4096), (4096, 6144), (4096, 24576), (4096, 128256), (5120, 5120),
+    (6144, 2048), (7168, 1536), (7168, 4096), (7168, 36864), (8192, 8192), (8192, 10240), (8192, 57344), (12288, 4096),
+)  # fmt: skip
+SMALL_TOKENS = (128, 512, 2048)
+EXPERTS = (  # (in, width of an expert, experts on a rank)
+    (2048, 768, 16), (2048, 768, 128), (4096, 1536, 16), (7168, 2048, 8), (2880, 2880, 8), (4096, 14336, 2),
+)  # fmt: skip
+ROWS_PER_EXPERT = (64, 256, 1024, 4096)
+HEADS = ((32, 4, 128), (64, 8, 128), (16, 16, 128), (64, 8, 64))
+LENGTHS = (1024, 4096, 16384, 65536)
+WIDTHS = (2048, 7168)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Median time of one call on the GPU, in seconds; kernels follow one another without waiting for the host."""
+    run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    repeats = max(1, min(200, int(WINDOW_S / max(time.perf_counter() - began, 1e-6))))
+    found = []
+    for _ in range(WINDOWS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(found)
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32 if dtype is torch.float32 else torch.bfloat16).to(dtype)
+
+
+def _row(kind: str, seconds: float, *, flops: float = 0.0, num_bytes: float = 0.0, **shape: Any) -> dict[str, Any]:
+    rates = {"flops_per_s": flops / seconds} if flops else {}
+    rates |= {"bytes_per_s": num_bytes / seconds} if num_bytes else {}
+    return {"kind": kind, **shape, "seconds": seconds, **rates}
+
+
+def linear() -> Iterator[dict[str, Any]]:
+    """Products of linear layers in bfloat16: output, gradient of the input, gradient of the weight."""
+    for wide_in, wide_out in LINEAR:
+        for tokens in (*SMALL_TOKENS, *TOKENS) if wide_out < 100_000 else TOKENS[:2]:
+            x, w, g = _normal(tokens, wide_in), _normal(wide_out, wide_in), _normal(tokens, wide_out)
+            passes = {"forward": lambda: x @ w.t(), "input_gradient": lambda: g @ w, "weight_gradient": lambda: g.t() @ x}  # noqa: B023
+            for name, run in passes.items():
+                yield _row("linear", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase=name, tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+
+
+def linear_fp8() -> Iterator[dict[str, Any]]:
+    """Products in 8-bit floating point with one scale for each tensor, without the quantisation of the operands."""
+    one = torch.ones((), device="cuda")
+    for wide_in, wide_out in LINEAR:
+        if wide_out > 100_000:
+            continue
+        for tokens in TOKENS:
+            x, w = _normal(tokens, wide_in, dtype=torch.float8_e4m3fn), _normal(wide_out, wide_in, dtype=torch.float8_e4m3fn)
+            run = lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: B023, E731
+            yield _row("linear_fp8", seconds(run), flops=2.0 * tokens * wide_in * wide_out, phase="forward", tokens=tokens, wide_in=wide_in, wide_out=wide_out)  # fmt: skip
+
+
+def grouped() -> Iterator[dict[str, Any]]:
+    """One product for all experts of a rank (`torch._grouped_mm`), both layers of a SwiGLU expert, every expert with the same rows."""
+    from playbook_trainer.torch.model.decoder import grouped_product
+
+    for hidden, width, experts in EXPERTS:
+        for rows in ROWS_PER_EXPERT:
+            total = rows * experts
+            ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
+            for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
+                x = _normal(total, wide_in).requires_grad_()
+                w, g = _normal(experts, wide_out, wide_in).requires_grad_(), _normal(total, wide_out)
+                shape = {"rows_per_expert": rows, "experts": experts, "wide_in": wide_in, "wide_out": wide_out}
+                work = 2.0 * total * wide_in * wide_out
+                with torch.no_grad():
+                    forward = seconds(lambda: grouped_product(x, w, ends))  # noqa: B023
+                yield _row("grouped", forward, flops=work, phase="forward", **shape)
+                both = seconds(lambda: torch.autograd.grad(grouped_product(x, w, ends), (x, w), g))  # noqa: B023
+                yield _row("grouped", both - forward, flops=2 * work, phase="backward", **shape)
+
+
+def megatron_grouped() -> Iterator[dict[str, Any]]:
+    """The same by Transformer Engine's GroupedLinear, as megatron-core calls it; the environment chooses cuBLAS or CUTLASS before the process starts."""
+    from transformer_engine.pytorch import GroupedLinear
+
+    library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"
+    for hidden, width, experts in EXPERTS:
+        for rows in ROWS_PER_EXPERT:
+            total, splits = rows * experts, [rows] * experts
+            layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
+            x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
+            shape: dict[str, Any] = {
+                "library": library,
+                "rows_per_expert": rows,
+                "experts": experts,
+                "wide_in": hidden,
+                "wide_out": 2 * width,
+            }
+            work = 2.0 * total * hidden * 2 * width
+            with torch.no_grad():
+                forward = seconds(lambda: layer(x, splits))  # noqa: B023
+            yield _row("megatron_grouped", forward, flops=work, phase="forward", **shape)
+            both = seconds(lambda: torch.autograd.grad(layer(x, splits), (x, *layer.parameters()), g))  # noqa: B023
+            yield _row("megatron_grouped", both - forward, flops=2 * work, phase="backward", **shape)
+
+
+def attention() -> Iterator[dict[str, Any]]:
+    """Causal attention of one row, by cuDNN and by flash; half of the square is counted."""
+    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    for heads, kv_heads, width in HEADS:
+        for length in LENGTHS:
+            q = _normal(1, heads, length, width).requires_grad_()
+            k, v = (_normal(1, kv_heads, length, width).requires_grad_() for _ in range(2))
+            g = _normal(1, heads, length, width)
+            work = 4.0 * heads * length * length * width / 2
+            shape = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+            for name, kernel in kernels.items():
+
+                def run() -> Tensor:
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: B023
+
+                with sdpa_kernel(kernel):
+                    with torch.no_grad():
+                        forward = seconds(run)
+                    both = seconds(lambda: torch.autograd.grad(run(), (q, k, v), g))  # noqa: B023
+                yield _row("attention", forward, flops=work, phase="forward", kernel=name, **shape)
+                yield _row("attention", both - forward, flops=2.5 * work, phase="backward", kernel=name, **shape)
+
+
+def elementwise() -> Iterator[dict[str, Any]]:
+    """Norms, activation, permutation, copies: bytes that must move, over time."""
+    from playbook_trainer.torch.kernels import norm, permute, swiglu
+
+    for width in WIDTHS:
+        for tokens in TOKENS:
+            x, scale, g = _normal(tokens, width).requires_grad_(), torch.ones(width, device="cuda").requires_grad_(), _normal(tokens, width)
+            moved = 2.0 * tokens * width
+            with torch.no_grad():
+                forward = seconds(lambda: norm.norm(x, scale, 1e-6))  # noqa: B023
+            both = seconds(lambda: torch.autograd.grad(norm.norm(x, scale, 1e-6), (x, scale), g))  # noqa: B023
+            yield _row("norm", forward, num_bytes=2 * moved, phase="forward", tokens=tokens, width=width)
+            yield _row("norm", both - forward, num_bytes=3 * moved, phase="backward", tokens=tokens, width=width)
+            h = _normal(tokens, 2 * width).requires_grad_()
+            with torch.no_grad():
+                forward = seconds(lambda: swiglu.swiglu(h))  # noqa: B023
+            both = seconds(lambda: torch.autograd.grad(swiglu.swiglu(h), h, g))  # noqa: B023
+            yield _row("swiglu", forward, num_bytes=3 * moved, phase="forward", tokens=tokens, width=width)
+            yield _row("swiglu", both - forward, num_bytes=5 * moved, phase="backward", tokens=tokens, width=width)
+            yield _row("copy", seconds(x.detach().clone), num_bytes=2 * moved, tokens=tokens, width=width)
+            k = 8
+            place = torch.randperm(tokens * k, device="cuda")
+            rows = _normal(tokens * k, width)
+            yield _row("permute", seconds(lambda: permute.spread(x.detach(), place, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+            yield _row("unpermute", seconds(lambda: permute.collect(rows, place, None, k)), num_bytes=(1 + k) * moved, tokens=tokens, width=width, top_k=k)  # noqa: B023  # fmt: skip
+
+
+def loss() -> Iterator[dict[str, Any]]:
+    """Output head, softmax, loss and its gradients, in chunks of rows."""
+    from playbook_trainer.torch.kernels.cross_entropy import fused_rows
+    from playbook_trainer.torch.parallel.axes import Axis
+    from playbook_trainer.torch.parallel.tensor import CHUNK, linear_cross_entropy
+
+    for hidden, words in ((2048, 151936), (7168, 129280)):
+        for tokens in TOKENS[1:]:
+            x, w = _normal(tokens, hidden).requires_grad_(), _normal(words, hidden).requires_grad_()
+            labels = torch.randint(0, words, (tokens,), device="cuda")
+            run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, labels, Axis("tp"), CHUNK, fused_rows), (x, w))  # noqa: B023, E731
+            yield _row("loss", seconds(run), flops=6.0 * tokens * hidden * words, phase="both", tokens=tokens, hidden=hidden, words=words)
+
+
+def optimizer() -> Iterator[dict[str, Any]]:
+    """One AdamW update in one pass, with whole float32 weights and with weights split into a bfloat16 half and a rest."""
+    from playbook_trainer.torch.kernels import adamw
+
+    group = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
+    count, scale = 1 << 28, adamw.no_scale(torch.device("cuda"))
+    for moments in (torch.float32, torch.bfloat16):
+        m, v, g = (torch.zeros(count, device="cuda", dtype=t) for t in (moments, moments, torch.bfloat16))
+        p, low = torch.zeros(count, device="cuda", dtype=torch.bfloat16), torch.zeros(count, device="cuda", dtype=torch.int16)
+        moved = count * (2 + 2 * (2 * m.element_size() + 4))
+        yield _row("optimizer", seconds(lambda: adamw.update(p, g, m, v, scale, group, 1, low)), num_bytes=moved, values=count, moments=str(moments)[6:])  # noqa: B023  # fmt: skip
+
+
+def host() -> Iterator[dict[str, Any]]:
+    """Host time of one operator launched from Python, in seconds, and host-device copies."""
+    x = torch.zeros(16, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(2):
+        began = time.perf_counter()
+        for _ in range(2000):
+            x.add_(1.0)
+        issued = (time.perf_counter() - began) / 2000
+        torch.cuda.synchronize()
+    yield _row("host_launch", issued, operator="add_")
+    pinned, device = torch.zeros(1 << 28, dtype=torch.uint8).pin_memory(), torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    yield _row("host_to_device", seconds(lambda: device.copy_(pinned, non_blocking=True)), num_bytes=1 << 28)
+    yield _row("device_to_host", seconds(lambda: pinned.copy_(device, non_blocking=True)), num_bytes=1 << 28)
+
+
+FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "host": host, "elementwise": elementwise, "optimizer": optimizer, "attention": attention, "loss": loss, "grouped": grouped,
+    "linear": linear, "linear_fp8": linear_fp8, "megatron_grouped": megatron_grouped,
+}  # fmt: skip
+
+
+def measure(names: Sequence[str], budget_s: float) -> dict[str, Any]:
+    """Rows of the named families, as many as the seconds hold; a family that cannot run here, or is cut, says why under `missing`."""
+    began, rows, missing = time.monotonic(), list[dict[str, Any]](), dict[str, str]()
+    for name in names:
+        try:
+            for row in FAMILIES[name]():
+                rows.append({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()})
+                if time.monotonic() - began > budget_s:
+                    raise TimeoutError(f"cut after {budget_s:g} s")
+        except (ImportError, RuntimeError, TimeoutError, AttributeError, ValueError, TypeError) as e:
+            missing[name] = f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"
+        torch.cuda.empty_cache()
+        print(f"[{time.monotonic() - began:4.0f} s] {name}: {missing.get(name, 'done')}", file=sys.stderr, flush=True)  # noqa: T201
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": {"name": properties.name, "memory_bytes": properties.total_memory, "processors": properties.multi_processor_count},
+        "packages": {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} | _versions(),
+        "host": {"python": platform.python_version()},
+        "rows": rows,
+        "missing": missing,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("triton", "transformer-engine", "megatron-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES), help="families of kernels; all of them, if not given"
+    )
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU to calibrate on; torch finds no CUDA device", file=sys.stderr)  # noqa: T201
+        return 2
+    arguments.out.write_text(json.dumps(measure(arguments.only, arguments.budget), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
