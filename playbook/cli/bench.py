@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, 
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import complain, print_json, print_table, print_trace, say
 from playbook.records.case import list_cases, load_case
-from playbook_bench.run import aa, replay, report, store
+from playbook_bench.run import aa, prove, replay, report, store
 from playbook_bench.run import confirm as harness
 
 app = commands()
@@ -54,6 +55,28 @@ def bench_list(as_json: AsJson = False) -> None:
         for c in map(load_case, list_cases())
     ]
     print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"))
+
+
+@bench_app.command("check")
+def bench_check(
+    cases: Annotated[list[str], typer.Argument(metavar="CASE", help="Ids of cases.")],
+    profile: Profile = None,
+    full_length: Annotated[bool, typer.Option("--full-length", help="Keep the case's own number of steps.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+
+    def show(proof: prove.Proof) -> None:
+        ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
+        (complain if as_json else say)(f"{proof.case}  {proof.variant}  {ended}")
+        for check in proof.checks:
+            seen = "not reported" if check.observed is None else f"{check.observed:g}"
+            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {check.rule}: {seen}, expected {check.expected}")
+
+    proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
+    if as_json:
+        print_json([{**asdict(p), "checks": [c.model_dump(mode="json") for c in p.checks], "observed": None, "ok": p.ok} for p in proofs])
+    raise typer.Exit(0 if all(p.ok for p in proofs) else 5)
 
 
 @bench_app.command("replay")

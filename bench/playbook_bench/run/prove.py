@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +12,13 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Check, Observed, Variant
 from playbook_bench.judge.receipt import judge_run
 from playbook_bench.launch.local import TRAINER, LocalLauncher, Spec, interruptible
-from playbook_bench.machine import detect
+from playbook_bench.machine import detect, requirements
 from playbook_bench.run.series import read_run, threads_per_rank
 from playbook_bench.run.variants import Resolved, resolve_all
 
 TIMED_STEPS = 1
-WARMUP_STEPS = 2
-"""Enough for compilation and for the capture of graphs; the observed step comes after the timed ones."""
+WARMUP_STEPS = 4
+"""Enough for compilation and for the capture of graphs, which takes three; the observed step comes after the timed ones."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,13 @@ def prove(
     case_ids: Sequence[str],
     *,
     profile: str | None = None,
-    jobs: int = 1,
     full_length: bool = False,
     command: Sequence[str] | None = None,
     say: Callable[[Proof], None] = lambda proof: None,
 ) -> list[Proof]:
     """Launch each variant of each case once, in short, and judge its receipt by the case's rules; nothing is timed and nothing is stored.
 
-    `jobs` launches run side by side. `full_length` keeps the case's own steps, for metrics that only they show.
+    `full_length` keeps the case's own steps, for metrics that only they show.
 
     Raises:
         ConfigError: a case launches nothing, or cannot run on this machine.
@@ -62,20 +60,17 @@ def prove(
     for case in map(load_case, case_ids):
         if case.kind not in LAUNCHED_KINDS:
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
-        chosen = detect.require_profile(case, here, profile)
+        chosen = requirements.require_profile(case, here, profile)
         todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
-    with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder, ThreadPoolExecutor(jobs) as pool:
-
-        def launch(i: int) -> Proof:
-            case, chosen, resolved = todo[i]
-            machine = detect.restrict(here, chosen)
+    proofs = []
+    with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder:
+        for i, (case, chosen, resolved) in enumerate(todo):
+            machine = requirements.restrict(here, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
             threads = threads_per_rank(machine, [resolved])
-            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length)
-            say(proof)
-            return proof
-
-        return list(pool.map(launch, range(len(todo))))
+            proofs.append(_launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length))
+            say(proofs[-1])
+    return proofs
 
 
 def _launch(
