@@ -23,6 +23,7 @@ COMMANDS = {
     "cards": ("cards", "Cards: what is claimed, in which scope, why, and its status."),
     "layout": ("layout", "Layouts: which are possible, what they store, compute and send."),
     "config": ("train", "Configurations: list recipes, export to other trainers."),
+    "calibrate": ("train", "Measure what one GPU reaches on the kernels of a step."),
     "train": ("train", "Train, or say what each rank would hold."),
     "confirm": ("confirm", "Test claims by matched runs on this machine or a cluster."),
     "bench": ("bench", "Cases: run one, replay a record, measure noise, trace."),
