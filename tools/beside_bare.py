@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -20,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(Path(__file__).parent)]
@@ -29,7 +33,6 @@ from megatron_rows import ONE_KERNEL  # noqa: E402
 from megatron_table import LEFT_OUT, ended, measured, reason, run_forked, versions  # noqa: E402
 
 from playbook.records.case import Rule  # noqa: E402
-from playbook.site.megatron import pairs, ratio  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
 
@@ -85,6 +88,24 @@ def run(side: str, arguments: list[str], gpus: Sequence[str], proof: Sequence[Ru
         return out | json.loads((folder / bare_megatron.RESULT).read_text()) | {"versions": versions()}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pairs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Tokens per second and GPU of bare megatron-core and of this trainer, for each pair of one setting of which both have come to their end."""
+    speeds = {(r["side"], r["pair"]): float(r["tokens_per_s_per_gpu"]) for r in rows if r["outcome"] == "ok"}
+    return [
+        (speed, speeds[("ours", pair)]) for (side, pair), speed in sorted(speeds.items()) if side == "bare" and ("ours", pair) in speeds
+    ]
+
+
+def ratio(found: Sequence[tuple[float, float]]) -> tuple[float, float | None, float | None]:
+    """How many times faster the second of each pair is: the geometric mean, and the paired t interval of 95 % where there are two pairs or more."""
+    logs = [math.log(ours / bare) for bare, ours in found]
+    mean, n = statistics.fmean(logs), len(logs)
+    if n < 2:
+        return math.exp(mean), None, None
+    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(logs) / math.sqrt(n)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def summary(found: Sequence[tuple[float, float]]) -> str:

@@ -87,18 +87,16 @@ def site_build(
 
 
 def reference() -> Reference:
-    """Metrics, commands, the trainer's keys and the packages' folders as plain data."""
+    """Metrics, commands and the trainer's keys as plain data."""
     tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
     docs = {k: v for m in (trainer, megatron, model) for k, v in field_docs(Path(inspect.getfile(m)).read_text(encoding="utf-8")).items()}
-    packages = {m.__name__.split(".")[0]: Path(inspect.getfile(m)).parent for m in (schemas, metrics, trainer)}
     return Reference(
         metrics=rows,
         commands=list(walk(tree, "playbook")),
         schema=schema,
         field_docs=docs,
-        packages=packages,
         present=present(None),
         recipes=recipe_rows(),
     )

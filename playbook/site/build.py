@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration, API), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
+`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from playbook.cards.model import Card, by_claim
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
-from playbook.site.api import api_pages
 from playbook.site.calculator import calculator_page
 from playbook.site.cards import Shelf, card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
 from playbook.site.lists import by_phase, index_page, machines_today, matrix_page, summary
 from playbook.site.llms import llms, llms_full, plain_card
-from playbook.site.megatron import megatron_page
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
 from playbook.site.recipes import recipes_page
@@ -41,8 +39,6 @@ class Reference:
     commands: Sequence[Command] = ()
     schema: Mapping[str, Any] = field(default_factory=dict)
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    packages: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of the packages that the API pages are about, by name."""
     present: Present = field(default_factory=Present)
     """What verdicts are compared with."""
     recipes: Sequence[Mapping[str, Any]] = ()
@@ -86,7 +82,6 @@ def generate(
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
-        "_generated/megatron.md": megatron_page(out / "parity", now.present.revisions.get("megatron")),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
@@ -131,7 +126,7 @@ def _reference(reference: Reference) -> dict[str, str]:
         pages["_generated/configuration.md"] = configuration_page(reference.schema, reference.field_docs)
     if reference.recipes:
         pages["_generated/recipes.md"] = recipes_page(reference.recipes)
-    return pages | api_pages(reference.packages)
+    return pages
 
 
 def _shown(path: Path) -> str:

@@ -131,3 +131,11 @@ def test_a_changed_figure_changes_the_built_page(tmp_path: Path, built: Path) ->
         assert "+7.3 %" in words(built / name), name
         assert "+4.1 %" in words(again / name), name
         assert "+7.3 %" not in words(again / name), name
+
+
+def test_api_pages_show_public_names_and_stay_small(built: Path) -> None:
+    pages = {p.stem: p.read_text(encoding="utf-8") for p in (built / "api").glob("*.html")}
+    assert 'id="playbook.planner.memory.estimate"' in pages["planner"]
+    assert 'id="playbook.cards.load.read_cards"' in pages["cards"]
+    assert not [name for name, page in pages.items() if re.search(r'id="[\w.]*\._(?!_)', page)]
+    assert {name: len(page) for name, page in pages.items() if len(page.encode()) > 300_000} == {}

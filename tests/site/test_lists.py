@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from datetime import date
@@ -13,10 +12,8 @@ import pytest
 from site_tree import ID, LENGTHS, SWEEP, add_sweep
 
 from playbook.cards.load import load_all
-from playbook.cli.site import reference
 from playbook.planner.models import MODELS
 from playbook.site import build
-from playbook.site.api import entries
 from playbook.site.models import plan_of, settings
 from playbook.site.text import NBSP
 
@@ -122,43 +119,6 @@ def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> N
     assert f"On h200x4, 2026-11-20: confirmed, +7.3 % [+6.2, +8.5] (evidence {ID})" in own
     assert "<span" not in own + full
     assert own.strip() in full
-
-
-def test_api_pages_have_public_names_and_no_private_ones(tree: Path) -> None:
-    generate(tree, reference=reference())
-    shown = page(tree, "_generated/api-playbook.md")
-    assert "{ #playbook-memory-estimate }" in shown
-    assert "*Raises:* ConfigError" in shown
-    assert "playbook-memory-_stage" not in shown
-    assert "playbook.site.build" not in shown
-    assert "playbook&#95;bench&#46;stats" in page(tree, "_generated/api-playbook-bench.md").replace(".", "&#46;")
-    index = page(tree, "_generated/api.md")
-    assert "api-playbook-trainer.md#playbook-trainer-config" in index
-
-
-def test_api_reads_signatures_fields_and_properties() -> None:
-    source = '''
-class A(Base):
-    """An A."""
-
-    x: int = 3
-    """How many."""
-
-    @property
-    def y(self) -> str:
-        """The y.
-
-        More.
-        """
-
-def f(a: int, *, b: str = "x, y") -> None:
-    """Do it."""
-
-def _g(): ...
-'''
-    found = list(entries(ast.parse(source)))
-    assert [e.signature for e in found] == ["class A(Base)", "f(a: int, *, b: str='x, y') -> None"]
-    assert found[0].members == [("x: int", "How many."), ("y", "The y.")]
 
 
 @pytest.mark.parametrize("name", ["layout.js", "memory.js", "calculator.js", "filter.js", "search.js"])

@@ -16,9 +16,9 @@ pytest.importorskip("megatron.core")
 
 import bare_megatron
 import beside_bare
+from beside_bare import pairs
 
 from playbook.errors import ConfigError
-from playbook.site.megatron import pairs
 from playbook_trainer.config import checks, tree
 from playbook_trainer.megatron import checks as megatron
 
