@@ -167,6 +167,8 @@ class Baseline(Strict):
     """Hash of strict environment (without the trainer's source hash), performance revision, configuration and ranks."""
     surroundings: dict[str, str] | None = None
     """Exported variables that steer the libraries, and power limits; one from before they were noted has None, and fits any."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The resolved configuration that its runs share; empty in older ones."""
     runs: list[Run]
 
 

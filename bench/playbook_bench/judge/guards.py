@@ -10,7 +10,8 @@ from playbook.records.case import Case
 from playbook.records.evidence import Baseline, Gate, Run
 from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
-from playbook_bench.run.variants import flat, undeclared
+from playbook_bench.run.variants import undeclared
+from playbook_trainer.config.hashing import flatten
 
 WORK_TOLERANCE = 1e-9
 SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
@@ -91,7 +92,7 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     for run in runs:
         if run.strict_sha not in strict:
             return Gate(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
-        views.append({k: v for k, v in flat(strict[run.strict_sha]).items() if k not in free})
+        views.append({k: v for k, v in flatten(strict[run.strict_sha]).items() if k not in free})
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
     return Gate(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 

@@ -14,6 +14,7 @@ from playbook.records.evidence import Check, Observed
 from playbook_bench.judge.receipt import judge_runs
 from playbook_bench.run.variants import extended, resolve_variant
 from playbook_trainer.config import tree as trainer_config
+from playbook_trainer.config.renamed import modern
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
@@ -98,7 +99,7 @@ def _differences(then: _Tested, today: Case) -> Iterator[str]:
             continue
         if then.plan is not None and then.plan.extended:
             now = extended(now)  # as the harness has done then
-        was = {**then.configs.get(run.config_sha, {}), "ranks": run.ranks}
+        was = {**modern(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
         for key, a, b in _changed(was, {**trainer_config.dump(now.config), "ranks": now.ranks}):
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
     judged = [run for run in then.runs if run.role == "measure" and run.outcome == "ok"]

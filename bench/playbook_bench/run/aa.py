@@ -208,6 +208,7 @@ def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
         profile=running.profile,
         noise_key=series.noise_key(runs[0], running.strict),
         surroundings=detect.surroundings(running.machine),
+        config=running.configs[runs[0].config_sha],
         runs=list(runs),
     )
 

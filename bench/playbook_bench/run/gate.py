@@ -28,7 +28,7 @@ from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, schedule, series, store
 from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import Resolved, resolve_variant
+from playbook_bench.run.variants import resolve_variant
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "error": 5}
 LEAST = 0.01
@@ -126,7 +126,7 @@ def run(
             case=case,
             profile=chosen,
             machine=requirements.restrict(machine, chosen),
-            variants={"baseline": shared, "candidate": Resolved("candidate", shared.config, shared.ranks, shared.environment)},
+            variants={"baseline": shared, "candidate": replace(shared, variant="candidate")},
             plan=_plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
             launcher=_TwoTrees({"baseline": other, "candidate": tree}, inner),
             work=work,

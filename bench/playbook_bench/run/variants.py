@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,11 @@ from playbook.paths import data_root
 from playbook.records.case import Case
 from playbook.records.evidence import Variant
 from playbook.yaml_files import did_you_mean
+from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
+from playbook_trainer.config.automatic import Target
+from playbook_trainer.config.hashing import config_sha, flatten
+from playbook_trainer.config.renamed import modern_key
 from playbook_trainer.config.tree import TrainerConfig
 
 _CONFIG_PREFIX = "trainer/configs/"
@@ -27,11 +31,12 @@ class Resolved:
     config: TrainerConfig
     ranks: int
     environment: dict[str, str]
+    target: Target = field(default_factory=Target)
 
     @property
     def sha(self) -> str:
-        """The configuration's hash."""
-        return trainer_config.config_sha(self.config)
+        """The configuration's hash on the machine that it is meant for."""
+        return config_sha(self.config, self.target)
 
 
 def trainer_path(case: Case) -> Path:
@@ -69,7 +74,8 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
     if profile == "cpu":
         merged.setdefault("train.device", "cpu")
-    return Resolved(variant, trainer_config.load(trainer_path(case), merged), ranks, dict(case.delta.environment.get(variant, {})))
+    config, target = trainer_config.load(trainer_path(case), merged), automatic.here(None if profile == "cpu" else profile)
+    return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
 
 
 def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
@@ -96,13 +102,13 @@ def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
 
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ without the case saying so."""
-    declared = {key for delta in case.variants.values() for key in delta}
+    declared = {name for delta in case.variants.values() for key in delta for name in (key, modern_key(key))}
     return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ; where results are written does not count."""
-    left, right = flat(a), flat(b)
+    left, right = flatten(a), flatten(b)
     keys = sorted(left.keys() | right.keys())
     return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
 
@@ -112,7 +118,7 @@ def extended(resolved: Resolved) -> Resolved:
     train = resolved.config.train
     window = train.steps - train.warmup_steps
     longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
-    return Resolved(resolved.variant, resolved.config.model_copy(update={"train": longer}), resolved.ranks, resolved.environment)
+    return replace(resolved, config=resolved.config.model_copy(update={"train": longer}))
 
 
 class _Absent:
@@ -121,14 +127,3 @@ class _Absent:
 
 def _covered(key: str, declared: Iterable[str]) -> bool:
     return any(key == d or key.startswith(d + ".") for d in declared)
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            out.update(flat(value, f"{prefix}{key}."))
-        else:
-            out[f"{prefix}{key}"] = value
-    return out

@@ -6,9 +6,8 @@ Precedence: defaults < file < `key.path=value` overrides. Unknown keys are error
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -25,6 +24,7 @@ from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MOD
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
+from playbook_trainer.config.renamed import modern, modern_key, old_names
 
 
 class GeneratedConfig(Strict):
@@ -388,9 +388,13 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     data, marks = _read(path)
     if not isinstance(data, dict):
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
+    for line in (*old_names(data), *(f"{key} is now called {modern_key(key)}" for key in overrides if modern_key(key) != key)):
+        warnings.warn(f"{path}: {line}; the old name still works", FutureWarning, stacklevel=3)
+    data = modern(data)
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
-        _set(data, key, value, str(path))
+        _set(data, modern_key(key), value, str(path))
+    data = modern(data)  # overrides may have old values
     if data.get("model") is None:
         raise FileError(
             [Finding(str(path), *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")]
@@ -429,15 +433,6 @@ def model_names() -> list[str]:
 def dump(config: TrainerConfig) -> dict[str, Any]:
     """The resolved configuration as plain data."""
     return config.model_dump(mode="json")
-
-
-def config_sha(config: TrainerConfig) -> str:
-    """A hash of everything that decides what is computed; where results are written and who watches does not count."""
-    data = dump(config)
-    for key in ("output", "checkpoint", "tracker", "profile"):
-        data.pop(key)
-    data["train"].pop("hang_timeout_s")
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _set(data: dict[str, Any], key: str, value: Any, file: str) -> None:

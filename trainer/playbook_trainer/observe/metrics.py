@@ -25,7 +25,9 @@ import yaml
 from torch import Tensor
 
 from playbook.errors import DataError
-from playbook_trainer.config.tree import TrainerConfig, config_sha, dump
+from playbook_trainer.config import automatic
+from playbook_trainer.config.hashing import config_sha
+from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.observe import trackers as tracker
 from playbook_trainer.observe.flops import FORMULA, Ledger, peak
 from playbook_trainer.observe.totals import StepTotals
@@ -369,7 +371,9 @@ def write_summary(
         "world_size": axes.world.size,
         "backend": config.backend,
         "device": recorder.device.type,
-        "config_sha": config_sha(config),
+        "config_sha": config_sha(
+            config, automatic.here(torch.cuda.get_device_name(recorder.device) if recorder.device.type == "cuda" else None)
+        ),
         "source_sha": source_sha(),
         "performance_revision": PERFORMANCE_REVISION[config.backend],
         "data_sha": data_sha,

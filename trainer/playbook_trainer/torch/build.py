@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.functional import linear
 
 from playbook.errors import ConfigError
+from playbook_trainer.config import automatic
 from playbook_trainer.config.tree import CompileConfig, TrainConfig, TrainerConfig
 from playbook_trainer.torch import weights
 from playbook_trainer.torch.model import fp8, graphs
@@ -35,7 +36,9 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     check_device(config, device)
     leave_multiprocessors(config.parallel.comm_sms)
     meet(axes, device)
-    grouped = config.moe.experts == "grouped" or (config.moe.experts == "auto" and device.type == "cuda" and train.dtype == "bf16")
+    grouped = config.moe.experts == "grouped" or (
+        config.moe.experts == "auto" and automatic.grouped_experts("torch", "", train.dtype, has_gpu=device.type == "cuda")
+    )
     product, expert_product = fp8.products(config.precision.fp8, config.precision.fp8_modules, device)
     options = Options(
         axes=axes,

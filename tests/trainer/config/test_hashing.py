@@ -1,0 +1,136 @@
+"""The hash of a configuration survives growth: new keys at their neutral value, new names, and `auto` on one kind of machine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from playbook.paths import data_root, repo_root
+from playbook.records.case import load_case
+from playbook_bench.run import store
+from playbook_bench.run.series import noise_key
+from playbook_bench.run.variants import resolve_all
+from playbook_trainer.config import hashing, renamed
+from playbook_trainer.config.automatic import Target
+from playbook_trainer.config.hashing import config_sha, sha_of
+from playbook_trainer.config.neutral import NEUTRAL
+from playbook_trainer.config.tree import TrainerConfig, dump, load
+
+TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
+H200 = Target("NVIDIA H200", transformer_engine=True)
+BASELINES = sorted(data_root("baselines").glob("*/*.json"))
+
+
+def leaves(model, prefix=""):
+    """(dotted key, field) of every value in the tree, inside sections that may be absent too."""
+    for name, field in model.model_fields.items():
+        kinds = [
+            a
+            for a in (field.annotation, *typing.get_args(field.annotation))
+            if isinstance(a, type) and not isinstance(a, types.GenericAlias)
+        ]
+        section = next((a for a in kinds if issubclass(a, BaseModel)), None)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from leaves(section, f"{prefix}{name}.")
+
+
+def test_every_key_with_a_default_has_a_neutral_value():
+    keys = {k for k, field in leaves(TrainerConfig) if not field.is_required()}
+    watching = {k for k in keys if k.split(".")[0] in ("output", "checkpoint", "tracker", "profile") or k == "train.hang_timeout_s"}
+    assert keys - watching - NEUTRAL.keys() == set(), "add the value at which nothing changes to config/neutral.py"
+
+
+def test_the_hash_of_a_configuration_stands_still():
+    """Pinned: whoever changes it has changed every stored A/A's key."""
+    assert config_sha(load(TINY), Target()) == "f41a94e6c0160b36"
+
+
+def test_a_new_key_keeps_every_hash_while_it_is_neutral(monkeypatch):
+    before = dump(load(TINY))
+    grown = copy.deepcopy(before)
+    grown["moe"]["brand_new"] = 0
+    monkeypatch.setattr(hashing, "NEUTRAL", {**NEUTRAL, "moe.brand_new": 0})
+    assert sha_of(grown, H200) == sha_of(before, H200)
+    grown["moe"]["brand_new"] = 1
+    assert sha_of(grown, H200) != sha_of(before, H200)
+
+
+@pytest.mark.parametrize("key", ["optimizer.eps", "data.pack_buffer", "moe.capacity_factor", "parallel.fsdp"])
+def test_another_default_changes_the_hash(key):
+    """A tree whose default is another one resolves a file that does not name the key to that value, and no line of NEUTRAL has moved."""
+    data = dump(load(TINY))
+    section, name = key.split(".")
+    data[section][name] = (data[section][name] or 0) + 1
+    assert sha_of(data, Target()) != sha_of(dump(load(TINY)), Target())
+
+
+def test_where_results_go_and_who_watches_does_not_count():
+    other = load(
+        TINY, {"output": "elsewhere", "checkpoint.dir": "c", "tracker.wandb": True, "profile.kineto": True, "train.hang_timeout_s": 1}
+    )
+    assert config_sha(other, H200) == config_sha(load(TINY), H200)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "meant"),
+    [
+        (H200, {"train.dtype": "bf16"}, {"moe.experts": "grouped", "train.device": "cuda"}),
+        (H200, {"train.dtype": "bf16", "train.device": "cpu"}, {"moe.experts": "loop", "train.attention": "plain"}),
+        (Target(), {}, {"moe.experts": "loop", "train.device": "cpu", "train.attention": "plain", "megatron.kernels": "local"}),
+        (Target("NVIDIA A100-SXM4-80GB"), {"train.dtype": "bf16"}, {"train.attention": "flash", "megatron.kernels": "local"}),
+        (H200, {"backend": "megatron"}, {"moe.experts": "grouped", "megatron.kernels": "transformer_engine"}),
+    ],
+)
+def test_auto_hashes_as_what_it_stands_for(target, words, meant):
+    auto, said = load(TINY, {**words}), load(TINY, {**words, **meant})
+    assert config_sha(auto, target) == config_sha(said, target)
+
+
+def test_what_auto_stands_for_tells_machines_apart():
+    config = load(TINY, {"train.dtype": "bf16", "train.device": "cuda"})
+    names = (None, "NVIDIA A100-SXM4-80GB", "NVIDIA H200")
+    assert len({config_sha(config, Target(name)) for name in names}) == len(names)
+    assert config_sha(config, Target("h200x4")) == config_sha(config, Target("NVIDIA H200")), "a profile names its GPU in short"
+
+
+def test_a_renamed_key_loads_says_its_new_name_and_keeps_the_hash(monkeypatch, tmp_path):
+    before = dump(load(TINY))
+    old = copy.deepcopy(before)
+    old["train"]["rows_per_step"] = old["train"].pop("global_batch_size")
+    monkeypatch.setattr(renamed, "KEYS", {"train.rows_per_step": "train.global_batch_size"})
+    assert renamed.modern(old) == before
+    assert sha_of(old, H200) == sha_of(before, H200)
+    file = tmp_path / "old.yaml"
+    file.write_text(TINY.read_text().replace("global_batch_size", "rows_per_step"))
+    with pytest.warns(FutureWarning, match="rows_per_step is now called train.global_batch_size"):
+        assert dump(load(file)) == before
+    with pytest.warns(FutureWarning, match="is now called train.global_batch_size"):
+        assert load(TINY, {"train.rows_per_step": 8}).train.global_batch_size == 8
+
+
+@pytest.mark.parametrize("path", BASELINES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_stored_noise_estimate_belongs_to_its_case_as_it_is_today(path):
+    stored = store.load_baseline(path)
+    target = H200 if stored.machine.startswith("h200") else Target()
+    first = next(iter(resolve_all(load_case(stored.case), stored.profile).values()))
+    assert {r.config_sha for r in stored.runs} == {sha_of(stored.config, target)}
+    assert dataclasses.replace(first, target=target).sha == stored.runs[0].config_sha
+    assert path.name == f"{stored.case}.{stored.noise_key}.json"
+
+
+def test_every_stored_noise_estimate_is_keyed_by_an_environment_that_a_record_has():
+    found = [json.loads(p.read_text())["measured"]["strict"] for p in (repo_root() / "bench" / "results").glob("*/0*.json")]
+    every = {sha: env for strict in found for sha, env in strict.items()}
+    for path in BASELINES:
+        stored = store.load_baseline(path)
+        keys = {noise_key(stored.runs[0].model_copy(update={"strict_sha": sha}), every) for sha in every}
+        assert stored.noise_key in keys, path

@@ -1,0 +1,49 @@
+"""The hash of a configuration: equal where the same is computed, whatever the version of the tree. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from playbook_trainer.config import automatic
+from playbook_trainer.config.automatic import Target
+from playbook_trainer.config.neutral import NEUTRAL
+from playbook_trainer.config.renamed import first_name, modern
+from playbook_trainer.config.tree import TrainerConfig, dump
+
+_WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
+"""Where results are written, and who watches: nothing that is computed depends on them."""
+
+
+def config_sha(config: TrainerConfig, target: Target) -> str:
+    """A hash of the resolved value of every key that is not neutral, for a run on the machine `target`."""
+    return sha_of(dump(config), target)
+
+
+def sha_of(data: Mapping[str, Any], target: Target) -> str:
+    """The same for a resolved configuration as plain data, such as a record holds, of this version of the tree or an earlier one."""
+    line = json.dumps(covered(data, target), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name, so that no hash changes with a name."""
+    whole = {**NEUTRAL, **flatten(modern(data))}
+    resolved = automatic.resolve(whole, target)
+    watched = {key for key in resolved if any(key == name or key.startswith(f"{name}.") for name in _WATCHING)}
+    return dict(
+        first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in NEUTRAL or value != NEUTRAL[key])
+    )
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out.update(flatten(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

@@ -1,0 +1,70 @@
+"""Keys and values of the configuration that have had another name. The old spelling still loads, from files and records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from types import MappingProxyType
+from typing import Any
+
+KEYS: Mapping[str, str] = MappingProxyType({})
+"""Old dotted key to today's, the oldest of a key first."""
+VALUES: Mapping[tuple[str, Any], Any] = MappingProxyType({})
+"""(Today's key, old value) to today's value."""
+
+
+def modern(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree, or a part of it from the root, in today's spelling. Where a key is there in both spellings, today's counts."""
+    out = dict(deepcopy(data)) if old_names(data) else dict(data)
+    for old, new in KEYS.items():
+        *sections, name = old.split(".")
+        holder = _section(out, sections)
+        if isinstance(holder, dict) and name in holder:
+            value = holder.pop(name)
+            *others, today = new.split(".")
+            _make(out, others).setdefault(today, value)
+    for (key, value), today in VALUES.items():
+        *sections, name = key.split(".")
+        holder = _section(out, sections)
+        if isinstance(holder, dict) and holder.get(name) == value:
+            holder[name] = today
+    return out
+
+
+def modern_key(key: str) -> str:
+    """Today's spelling of a dotted key."""
+    return KEYS.get(key, key)
+
+
+def first_name(key: str, value: Any) -> tuple[str, Any]:
+    """The oldest spelling of a dotted key and its value."""
+    first = next((old for (name, old), today in VALUES.items() if name == key and today == value), value)
+    return next((old for old, new in KEYS.items() if new == key), key), first
+
+
+def old_names(data: Mapping[str, Any]) -> list[str]:
+    """What of the tree is in an old spelling: a line for each, which names today's."""
+    found = []
+    for old, new in KEYS.items():
+        *sections, name = old.split(".")
+        holder = _section(data, sections)
+        if isinstance(holder, Mapping) and name in holder:
+            found.append(f"{old} is now called {new}")
+    for (key, value), today in VALUES.items():
+        *sections, name = key.split(".")
+        holder = _section(data, sections)
+        if isinstance(holder, Mapping) and holder.get(name) == value:
+            found.append(f"{key}: {value} is now called {today}")
+    return found
+
+
+def _section(data: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
+
+
+def _make(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    for name in names:
+        data = data.setdefault(name, {})
+    return data
