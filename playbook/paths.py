@@ -17,6 +17,9 @@ KINDS = {
     "tables": "playbook/_tables",
 }
 
+DEFAULT_RESULTS = Path(".playbook/results")
+"""Where runs leave their records, unless told otherwise: in the working folder."""
+
 
 def repo_root() -> Path:
     """The folder that holds `playbook/`: the repository, or site-packages for an installed wheel."""

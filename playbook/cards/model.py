@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from playbook.yaml_files import Strict
 
@@ -126,31 +126,9 @@ class Claim(Strict):
     depends_on: list[str] = Field(default_factory=list)
 
 
-def reworded(then: Mapping[str, Any], claim: Claim | MechanismCheck) -> bool:
-    """Whether a claim, as a record holds it in plain data, was put to another test than today's: another metric, margin or comparison."""
-    try:
-        expect = Expect.model_validate(then.get("expect"))
-    except ValidationError:
-        return True
-    # Read as today's model, so that a field which came later does not make an old record differ.
-    return bool(
-        then.get("metric") != claim.metric or expect != claim.expect or then.get("comparison") != claim.comparison.model_dump(mode="json")
-    )
-
-
 def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | MechanismCheck]]:
     """Each claim and mechanism check by its id, with the id of its card."""
     return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
-
-
-def speaks_for(then: Any, card: str, claim: Claim | MechanismCheck) -> bool:
-    """Whether a claim, as a record holds it in plain data, is this claim of this card.
-
-    Cards from elsewhere may number theirs alike. A claim that has moved from another card is known by its words and its test.
-    """
-    if not isinstance(then, Mapping) or then.get("id") != claim.id:
-        return False
-    return then.get("card") == card or (then.get("statement") == claim.statement and not reworded(then, claim))
 
 
 class Decision(Strict):

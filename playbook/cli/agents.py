@@ -20,9 +20,10 @@ from playbook.cli.options import AsJson, commands
 from playbook.cli.output import complain, print_findings, print_json, print_table, say
 from playbook.errors import PlaybookError
 from playbook.mcp.answers import Plan, PlannedCase, PlannedProfile
-from playbook.paths import data_root
+from playbook.paths import DEFAULT_RESULTS, data_root
 from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
 from playbook.records.evidence import Baseline
+from playbook.records.read import Reader
 from playbook.skills import foreign
 from playbook.skills.check import Accepted, Known, check
 from playbook.skills.export import Stock, export
@@ -156,11 +157,11 @@ def library_here() -> Library:
     """Cards and skills that ship, with evidence from this folder's runs and from the repository."""
     from playbook.mcp.server import Library
 
-    cards, mine = load_all(), here()
+    cards, mine, reader = load_all(), here(), Reader()
     return Library(
         cards=cards,
         skills=load_skills(data_root("skills")),
-        records=lambda: records_here(cards, mine),
+        records=lambda: records_here(cards, mine, reader=reader),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
         version=__version__,
@@ -221,7 +222,7 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
 
 def _baselines(case: str, profile: str) -> list[Baseline]:
     """The stored A/A of a case on a profile, from any environment."""
-    from playbook_bench.run.store import DEFAULT_RESULTS, load_baseline
+    from playbook_bench.run.store import load_baseline
 
     folders: list[Path] = [DEFAULT_RESULTS / "baselines", data_root("baselines")]
     found = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]

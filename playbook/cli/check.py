@@ -1,11 +1,10 @@
-"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys. Part of the command line.
+"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys, then all evidence. Part of the command line.
 
 Each package judges what it owns; here their answers are put side by side.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,15 +13,18 @@ from typing import Any
 
 from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, speaks_for
+from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
 from playbook.paths import data_root
 from playbook.records.case import Case, beside, case_problems, receipts
+from playbook.records.evidence import Evidence
+from playbook.records.read import Record, read, speaks_for
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.metrics import METRICS
 from playbook_bench.judge.verdict import threshold
+from playbook_bench.run import replay
 from playbook_bench.run.variants import resolve_all, trainer_path
 from playbook_bench.statements import table as logic
 from playbook_trainer.config import checks, recipes
@@ -91,8 +93,18 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += _recipes(cards)
-    found += _expired(cards, data_root("results"), day)
+    records, unreadable = _records(data_root("results"))
+    findings += unreadable + replay.unsound(records)
+    found += _expired(cards, records, day)
     return cards, cases, found + findings
+
+
+def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
+    """All evidence of a folder, and what of it does not read."""
+    try:
+        return read([folder]), []
+    except FileError as e:
+        return [], list(e.findings)
 
 
 def read_cases(folder: Path) -> tuple[dict[str, LoadedCase], list[Finding]]:
@@ -239,22 +251,14 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
 
 
-def _expired(cards: Cards, folder: Path, today: str) -> Iterator[Finding]:
+def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Finding]:
     """Claims whose newest record has expired: what it found may no longer hold."""
-    found: dict[str, list[tuple[Any, bool, str]]] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            then = record["measured"]["claim"] or {}
-            # One that settles nothing takes no verdict's place, however new it is.
-            settles = record["derived"]["verdict"]["status"] not in ("not_applicable", "error")
-            # Not by when it was written: a record that is judged again is valid no longer than the one that its runs come from.
-            found.setdefault(then.get("id", ""), []).append((then, settles, record["expires"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # no record of a verdict: traces lie here too, and `playbook site build` reports what does not read
     for entry, i, claim in cards.claims():
-        own = [(settles, until) for then, settles, until in found.get(claim.id, ()) if speaks_for(then, entry.card.id, claim)]
-        _, expires = max(own, default=(False, "9999"))
+        own = [r for r in records if not r.altered and r.claim_ref and speaks_for(r.claim_ref, entry.card.id, claim)]
+        # One that settles nothing takes no verdict's place, however new it is; one that is judged again is valid no longer than its runs.
+        _, expires = max(
+            ((r.precedence[0] > 1, r.content.expires) for r in own if isinstance(r.content, Evidence)), default=(False, "9999")
+        )
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
             yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0], warning=True)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
+from playbook.paths import DEFAULT_RESULTS, data_root
 
 if TYPE_CHECKING:
     from datetime import date
 
     from playbook.cards.model import Card, Claim, MechanismCheck
-    from playbook.records.read import Present, Record
+    from playbook.records.read import Present, Reader, Record
     from playbook.records.staleness import Here
 
 app = commands()
@@ -53,12 +55,12 @@ def evidence_show(
     from playbook_bench.run import report, store
     from playbook_bench.run.confirm import Outcome
 
-    evidence, sealed = store.load_with_seal(file)
+    evidence, problems = store.load_checked(file)
     if as_json:
         print_json(evidence.model_dump(mode="json"))
         return
-    if not sealed:
-        complain(f"{file} was altered after it was sealed; it counts for nothing")
+    for problem in problems:
+        complain(f"{file} counts for nothing: {problem}")
     out = report.console()
     claim = evidence.measured.claim
     say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
@@ -80,17 +82,54 @@ def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="A
     say(str(replay.accept(file)))
 
 
-def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None) -> list[Record]:
+@evidence_app.command("import")
+def evidence_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file from someone else's cluster.")],
+    origin: Annotated[str, typer.Option("--from", metavar="NAME", help="Who measured it; shown with every verdict, as in h100x8@NAME.")],
+    results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+) -> None:
+    """Take in a record from someone else's cluster, once it replays; it never speaks for a machine of yours."""
+    from playbook_bench.run import replay
+
+    say(str(replay.take_in(file, origin, results or DEFAULT_RESULTS)))
+
+
+@evidence_app.command("table")
+def evidence_table(
+    form: Annotated[Literal["csv", "markdown", "parquet"], typer.Option("--format", help="Of the table.")] = "csv",
+    steps: Annotated[bool, typer.Option("--steps", help="A row for each step, instead of each launch.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file; parquet needs one.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
+) -> None:
+    """All launches on record as a table, for pandas, a spreadsheet or a report; altered records are left out."""
+    from playbook.records.evidence import Evidence
+    from playbook.records.read import read
+    from playbook.records.table import to_frame
+
+    if form == "parquet" and output is None:
+        raise PlaybookError("parquet is no text for a terminal; name a file with --output")
+    records = read([results or DEFAULT_RESULTS, data_root("results")])
+    found = (r.content for r in reversed(records) if isinstance(r.content, Evidence) and not r.altered)
+    frame = to_frame(found, per="step" if steps else "launch")
+    try:
+        if form == "parquet":
+            frame.to_parquet(output, index=False)
+        else:
+            text = frame.to_csv(index=False) if form == "csv" else frame.to_markdown(index=False) + "\n"
+            output.write_text(text, encoding="utf-8") if output else sys.stdout.write(text)
+    except OSError as e:
+        raise PlaybookError(f"{output} cannot be written: {e.strerror or e}; name another file") from e
+
+
+def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | None = None, reader: Reader | None = None) -> list[Record]:
     """This folder's records, or those of `results`, and the repository's, newest first, for a reader on a machine like `mine`.
 
     Raises:
-        FileError: as `playbook.records.read.read`.
+        FileError: as `playbook.records.read.Reader.read`.
     """
-    from playbook.paths import data_root
-    from playbook.records.read import read
-    from playbook_bench.run.store import DEFAULT_RESULTS
+    from playbook.records.read import Reader
 
-    return read([results or DEFAULT_RESULTS, data_root("results")], cards, present(mine))
+    return (reader or Reader()).read([results or DEFAULT_RESULTS, data_root("results")], cards, present(mine))
 
 
 def present(mine: Here | None) -> Present:
@@ -148,12 +187,14 @@ def _stale_file(path: Path) -> str | None:
 def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
     return {
         "status": record.status,
-        "sentence": record.sentence,
+        "sentence": "; ".join(record.problems) or record.sentence,
         "evidence": record.id,
         "machine": record.machine,
         "created": record.created,
         "path": str(record.path),
         "stale": record.reasons(_today(), claim),
+        "origin": record.origin,
+        "tested_as": record.other_words(claim),
     }
 
 

@@ -77,7 +77,7 @@ Answer = CallToolResult | InputRequiredResult
 
 @dataclass(frozen=True)
 class Library:
-    """What the server reads from. Evidence is read anew for every answer, since it grows while the server runs."""
+    """What the server reads from. Evidence grows while the server runs: every answer looks for files that are new or have changed."""
 
     cards: Mapping[str, Card]
     skills: Mapping[str, Skill]

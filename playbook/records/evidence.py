@@ -411,3 +411,14 @@ def content_sha(evidence: Evidence) -> str:
 def stored_sha(data: Mapping[str, Any]) -> str:
     """The hash of a record as it lies in its file, so that fields which later versions add do not count as alterations."""
     return digest({k: v for k, v in data.items() if k != "sha256"})
+
+
+def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
+
+    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either.
+    """
+    env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
+    if isinstance(env.get("trainer"), dict):
+        env["trainer"].pop("source_sha", None)
+    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)

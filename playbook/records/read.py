@@ -1,13 +1,13 @@
-"""Evidence and traces as every reader has them (terminal, site, MCP, search, skills): plain data, checked against their own hash.
+"""Evidence and traces as every reader has them: typed, and checked against their own hash and against themselves.
 
-Which record speaks for a claim, and what makes its verdict stale, is said here alone. A record whose hash does not match its content is
-`altered`: it is shown as that and never as a verdict.
+Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. Which record speaks for a claim, and what makes
+its verdict stale, is said here alone. A record with `problems` is `altered`: it is shown as that and never as a verdict.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -15,26 +15,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from playbook.cards.model import Card, Claim, MechanismCheck, by_claim, reworded, speaks_for
+from pydantic import ValidationError
+
+from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
 from playbook.errors import FileError, Finding, PlaybookError
+from playbook.records.consistency import contradictions
+from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
+from playbook.records.machine import kind, told_apart
 from playbook.records.staleness import Here, moved
+from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.yaml_files import did_you_mean, read_bytes
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
 """Claims by id, each with the id of its card, as `playbook.cards.model.by_claim` gives them."""
-EVIDENCE, TRACE = "evidence/1", "trace/1"
-KNOWN = (EVIDENCE, TRACE, "baseline/1")
+Content = Evidence | TraceResult | Baseline
+EVIDENCE, TRACE = SCHEMA_VERSION, TRACE_VERSION
+MODELS: Mapping[str, type[Evidence] | type[TraceResult] | type[Baseline]] = {
+    SCHEMA_VERSION: Evidence,
+    TRACE_VERSION: TraceResult,
+    BASELINE_VERSION: Baseline,
+}
 MAX_BYTES = 64_000_000
 UNTESTED = "untested"
 STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
 _DECIDED = ("confirmed", "refuted")
-_TYPES: Mapping[tuple[str, ...], type[str] | type[int] | type[list[Any]] | type[dict[str, Any]]] = {
-    ("measured", "case", "id"): str,
-    ("measured", "machine", "gpus"): int,
-    ("measured", "runs"): list,
-    ("measured", "strict"): dict,
-    ("measured", "configs"): dict,
-}
+FROM = "@"
+"""Between a machine's name and that of who measured there, in the name of a folder of imported records: `h100x8@acme`."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +51,50 @@ class Present:
     """The performance revision of each of the trainer's backends today; a backend that is missing here makes nothing stale."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
-    edited: Callable[[Any], list[str]] | None = None
+    edited: Callable[[Measured], list[str]] | None = None
     """What says how a record's test differs from today's; the harness knows that."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One evidence or trace file."""
+    """One file of evidence, or of a trace."""
 
     path: Path
-    data: dict[str, Any]
+    content: Evidence | TraceResult
     expected_sha: str
     """The hash of its content, as computed here."""
+    problems: tuple[str, ...] = ()
+    """Why it counts for nothing: its content is not what was sealed, or contradicts itself."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
     """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
+    machine: str = "unknown"
+    """The label of its machine: its name, who measured there where that was somebody else, and what sets it apart from others of that name."""
 
     @property
     def altered(self) -> bool:
-        """Whether the content is not what was written."""
-        return bool(self.get("sha256") != self.expected_sha)
+        """Whether it counts for nothing."""
+        return bool(self.problems)
 
     @property
     def id(self) -> str:
         """The record's own id."""
-        return str(self.data.get("evidence_id") or self.data.get("trace_id"))
+        return self.content.evidence_id if isinstance(self.content, Evidence) else self.content.trace_id
 
     @property
     def schema(self) -> str:
         """The kind of record."""
-        return str(self.data.get("schema_version"))
+        return self.content.schema_version
+
+    @property
+    def origin(self) -> str | None:
+        """Who measured it, where it was imported; None for records of this repository or folder."""
+        return self.path.parent.name.partition(FROM)[2] or None
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The record as plain data, for what shows any of its fields."""
+        return self.content.model_dump(mode="json")
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value at a path of keys, or `default` where it is missing or null."""
@@ -88,49 +108,67 @@ class Record:
     @property
     def status(self) -> str:
         """The verdict's word; `altered` where the record cannot be trusted."""
-        return "altered" if self.altered else str(self.get("derived", "verdict", "status"))
+        return "altered" if self.altered else self.content.derived.verdict.status if isinstance(self.content, Evidence) else ""
+
+    @property
+    def claim_ref(self) -> ClaimRef | None:
+        """The claim as it stood when it was tested."""
+        return self.content.measured.claim if isinstance(self.content, Evidence) else None
 
     @property
     def claim(self) -> str | None:
         """The claim it speaks for, if any."""
-        found = self.get("measured", "claim", "id")
-        return found if isinstance(found, str) and not self.foreign else None
+        return self.claim_ref.id if self.claim_ref and not self.foreign else None
 
     @property
     def about(self) -> str:
         """What was tested, for a person: the id of the claim, whichever card's it is, else of the case."""
-        return str(self.get("measured", "claim", "id") or self.get("measured", "case", "id", default=""))
+        if not isinstance(self.content, Evidence):
+            return self.content.case
+        case = self.content.measured.case
+        return self.claim_ref.id if self.claim_ref else case.id if case else ""
 
     @property
-    def machine(self) -> str:
-        """The machine's name."""
-        return str(self.get("measured", "machine", "name", default="unknown"))
+    def kind(self) -> tuple[Any, ...]:
+        """The kind of its machine, and who measured there: records of two kinds never speak for each other."""
+        machine = self.content.measured.machine if isinstance(self.content, Evidence) else self.content.machine
+        return (*kind(machine), self.origin)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of its machine."""
+        return int(self.kind[0])
 
     @property
     def variants(self) -> list[str]:
         """What a trace is of: baseline and candidate, the values of a sweep or the cells of an interaction."""
-        return list(self.get("variants", default={}))
+        return list(self.content.variants) if isinstance(self.content, TraceResult) else []
 
     @property
     def measures(self) -> str:
         """What the busy time of a trace is of: `gpu` or `host`."""
-        return next((str(m) for v in self.variants if (m := self.get("variants", v, "table", "measures"))), "gpu")
+        traced = self.content.variants.values() if isinstance(self.content, TraceResult) else ()
+        return next((v.table.measures for v in traced if v.table), "gpu")
 
     @property
     def created(self) -> str:
         """When it was written, in ISO format."""
-        return str(self.get("created", default=""))
+        return self.content.created
+
+    @property
+    def runs(self) -> list[Run]:
+        """Its launches."""
+        return self.content.measured.runs if isinstance(self.content, Evidence) else []
 
     @property
     def measured(self) -> str:
         """When its last run started, in ISO format, or when it was written where it has none: a record that is judged again is no younger for that."""
-        runs = self.get("measured", "runs", default=[])
-        return max((str(r.get("started", "")) for r in runs if isinstance(r, Mapping)), default="") or self.created
+        return max((r.started for r in self.runs), default="") or self.created
 
     @property
     def sentence(self) -> str:
         """The verdict in words."""
-        return str(self.get("derived", "verdict", "sentence", default=""))
+        return self.content.derived.verdict.sentence if isinstance(self.content, Evidence) else ""
 
     @property
     def precedence(self) -> tuple[int, str, str, str]:
@@ -140,69 +178,115 @@ class Record:
 
     @cached_property
     def _edits(self) -> list[str]:
-        return self.present.edited(self.get("measured", default={})) if self.present.edited else []
+        return self.present.edited(self.content.measured) if self.present.edited and isinstance(self.content, Evidence) else []
 
     def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> list[str]:
         """Why the verdict no longer speaks for today; empty while it does. `claim` is the one that it settled, as it stands today."""
-        runs = [r for r in self.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
+        if not isinstance(self.content, Evidence):
+            return []
         return [
-            *_expired(self.get("expires", default=""), today),
-            *(["the claim has changed since"] if claim and reworded(self.get("measured", "claim", default={}), claim) else []),
-            *_revised(runs, self.get("measured", "configs", default={}), self.present.revisions),
+            *_expired(self.content.expires, today),
+            *(["the claim has changed since"] if claim and self.claim_ref and reworded(self.claim_ref, claim) else []),
+            *_revised(self.runs, self.content.measured.configs, self.present.revisions),
             *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
-            *(moved(self._strict(runs), self.present.here) if self.present.here else []),
+            *(moved(self._strict, self.present.here) if self.present.here else []),
         ]
 
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
         """The reasons in one line, or None."""
         return "; ".join(self.reasons(today, claim)) or None
 
-    def _strict(self, runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def other_words(self, claim: Claim | MechanismCheck | None) -> str | None:
+        """The claim's statement as it was tested, where today's is worded otherwise."""
+        then = self.claim_ref
+        return then.statement if then and claim and then.id == claim.id and then.statement != claim.statement else None
+
+    @property
+    def _strict(self) -> Mapping[str, Any]:
         """The environment of the first run whose environment is known."""
-        known = self.get("measured", "strict", default={})
-        return next((found for r in runs if isinstance(found := known.get(str(r.get("strict_sha"))), Mapping)), {})
+        known = self.content.measured.strict if isinstance(self.content, Evidence) else {}
+        return next((known[r.strict_sha] for r in self.runs if r.strict_sha in known), {})
 
 
-def _expired(expires: Any, today: date) -> list[str]:
+def reworded(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
+    """Whether a claim was put to another test than today's: another metric, margin or comparison."""
+    return (then.metric, then.expect, then.comparison) != (claim.metric, claim.expect, claim.comparison)
+
+
+def speaks_for(then: ClaimRef, card: str, claim: Claim | MechanismCheck) -> bool:
+    """Whether a claim, as a record holds it, is this claim of this card.
+
+    Cards from elsewhere may number theirs alike. A claim that has moved from another card is known by its words and its test.
+    """
+    return then.id == claim.id and (then.card == card or (then.statement == claim.statement and not reworded(then, claim)))
+
+
+def _expired(expires: str, today: date) -> list[str]:
     until = _day(expires)
     return ["without expiry date"] if until is None else [f"expired on {until}"] if until < today else []
 
 
-def _revised(runs: Iterable[Mapping[str, Any]], configs: Mapping[str, Any], revisions: Mapping[str, int]) -> list[str]:
+def _revised(runs: Iterable[Run], configs: Mapping[str, Mapping[str, Any]], revisions: Mapping[str, int]) -> list[str]:
     """A line for each backend that has another performance revision today than one of the runs on it."""
     then: dict[str, set[int]] = {}
     for run in runs:
-        config, revision = configs.get(str(run.get("config_sha"))), run.get("performance_revision")
-        backend = config.get("backend", "torch") if isinstance(config, Mapping) else "torch"
-        if isinstance(revision, int) and revision != revisions.get(str(backend), revision):
-            then.setdefault(str(backend), set()).add(revision)
+        backend, revision = str(configs.get(run.config_sha, {}).get("backend", "torch")), run.performance_revision
+        if revision is not None and revision != revisions.get(backend, revision):
+            then.setdefault(backend, set()).add(revision)
     return [
         f"the {backend} backend is at performance revision {revisions[backend]}, the runs at {', '.join(map(str, sorted(found)))}"
         for backend, found in sorted(then.items())
     ]
 
 
+class Reader:
+    """Reads folders of records, each file once as long as it does not change: a server answers many questions from the same files."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], Record | None]] = {}
+
+    def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
+        """Every record below the folders, newest first; the first whole copy of an id counts. With `cards`, a record on a claim of any other card speaks for no claim.
+
+        Raises:
+            FileError: a file that is no record, with its path; none is skipped.
+        """
+        found: dict[tuple[str, str], Record] = {}
+        findings: list[Finding] = []
+        for path in _files(folders):
+            try:
+                record = self._record(path)
+            except ValueError as e:
+                findings.append(Finding(str(path), 1, 1, str(e)))
+                continue
+            if record is not None and ((key := (record.schema, record.id)) not in found or found[key].altered):
+                found[key] = record
+        if findings:
+            raise FileError(findings)
+        claims = None if cards is None else by_claim(cards)
+        labels = _labels(found.values())
+        named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in found.values()]
+        return sorted(named, key=lambda r: (r.created, r.id), reverse=True)
+
+    def _record(self, path: Path) -> Record | None:
+        """The record in a file; None for a stored A/A, which speaks for no claim."""
+        try:
+            about = path.stat()
+        except OSError as e:
+            raise ValueError(f"cannot be read: {e.strerror or e}") from e
+        stamp = about.st_mtime_ns, about.st_size
+        if path not in self._known or self._known[path][0] != stamp:
+            self._known[path] = stamp, _record(path)
+        return self._known[path][1]
+
+
 def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
-    """Every record below the folders, newest first; the first whole copy of an id counts. With `cards`, a record on a claim of any other card speaks for no claim.
+    """As `Reader.read`, once.
 
     Raises:
         FileError: a file that is no record, with its path; none is skipped.
     """
-    found: dict[tuple[str, str], Record] = {}
-    findings: list[Finding] = []
-    claims = None if cards is None else by_claim(cards)
-    for path in _files(folders):
-        try:
-            record = read_file(path, claims, present)
-        except ValueError as e:
-            findings.append(Finding(str(path), 1, 1, str(e)))
-            continue
-        key = record.schema, record.id
-        if record.schema in (EVIDENCE, TRACE) and (key not in found or found[key].altered):
-            found[key] = record
-    if findings:
-        raise FileError(findings)
-    return sorted(found.values(), key=lambda r: (r.created, r.id), reverse=True)
+    return Reader().read(folders, cards, present)
 
 
 def read_file(path: Path, claims: Claims | None = None, present: Present | None = None) -> Record:
@@ -211,13 +295,80 @@ def read_file(path: Path, claims: Claims | None = None, present: Present | None 
     Raises:
         ValueError: the file is no record; the message goes behind its path.
     """
-    record = replace(_load(path), present=present or Present())
-    return record if claims is None else replace(record, foreign=_foreign(record, claims))
+    record = _record(path)
+    if record is None:
+        raise ValueError("is a stored A/A, which gives no verdict")
+    return replace(record, present=present or Present(), foreign=_foreign(record, claims), machine=_labels([record])[record.kind])
 
 
-def _foreign(record: Record, claims: Claims) -> bool:
-    home = claims.get(record.claim or "")
-    return record.claim is not None and not (home and speaks_for(record.get("measured", "claim"), *home))
+def _record(path: Path) -> Record | None:
+    try:
+        content, sha = parse(path)
+    except OSError as e:
+        raise ValueError(f"cannot be read: {e.strerror or e}") from e
+    if isinstance(content, Baseline):
+        return None
+    problems = [] if content.sha256 == sha else [f"its content has the hash {sha[:16]}, and carries {content.sha256[:16] or 'none'}"]
+    if isinstance(content, Evidence):
+        problems += contradictions(content)
+    return Record(path, content, sha, tuple(problems))
+
+
+def parse(path: Path) -> tuple[Content, str]:
+    """What a file holds, by its own `schema_version`, and the hash that it should carry.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the file is no record; the message goes behind its path.
+    """
+    try:
+        raw = read_bytes(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"is too large; at most {MAX_BYTES} bytes are read")
+        data = json.loads(raw, parse_float=_finite, parse_constant=_finite)
+    except (RecursionError, ValueError) as e:
+        raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e
+    version = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+    model = MODELS.get(version) if isinstance(version, str) else None
+    if model is None:
+        raise ValueError(f"has schema_version {str(version)[:40]!r}; expected one of {', '.join(MODELS)}")
+    try:
+        return model.model_validate(data), stored_sha(data)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise ValueError(f"has {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
+    except (RecursionError, ValueError) as e:  # a lone surrogate, which no hash covers
+        raise ValueError(f"is no readable record ({str(e)[:120]})") from e
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _labels(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
+    """For each kind of machine, a name that no other kind has."""
+    names: dict[str, dict[tuple[Any, ...], Record]] = {}
+    for r in records:
+        machine = r.content.measured.machine if isinstance(r.content, Evidence) else r.content.machine
+        names.setdefault(machine.name, {})[r.kind] = r
+    out = {}
+    for alike in names.values():
+        own = {k[:-1] for k in alike}
+        for k, r in alike.items():
+            machine = r.content.measured.machine if isinstance(r.content, Evidence) else r.content.machine
+            out[k] = told_apart(machine, own) + (f"{FROM}{r.origin}" if r.origin else "")
+    return out
+
+
+def _foreign(record: Record, claims: Claims | None) -> bool:
+    then = record.claim_ref
+    if claims is None or then is None:
+        return False
+    home = claims.get(then.id)
+    return home is None or not speaks_for(then, *home)
 
 
 def _files(folders: Iterable[Path]) -> list[Path]:
@@ -225,58 +376,13 @@ def _files(folders: Iterable[Path]) -> list[Path]:
     return sorted(p for f in folders for p in [*f.glob("*.json"), *f.glob("*/*.json")] if p.is_file() and not p.name.startswith("."))
 
 
-def _load(path: Path) -> Record:
-    try:
-        raw = read_bytes(path, MAX_BYTES)
-        if len(raw) > MAX_BYTES:
-            raise ValueError(f"is too large; at most {MAX_BYTES} bytes are read")
-        data = json.loads(raw)
-    except (OSError, RecursionError, ValueError) as e:
-        raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e
-    if not isinstance(data, dict) or data.get("schema_version") not in KNOWN:
-        kind = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"has schema_version {kind!r}; expected one of {', '.join(KNOWN)}")
-    if data["schema_version"] != "baseline/1":
-        _check(data)
-    return Record(path, data, content_sha(data))
-
-
-def _check(data: dict[str, Any]) -> None:
-    """The few fields without which no page can be made, and the types of those that every reader asks for."""
-    key = "evidence_id" if data["schema_version"] == EVIDENCE else "trace_id"
-    name = data.get(key)
-    if not isinstance(name, str) or not name.isalnum() or len(name) > 64:
-        raise ValueError(f"{key} is {str(name)[:40]!r}; expected letters and digits")
-    record = Record(Path(), data, "")
-    if data["schema_version"] == EVIDENCE and not isinstance(record.get("derived", "verdict", "status"), str):
-        raise ValueError("has no derived.verdict.status")
-    for where, kind in _TYPES.items():
-        value = record.get(*where, default=kind())
-        if not isinstance(value, kind):
-            raise ValueError(f"has {'.'.join(where)} as {type(value).__name__}; expected {kind.__name__}")
-    if data["schema_version"] == TRACE and not isinstance(record.get("variants"), dict):
-        raise ValueError("has no variants")
-
-
-def content_sha(data: Mapping[str, Any]) -> str:
-    """The hash that a record should carry: SHA-256 over the canonical JSON of everything but the hash."""
-    rest = {k: v for k, v in data.items() if k != "sha256"}
-    try:
-        line = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return hashlib.sha256(line.encode()).hexdigest()
-    except ValueError:  # NaN, or a lone surrogate: nothing that the harness writes
-        return "none"
-
-
 def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
-    """The verdict of each machine on a claim, decided ones first, by the record that speaks for the machine. Altered records do not count."""
-    chosen: dict[str, Record] = {}
+    """The verdict of each kind of machine on a claim, decided ones first, by the record that speaks for it. Altered records do not count."""
+    chosen: dict[tuple[Any, ...], Record] = {}
     for r in records:
         if r.schema == EVIDENCE and r.claim == claim and not r.altered:
-            chosen[r.machine] = max(chosen.get(r.machine, r), r, key=lambda each: each.precedence)
-    return sorted(
-        chosen.values(), key=lambda r: (r.status not in _DECIDED, -int(r.get("measured", "machine", "gpus", default=0)), r.machine)
-    )
+            chosen[r.kind] = max(chosen.get(r.kind, r), r, key=lambda each: each.precedence)
+    return sorted(chosen.values(), key=lambda r: (r.status not in _DECIDED, -r.gpus, r.machine))
 
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
@@ -307,10 +413,10 @@ def traces(records: Iterable[Record], case: str | None) -> list[Record]:
     """The newest trace of a case on each profile, those of GPUs first; altered ones do not count."""
     chosen: dict[str, Record] = {}
     for r in records:
-        if r.schema == TRACE and not r.altered and r.get("case") == case:
-            profile = str(r.get("profile"))
+        if isinstance(r.content, TraceResult) and not r.altered and r.content.case == case:
+            profile = r.content.profile
             chosen[profile] = max(chosen.get(profile, r), r, key=lambda each: each.created)
-    return sorted(chosen.values(), key=lambda r: (r.measures != "gpu", str(r.get("profile"))))
+    return [r for _, r in sorted(chosen.items(), key=lambda each: (each[1].measures != "gpu", each[0]))]
 
 
 def _day(stamp: Any) -> date | None:

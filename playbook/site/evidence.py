@@ -44,8 +44,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     if record.altered:
         warning = (
             '!!! danger "Altered"\n'
-            f"    This record does not match its own hash: it carries {code(str(record.get('sha256', default='none'))[:16])} and its content has "
-            f"{code(record.expected_sha[:16])}. It counts for nothing. Restore the file or run the case again. See {raw}."
+            f"    {text('; '.join(record.problems))}. It counts for nothing. Restore the file or run the case again. See {raw}."
         )
         return "\n\n".join([*head, badge("altered"), warning]) + "\n"
     parts = [
@@ -72,7 +71,7 @@ def _statement(shelf: Shelf, record: Record) -> str:
     home = None if record.foreign else shelf.home.get(str(claim.get("id")))
     name = link(text(claim.get("id")), f"../cards/{home}.md#{anchor(str(claim.get('id')))}") if home else text(claim.get("id"))
     limits = claim.get("cpu_scope")
-    speaks = f"\n\nA CPU verdict speaks for: {text(limits)}" if limits and record.machine == "cpu" else ""
+    speaks = f"\n\nA CPU verdict speaks for: {text(limits)}" if limits and record.gpus == 0 else ""
     return f"> {name}: {text(claim.get('statement'))}{speaks}"
 
 

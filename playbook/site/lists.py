@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck
-from playbook.records.read import UNTESTED, Record, verdicts
+from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
 from playbook.site.cards import PHASES, Shelf, anchor, badges, effect
 from playbook.site.text import attribute, badge, front_matter, link, number, table, text
 
@@ -123,7 +123,7 @@ def _machines(shelf: Shelf) -> list[str]:
     gpus: dict[str, int] = {}
     for r in shelf.records:
         if r.claim and not r.altered:
-            gpus[r.machine] = max(gpus.get(r.machine, 0), int(r.get("measured", "machine", "gpus", default=0)))
+            gpus[r.machine] = r.gpus
     return sorted(gpus, key=lambda m: (-gpus[m], m))
 
 
@@ -152,7 +152,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     """How many verdicts there are of each status; altered records counted as such."""
     out: dict[str, int] = {}
     for r in records:
-        if r.get("derived"):
+        if r.schema == EVIDENCE:
             out[r.status] = out.get(r.status, 0) + 1
     return out
 

@@ -15,12 +15,11 @@ from playbook.errors import ConfigError, FileError, StoreError
 from playbook.mcp.server import claim_answer, evidence_list
 from playbook.paths import data_root
 from playbook.records.case import Activation, Case, list_cases, load_case
-from playbook.records.evidence import ClaimRef, Evidence, Measured, seal
-from playbook.records.read import EVIDENCE, content_sha, read, standings, verdicts
+from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, seal, stored_sha
+from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict
 from playbook_bench.run import replay, store
-from playbook_bench.run.series import noise_key
 from playbook_bench.statements import invariants, table
 
 RECORDS = [r.path for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE]
@@ -194,14 +193,14 @@ def test_judging_again_makes_no_measurement_younger(record, tmp_path):
 def test_a_record_of_other_types_is_refused_by_name(tmp_path, key, value):
     data = json.loads(RECORDS[0].read_text(encoding="utf-8"))
     data["measured"][key] = value
-    (tmp_path / "odd.json").write_text(json.dumps({**data, "sha256": content_sha(data)}), encoding="utf-8")
+    (tmp_path / "odd.json").write_text(json.dumps({**data, "sha256": stored_sha(data)}), encoding="utf-8")
     with pytest.raises(FileError, match=rf"odd\.json.* has measured\.{key}"):
         read([tmp_path])
 
 
 def test_an_expiry_date_beyond_the_calendar_is_none(tmp_path):
-    data = json.loads(RECORDS[0].read_text(encoding="utf-8")) | {"expires": "9999-12-31T23:00:00-05:00"}
-    (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": content_sha(data)}), encoding="utf-8")
+    data = json.loads(RECORDS[0].read_text(encoding="utf-8")) | {"expires": "2026-13-41"}
+    (tmp_path / "far.json").write_text(json.dumps({**data, "sha256": stored_sha(data)}), encoding="utf-8")
     assert read([tmp_path])[0].stale(date(2026, 11, 22), None) == "without expiry date"
 
 

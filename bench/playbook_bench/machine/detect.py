@@ -18,10 +18,9 @@ from typing import Any
 
 from playbook.paths import repo_root
 from playbook.records.evidence import Machine
+from playbook.records.machine import CPU as CPU
+from playbook.records.machine import label
 from playbook.records.staleness import Here
-
-CPU = "cpu"
-
 
 PACKAGES = (
     "torch",
@@ -90,7 +89,7 @@ def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores
     link = interconnect(topology, len(gpus), which)
     joined = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[link]
     return Machine(
-        name=f"{short_gpu(name)}x{len(gpus)}",
+        name=label(name, len(gpus)),
         description=f"{len(gpus)} x {name}{joined}",
         gpus=len(gpus),
         gpu=name,
@@ -107,19 +106,14 @@ def over_nodes(machine: Machine, nodes: int) -> Machine:
     if nodes == 1:
         return machine
     gpus = machine.gpus * nodes
-    name = f"{short_gpu(machine.gpu)}x{gpus}" if machine.gpu else CPU
-    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "description": f"{nodes} nodes of {machine.description}"})
+    return machine.model_copy(
+        update={"name": label(machine.gpu, gpus), "gpus": gpus, "nodes": nodes, "description": f"{nodes} nodes of {machine.description}"}
+    )
 
 
 def gpus_per_node(machine: Machine) -> int:
     """GPUs of one of its nodes."""
     return machine.gpus // machine.nodes
-
-
-def short_gpu(name: str) -> str:
-    """`NVIDIA H200` as `h200`: the first word that has a digit, else the last word."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
 
 
 def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -> Any:

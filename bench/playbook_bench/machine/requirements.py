@@ -12,6 +12,7 @@ from playbook.cards import scope as scopes
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing
+from playbook.records.machine import label, short_gpu
 from playbook_bench.machine import detect
 from playbook_trainer.config.tree import TrainerConfig
 
@@ -63,10 +64,11 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     joined = "none" if gpus == 1 else machine.interconnect
     nodes = max(1, gpus // detect.gpus_per_node(machine))
     suffix = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[joined]
-    name = f"{detect.short_gpu(machine.gpu or '')}x{gpus}"
     over = f"{nodes} nodes, " if nodes > 1 else ""
     description = f"{over}{gpus} x {machine.gpu}{suffix}"
-    return machine.model_copy(update={"name": name, "gpus": gpus, "nodes": nodes, "interconnect": joined, "description": description})
+    return machine.model_copy(
+        update={"name": label(machine.gpu, gpus), "gpus": gpus, "nodes": nodes, "interconnect": joined, "description": description}
+    )
 
 
 def _profile_gpus(profile: str) -> tuple[str, int]:
@@ -76,7 +78,7 @@ def _profile_gpus(profile: str) -> tuple[str, int]:
 
 def _has(machine: Machine, gpu: str, gpus: int) -> bool:
     """A part of one node, or whole nodes."""
-    if machine.gpu is None or machine.gpus < gpus or detect.short_gpu(machine.gpu) != gpu:
+    if machine.gpu is None or machine.gpus < gpus or short_gpu(machine.gpu) != gpu:
         return False
     return gpus <= detect.gpus_per_node(machine) or gpus % detect.gpus_per_node(machine) == 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
-from playbook.records.evidence import Baseline, Run, Variant
+from playbook.records.evidence import Baseline, Run, Variant, noise_key
 from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
@@ -126,7 +126,7 @@ def ensure(running: Series, folder: Path) -> bool:
     The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
     """
     first = next(r for r in running.runs if r.variant == running.alive[0])
-    key, metric = series.noise_key(first, running.strict), metrics.get(running.case.metric or "")
+    key, metric = noise_key(first, running.strict), metrics.get(running.case.metric or "")
     before = len(running.runs)
     found = store.find_baseline([folder, data_root("baselines")], running.machine, key, detect.surroundings(running.machine))
     if found is not None and running.journal and running.journal.holds(found.runs):
@@ -150,7 +150,7 @@ def ensure(running: Series, folder: Path) -> bool:
         return False
     running.runs = running.runs[:before]
     running.aa = _baseline(running, [*fresh, *runs])
-    alike = len({series.noise_key(r, running.strict) for r in running.aa.runs}) == 1
+    alike = len({noise_key(r, running.strict) for r in running.aa.runs}) == 1
     if alike and not statistics.contaminated(_differences(running.aa.runs, running), None):
         # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
@@ -206,7 +206,7 @@ def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
         machine=running.machine.name,
         case=running.case.id,
         profile=running.profile,
-        noise_key=series.noise_key(runs[0], running.strict),
+        noise_key=noise_key(runs[0], running.strict),
         surroundings=detect.surroundings(running.machine),
         config=running.configs[runs[0].config_sha],
         runs=list(runs),

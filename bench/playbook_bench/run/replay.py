@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from playbook.errors import StoreError
+from playbook.errors import ConfigError, Finding, PlaybookError, StoreError
 from playbook.paths import data_root, in_package
-from playbook.records.evidence import Derived, Measured
+from playbook.records.case import LAUNCHED_KINDS
+from playbook.records.evidence import Derived, Evidence, Measured
+from playbook.records.read import FROM, Record
 from playbook_bench.judge import verdict
 from playbook_bench.run import store
 from playbook_bench.statements import table as statements
 
 FIGURE_TOLERANCE = 1e-9
+_ORIGIN = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
 def derive(measured: Measured) -> Derived:
@@ -36,13 +40,29 @@ def replay(path: Path) -> tuple[bool, list[str]]:
         StoreError: the file cannot be read, is no evidence record, or its runs cannot be judged.
         ConfigError: as `derive`.
     """
-    evidence, sealed = store.load_with_seal(path)
-    differences = []
-    if not sealed:
-        differences.append("sha256: the content is not the one that was sealed")
+    evidence, differences = store.load_checked(path)
     again = _derive(path, evidence.measured)
     differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
     return not differences, differences
+
+
+def unsound(records: Iterable[Record]) -> list[Finding]:
+    """What is wrong with records that are read as evidence: altered, in contradiction with themselves, or with a verdict that their runs do not give.
+
+    Statements that are computed, and not measured, are left to `playbook bench replay`: some of them train.
+    """
+    found = []
+    for record in records:
+        lines = list(record.problems)
+        case = record.content.measured.case if isinstance(record.content, Evidence) else None
+        if isinstance(record.content, Evidence) and not lines and (case is None or case.content.kind in LAUNCHED_KINDS):
+            try:
+                again = _derive(record.path, record.content.measured)
+                lines = _differences(record.content.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+            except PlaybookError as e:
+                lines = [str(e)]
+        found += [Finding(str(record.path), 1, 1, f"{line}; restore the file, or run the case again") for line in lines[:3]]
+    return found
 
 
 def _derive(path: Path, measured: Measured) -> Derived:
@@ -69,9 +89,9 @@ def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
     Raises:
         StoreError: the record was altered.
     """
-    evidence, sealed = store.load_with_seal(path)
-    if not sealed:
-        raise StoreError(f"{path} was altered after it was sealed; only a record as it was written can be judged again")
+    evidence, problems = store.load_checked(path)
+    if problems:
+        raise StoreError(f"{path} was altered: {problems[0]}; only a record as it was written can be judged again")
     again = _derive(path, evidence.measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
@@ -90,6 +110,40 @@ def accept(path: Path) -> Path:
             f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
             "accept it with the playbook of a checkout: pip install -e"
         )
+    evidence = _admissible(path)
+    origin = path.resolve().parent.name.partition(FROM)[2]
+    target = folder / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
+    store.write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
+    return target
+
+
+def take_in(path: Path, origin: str, results: Path = store.DEFAULT_RESULTS) -> Path:
+    """Copy a record from elsewhere that replays into `<results>/<machine>@<origin>/`; every reader then shows whose it is.
+
+    It speaks for machines of its own kind under that name, and never instead of a record that was measured here.
+
+    Raises:
+        ConfigError: the origin is no name.
+        StoreError: as `accept`.
+    """
+    if not _ORIGIN.fullmatch(origin):
+        raise ConfigError(f"--from is '{origin[:40]}'; expected small letters, digits and -, at most 32, such as acme-b200")
+    evidence = _admissible(path)
+    target = results / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
+    store.write_once(target, path.read_text(encoding="utf-8"))
+    return target
+
+
+def _folder(evidence: Evidence, origin: str) -> str:
+    return evidence.measured.machine.name + (f"{FROM}{origin}" if origin else "")
+
+
+def _admissible(path: Path) -> Evidence:
+    """The record, once it agrees with its hash, with itself and with its runs, and is of no later day than today.
+
+    Raises:
+        StoreError: it does not.
+    """
     same, differences = replay(path)
     if not same:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
@@ -99,6 +153,4 @@ def accept(path: Path) -> Path:
         raise StoreError(
             f"{path} was made {evidence.created} and expires {evidence.expires}: later than it can; set the clock and run it again"
         )
-    target = folder / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
-    store.write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
-    return target
+    return evidence

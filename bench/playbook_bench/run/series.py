@@ -40,7 +40,6 @@ from playbook_bench.run.variants import Resolved, extended
 from playbook_trainer.config import tree as trainer_config
 
 MAX_LINES = 100_000
-_NOISE_IGNORES = ("source_sha",)
 
 
 class Progress(Protocol):
@@ -299,17 +298,6 @@ def read_run(folder: Path) -> Seen:
         "observed": _observed(receipt),
     }
     return Seen(fields, Fingerprint(strict=strict, context=_mapping(env.get("context"))))
-
-
-def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
-
-    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either.
-    """
-    env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
-    for name in _NOISE_IGNORES:
-        env.get("trainer", {}).pop(name, None)
-    return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
 
 
 def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import secrets
 import time
@@ -14,17 +13,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
 from playbook.errors import StoreError
-from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal, stored_sha
-from playbook.yaml_files import read_bytes
+from playbook.paths import DEFAULT_RESULTS as DEFAULT_RESULTS
+from playbook.records.consistency import contradictions
+from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal
+from playbook.records.read import parse
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", Evidence, Baseline)
 
-DEFAULT_RESULTS = Path(".playbook/results")
 EXPIRY_DAYS = 180
-MAX_BYTES = 64_000_000
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What link(2) says on FAT, and on file systems in user space such as those before object stores."""
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -152,22 +149,23 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load(path: Path) -> Evidence:
-    """The record in a file, without checking its hash; `replay` does that.
+    """The record in a file, whether or not it agrees with its hash and with itself; `replay` says that.
 
     Raises:
         StoreError: the file cannot be read or is no evidence record.
     """
-    return load_with_seal(path)[0]
+    return _load(path, Evidence)[0]
 
 
-def load_with_seal(path: Path) -> tuple[Evidence, bool]:
-    """The record, and whether its content is the one that was sealed.
+def load_checked(path: Path) -> tuple[Evidence, list[str]]:
+    """The record, and why it counts for nothing: it is not as it was sealed, or contradicts itself.
 
     Raises:
         StoreError: as `load`.
     """
-    evidence, data = _load(path, Evidence)
-    return evidence, stored_sha(data) == evidence.sha256
+    evidence, sha = _load(path, Evidence)
+    altered = [] if sha == evidence.sha256 else ["sha256: the content is not the one that was sealed"]
+    return evidence, altered + contradictions(evidence)
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -179,29 +177,21 @@ def load_baseline(path: Path) -> Baseline:
     return _load(path, Baseline)[0]
 
 
-def _load(path: Path, model: type[T]) -> tuple[T, Any]:
+def _load(path: Path, model: type[T]) -> tuple[T, str]:
     name = f"{path} is no {model.__name__.lower()} record"
     try:
-        raw = read_bytes(path, MAX_BYTES)
-        if len(raw) > MAX_BYTES:
-            raise StoreError(f"{path} is too large; at most {MAX_BYTES} bytes are read")
-        return model.model_validate_json(raw), json.loads(raw, parse_float=_finite, parse_constant=_finite)
+        content, sha = parse(path)
+    except FileNotFoundError as e:
+        raise StoreError(
+            f"{path} cannot be read: {e.strerror}; name the file of a record, `playbook evidence list --json` has their paths"
+        ) from e
     except OSError as e:
-        where = "; name the file of a record, `playbook evidence list --json` has their paths" if isinstance(e, FileNotFoundError) else ""
-        raise StoreError(f"{path} cannot be read: {e.strerror or e}{where}") from e
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        where = "".join(f"{p}." for p in first["loc"])[:-1]
-        raise StoreError(f"{name}: {where}{': ' if where else ''}{first['msg']}") from e
-    except (ValueError, RecursionError) as e:
-        raise StoreError(f"{name}: {str(e)[:200]}") from e
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
-    return value
+        raise StoreError(f"{path} cannot be read: {e.strerror or e}") from e
+    except ValueError as e:
+        raise StoreError(f"{name}: it {e}") from e
+    if not isinstance(content, model):
+        raise StoreError(f"{name}: it is of {content.schema_version}")
+    return content, sha
 
 
 def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, surroundings: Mapping[str, str]) -> Baseline | None:

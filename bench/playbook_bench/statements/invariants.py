@@ -9,7 +9,7 @@ from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case, Delta
-from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, Verdict, digest
+from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, Verdict, digest, noise_key
 from playbook_bench.judge import verdict
 from playbook_bench.run import bisect
 from playbook_trainer.config.dry_run import dry_run
@@ -17,7 +17,7 @@ from playbook_trainer.config.tree import load
 
 _STEPS = 8
 _PAIRS = 4
-_STRICT = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
+_STRICT: dict[str, Any] = {"machine": {"gpus": 0}, "trainer": {"torch": "any"}}
 
 
 def unequal_work_is_refused(metric: str = "step_seconds", factor: int = 2) -> tuple[bool, str, dict[str, Any]]:
@@ -113,24 +113,26 @@ def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> 
         runs.append(_run("baseline", "measure", pair, 2 * pair, 1.0, 1, "same"))
         runs.append(_run("candidate", "measure", pair, 2 * pair + 1, 0.5, tokens, data))
     noise = [_run("baseline", "aa", i // 2, i, 1.0, 1, "same") for i in range(2 * _PAIRS)]
-    machine = Machine(name="planted", description="planted", gpus=0, cpu="planted", cores=1)
+    machine = Machine(name="cpu", description="planted", gpus=0, cpu="planted", cores=1)
     return Measured(
         claim=claim,
         case=CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
         machine=machine,
         profile="planted",
-        plan=Plan(seed=0, looks=[_PAIRS, 2 * _PAIRS]),
+        plan=Plan(seed=0, looks=case.budget.pairs),
         strict={"strict": _STRICT},
         configs={"baseline": {"train": {"micro_batch_size": 1}}, "candidate": {"train": {"micro_batch_size": 2}}},
         runs=runs,
-        aa=Baseline(created="", machine="planted", case=case.id, profile="planted", noise_key="planted", runs=noise),
+        aa=Baseline(
+            created="", machine="cpu", case=case.id, profile="planted", noise_key=noise_key(noise[0], {"strict": _STRICT}), runs=noise
+        ),
     )
 
 
 def _run(variant: Variant, role: Any, pair: int, position: int, step_s: float, tokens: int, data: str) -> Run:
     # A ripple of 0.1 % from step to step and run to run: equal figures to the last digit are nothing that a machine gives.
     def seconds(step: int) -> float:
-        return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2))
+        return step_s * (1 + 0.001 * ((7 * step + 3 * position) % 5 - 2) + 1e-6 * position)
 
     samples = [
         Sample(step=i, timed=True, loss=2.0, grad_norm=1.0, seconds=seconds(i), useful_tokens=1000 * tokens, raw_tokens=1000 * tokens)

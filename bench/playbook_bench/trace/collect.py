@@ -16,73 +16,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, ValidationError
+from typing import Any
 
 from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
-from playbook.records.evidence import Machine, RunOutcome, Variant, digest
-from playbook.yaml_files import Strict, read_bytes
+from playbook.records.evidence import Variant, digest
+from playbook.records.read import parse
+from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
 from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.run.variants import Resolved, resolve_all
 from playbook_bench.trace import kineto, nsys
-from playbook_bench.trace.table import TraceTable, build
+from playbook_bench.trace.table import build
 from playbook_trainer.config.tree import ProfileConfig
 
-Collector = Literal["nsys", "kineto"]
 FOLDER = "traces"
 REPORT_S = 300.0
 """How long Nsight Systems may take to write its report after the run."""
 NSYS = ("nsys", "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop")
 _SQLITE = b"SQLite format 3\0"
-
-
-class ReportFile(Strict):
-    """A collector's own file, kept beside the table."""
-
-    name: str
-    """Path from the folder that holds the record."""
-    sha256: str
-    num_bytes: int
-
-
-class VariantTrace(Strict):
-    """The traced launch of one variant."""
-
-    outcome: RunOutcome
-    message: str = ""
-    config_sha: str
-    """The same as that of the timed launches; where results go and what is profiled does not enter it."""
-    ranks: int
-    rank: int = 0
-    versions: dict[str, str] = Field(default_factory=dict)
-    files: list[ReportFile] = Field(default_factory=list)
-    table: TraceTable | None = None
-
-
-class TraceResult(Strict):
-    """Both variants of a case, traced one after the other on one machine."""
-
-    schema_version: Literal["trace/1"] = "trace/1"
-    trace_id: str = Field(pattern=r"^[0-9a-z]{8,40}$")
-    created: str
-    case: str
-    profile: str
-    machine: Machine
-    collector: Collector
-    collector_version: str
-    command: str
-    variants: dict[Variant, VariantTrace]
-    sha256: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every variant gave a table."""
-        return all(v.table is not None for v in self.variants.values())
 
 
 def run(
@@ -170,13 +124,14 @@ def read(path: Path) -> TraceResult:
         StoreError: it cannot be read, is no trace record, or is not as it was written.
     """
     try:
-        result = TraceResult.model_validate_json(read_bytes(path, store.MAX_BYTES))
+        result, sha = parse(path)
     except OSError as e:
         raise StoreError(f"{path}: cannot be read ({e.strerror or e})") from e
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        raise StoreError(f"{path}: is no trace record ({'.'.join(map(str, first['loc']))}: {first['msg']}); trace the case again") from e
-    if result.sha256 != _sha(result):
+    except ValueError as e:
+        raise StoreError(f"{path}: is no trace record: it {e}; trace the case again") from e
+    if not isinstance(result, TraceResult):
+        raise StoreError(f"{path}: is no trace record, it is of {result.schema_version}; trace the case again")
+    if result.sha256 != sha:
         raise StoreError(f"{path}: was altered after it was written (its hash does not match); trace the case again")
     return result
 

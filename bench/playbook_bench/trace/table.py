@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
-from pydantic import Field
-
 from playbook.errors import PlaybookError
-from playbook.yaml_files import Strict
+from playbook.records.trace import Coverage, Phase, RangeRow, TraceTable, UnattributedOp
 
 BACKWARD = ".bwd"
 STEP = "step"
@@ -33,7 +31,6 @@ NS_PER_MS = 1_000_000
 WORST_LISTED = 8
 
 Kind = Literal["compute", "communication", "copy"]
-Phase = Literal["forward", "backward", "recompute", "other"]
 Interval = tuple[int, int]
 Path_ = tuple[str, ...]
 _PRIORITY: dict[str, int] = {"compute": 0, "communication": 1, "copy": 2}
@@ -79,62 +76,6 @@ class Place(NamedTuple):
     phase: Phase
     path: Path_
     """Names of the enclosing parts, outermost first; empty where no part encloses the moment."""
-
-
-class RangeRow(Strict):
-    """Time of one range, per step, its inner ranges included (except `self_ms`)."""
-
-    path: str
-    phase: Phase
-    count: float = Field(ge=0)
-    """How often the range was entered."""
-    num_ops: float = Field(ge=0)
-    """Its operations; where host time is measured, stretches of operator time."""
-    host_ms: float = Field(ge=0)
-    """Time between entering and leaving, on the host."""
-    busy_ms: float = Field(ge=0)
-    """Union of the intervals in which its operations ran."""
-    sum_ms: float = Field(ge=0)
-    """Sum of its operations' durations; larger than busy where streams overlap."""
-    self_ms: float = Field(ge=0)
-    """Its own share of the busy time, inner ranges excluded; over all rows these add up to the busy time exactly."""
-    exposed_comm_ms: float = Field(ge=0)
-    """Communication during which no computation ran anywhere on the device."""
-
-
-class Coverage(Strict):
-    """Share of the busy time that lies in a named part, 0 to 1; null where a phase has no busy time."""
-
-    forward: float | None
-    backward: float | None
-    total: float | None
-
-
-class UnattributedOp(Strict):
-    """An operation outside every named part."""
-
-    name: str
-    phase: Phase
-    count: float
-    busy_ms: float
-
-
-class TraceTable(Strict):
-    """Time per range of one rank, per step."""
-
-    collector: Literal["nsys", "kineto"]
-    measures: Literal["gpu", "host"]
-    num_steps: int = Field(ge=1)
-    span_ms: float = Field(ge=0)
-    busy_ms: float = Field(ge=0)
-    idle_ms: float = Field(ge=0)
-    communication_ms: float = Field(ge=0)
-    exposed_comm_ms: float = Field(ge=0)
-    coverage: Coverage
-    rows: list[RangeRow]
-    unattributed: list[UnattributedOp]
-    """The largest operations behind the `(unattributed)` rows."""
-    notes: list[str]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -30,8 +30,8 @@ from playbook.records.evidence import (
     Seconds,
     Verdict,
     seal,
+    stored_sha,
 )
-from playbook.records.read import content_sha
 from playbook_bench.run.store import render
 
 ID = "01JD0000000000000000000001"
@@ -88,7 +88,7 @@ def claim_ref(card_folder: Path, card_id: str = "fixture-card", claim_id: str = 
 
 
 def run_(position: int, variant: Any) -> Run:
-    seconds = [0.100 + 0.001 * i - (0.01 if variant == "candidate" else 0) for i in range(4)]
+    seconds = [0.100 + 0.001 * i - (0.01 if variant == "candidate" else 0) + 1e-6 * position for i in range(4)]
     return Run(
         run_id=f"r{position}",
         variant=variant,
@@ -191,7 +191,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a record and give it the hash that fits."""
     data = json.loads(path.read_text())
     change(data)
-    data["sha256"] = content_sha(data)
+    data["sha256"] = stored_sha(data)
     path.write_text(json.dumps(data))
 
 

@@ -4,7 +4,7 @@ from playbook.cards.model import Comparison, Expect
 from playbook.records.evidence import ClaimRef, Derived, Machine, Measured, Missing, Run, Seconds, Verdict, seal
 from playbook_bench.run import store
 
-MACHINE = Machine(name="cpu", description="", gpus=0, cpu="", cores=2)
+MACHINE = Machine(name="cpu", description="", gpus=0, driver="1", cpu="", cores=2)
 STRICT = {"s": {"packages": {"torch": "2.13.0"}, "machine": {"driver": "1"}}}
 
 

@@ -81,6 +81,7 @@ def fake(config, planted):
         while not (out / "summary.json").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         return 0
+    timed_s = 0.0
     with (out / "metrics.jsonl").open("w") as f:
         for step in range(1, steps + 1):
             nan = fault == "nan" and step >= at
@@ -96,6 +97,7 @@ def fake(config, planted):
                 "raw_tokens": 1024,
                 "data_seconds": planted.get("data", 0.0) * STEP_S,
             }
+            timed_s += row["seconds"] * row["timed"]
             f.write(json.dumps(row) + "\n")
             f.flush()
             if nan:
@@ -117,7 +119,7 @@ def fake(config, planted):
         "data_sha": "d",
         "num_parameters": 10,
         "trained_parameters": 10,
-        "seconds": {"start_up": 0.1, "warm_up": 0.2, "timed": 0.3, "total": 0.6},
+        "seconds": {"start_up": 0.1, "warm_up": 0.2, "timed": timed_s, "total": 0.6},
         "metrics": {
             "dispatch_bytes_per_token_layer": planted.get("bytes", 100 if planted["variant"] == "baseline" else 300),
             "recompiles": 0,

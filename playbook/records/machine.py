@@ -1,0 +1,43 @@
+"""What a machine is: its kind decides for whom a verdict speaks, its name is a label."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from playbook.records.evidence import Machine
+
+CPU = "cpu"
+
+Kind = tuple[int, str | None, str, int | None, int, str, int | None]
+"""GPUs, their name, links and memory in GiB, nodes, the CPU's name, and where there is no GPU its cores."""
+
+
+def kind(machine: Machine) -> Kind:
+    """What makes two machines alike. Beside GPUs, the number of cores is that of a container and says little."""
+    memory = None if machine.gpu_memory_gib is None else round(machine.gpu_memory_gib)
+    cores = None if machine.gpus else machine.cores
+    return machine.gpus, machine.gpu, machine.interconnect, memory, machine.nodes, machine.cpu, cores
+
+
+def label(gpu: str | None, gpus: int) -> str:
+    """The name of a machine: `h200x4`, or `cpu` without GPUs."""
+    return f"{short_gpu(gpu or '')}x{gpus}" if gpus else CPU
+
+
+def short_gpu(name: str) -> str:
+    """`NVIDIA H200` as `h200`: the first word that has a digit, else the last word."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
+
+
+def told_apart(machine: Machine, others: Collection[Kind]) -> str:
+    """The machine's name, with what sets it apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
+    own = kind(machine)
+    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], f"{own[3]}-gib", f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores")
+    differing = [word for i, word in enumerate(words) if any(other[i] != own[i] for other in others)]
+    return "-".join([machine.name, *differing])
+
+
+def _slug(text: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "unknown"
