@@ -259,8 +259,11 @@ class Reader:
             except ValueError as e:
                 findings.append(Finding(str(path), 1, 1, str(e)))
                 continue
-            if record is not None and ((key := (record.schema, record.id)) not in found or found[key].altered):
-                found[key] = record
+            if record is None:
+                continue
+            first = found.setdefault((record.schema, record.id), record)
+            if first.altered or (first.origin and not record.origin):
+                found[record.schema, record.id] = record
         if findings:
             raise FileError(findings)
         claims = None if cards is None else by_claim(cards)

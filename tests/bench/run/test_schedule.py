@@ -8,6 +8,7 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
 from playbook.records.evidence import Machine
+from playbook.records.machine import short_gpu
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import schedule, store
 from playbook_bench.run.variants import resolve_all
@@ -187,7 +188,7 @@ def test_variables_that_a_series_finds_are_told_and_secrets_are_not(monkeypatch)
     ("name", "short"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB200", "gb200"), ("Tesla V100-SXM2", "v100")]
 )
 def test_short_gpu_names(name, short):
-    assert detect.short_gpu(name) == short
+    assert short_gpu(name) == short
 
 
 def case(*profiles, **fields):

@@ -1,0 +1,160 @@
+"""Records that were changed and sealed again: every reader refuses them alike, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import ConfigError, StoreError
+from playbook.paths import data_root
+from playbook.records.evidence import Measured, stored_sha
+from playbook.records.read import read, verdicts
+from playbook_bench.run import replay, store
+
+CPU = "01M80142Q87YRVRJJAXCMBK0K2"
+"""A committed record of a pair with launches, measured on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def data():
+    return json.loads((data_root("results") / "cpu" / f"{CPU}.json").read_text(encoding="utf-8"))
+
+
+def sealed(folder: Path, data: dict, change=None, name: str = "forged") -> Path:
+    """A copy of a record with a change, a hash that fits, and the verdict that follows from it where there is one."""
+    forged = copy.deepcopy(data)
+    if change:
+        change(forged["measured"])
+    with contextlib.suppress(ValueError):
+        forged["derived"] = replay.derive(Measured.model_validate(forged["measured"])).model_dump(mode="json")
+    forged["sha256"] = stored_sha(forged)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(forged), encoding="utf-8")
+    return path
+
+
+def halve(measured):
+    for run in measured["runs"]:
+        if run["variant"] == "candidate":
+            for sample in run["samples"]:
+                sample["seconds"] /= 2
+
+
+def duplicate(measured):
+    """The last pair once more under new names."""
+    last = max(r["pair"] for r in measured["runs"] if r["role"] == "measure")
+    again = [copy.deepcopy(r) for r in measured["runs"] if r["role"] == "measure" and r["pair"] == last]
+    for i, run in enumerate(again):
+        run.update(run_id=f"{run['run_id']}-again", pair=last + 1, position=len(measured["runs"]) + i)
+    measured["runs"] += again
+    measured["plan"]["order"].append(measured["plan"]["order"][-1])
+
+
+def drop(measured):
+    last = max(r["pair"] for r in measured["runs"] if r["role"] == "measure")
+    measured["runs"] = [r for r in measured["runs"] if r["role"] != "measure" or r["pair"] != last]
+
+
+def noiseless(measured):
+    for run in measured["aa"]["runs"]:
+        run["samples"] = measured["aa"]["runs"][0]["samples"]
+
+
+def swap_order(measured):
+    measured["plan"]["order"][0] = measured["plan"]["order"][0][::-1]
+
+
+FORGERIES = {
+    "candidate times halved": (halve, "timed window"),
+    "error rate": (lambda m: m["plan"].update(alpha=0.9), "error rate"),
+    "looks": (lambda m: m["plan"].update(looks=[2, 4]), "looks after"),
+    "duplicated pair": (duplicate, "same step times"),
+    "deleted pair": (drop, "pairs, the runs are of"),
+    "order": (swap_order, "its order says"),
+    "noiseless A/A": (noiseless, "same step times"),
+    "A/A of another machine": (lambda m: m["aa"].update(machine="h200x4"), "the A/A is of h200x4"),
+    "A/A of another environment": (lambda m: m["aa"].update(noise_key="0" * 16), "noise key"),
+    "another machine's name": (lambda m: m["machine"].update(name="h200x4"), "is called h200x4"),
+    "another machine": (lambda m: m["machine"].update(cpu="Another CPU"), "another machine: cpu"),
+    "a run twice": (lambda m: m["runs"].append(m["runs"][-1]), "used twice"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_that_was_sealed_again_counts_for_nothing(tmp_path, data, name):
+    change, said = FORGERIES[name]
+    path = sealed(tmp_path / "cpu", data, change)
+    (found,) = read([tmp_path])
+    assert found.status == "altered"
+    assert any(said in problem for problem in found.problems), found.problems
+    assert verdicts([found], found.claim) == []
+    same, differences = replay.replay(path)
+    assert not same
+    assert any(said in line for line in differences)
+    for take in (replay.accept, lambda p: replay.take_in(p, "acme", tmp_path)):
+        with pytest.raises(StoreError, match="does not replay"):
+            take(path)
+    assert replay.unsound([found])
+
+
+def test_an_unchanged_copy_counts(tmp_path, data):
+    sealed(tmp_path / "cpu", data)
+    (found,) = read([tmp_path])
+    assert found.problems == ()
+    assert replay.unsound([found]) == []
+
+
+def test_a_verdict_that_its_runs_do_not_give_is_found_by_replay(tmp_path, data):
+    forged = copy.deepcopy(data)
+    forged["derived"]["verdict"]["status"] = "refuted" if data["derived"]["verdict"]["status"] != "refuted" else "confirmed"
+    forged["sha256"] = stored_sha(forged)
+    path = tmp_path / "forged.json"
+    path.write_text(json.dumps(forged), encoding="utf-8")
+    assert not replay.replay(path)[0]
+    assert replay.unsound(read([tmp_path]))
+
+
+def other_cpu(measured):
+    measured["machine"]["cpu"] = "Other CPU"
+    for strict in measured["strict"].values():
+        strict["machine"]["cpu"] = "Other CPU"
+    measured["aa"] = None
+    measured["missing"] = [{"reason": "scope", "detail": "for this test"}]
+
+
+def test_a_machine_of_the_same_name_and_another_kind_speaks_for_itself_alone(tmp_path, data):
+    """Else a newer record from somebody's laptop, also called cpu, would take the place of this machine's verdict."""
+    sealed(tmp_path / "cpu", data, name="own")
+    other = copy.deepcopy(data) | {"evidence_id": store.new_id(), "created": "2999-01-01T00:00:00Z"}
+    sealed(tmp_path / "cpu", other, other_cpu, name="other")
+    records = read([tmp_path])
+    assert [r.problems for r in records] == [(), ()]
+    found = verdicts(records, records[0].claim)
+    assert {r.machine: r.status for r in found} == {"cpu-amd-epyc": data["derived"]["verdict"]["status"], "cpu-other-cpu": "not_applicable"}
+
+
+def test_an_imported_record_shows_whose_it_is_and_takes_no_verdicts_place(tmp_path, data):
+    own = sealed(tmp_path / "results" / "cpu", data, name=CPU)
+    theirs = sealed(tmp_path / "elsewhere", copy.deepcopy(data) | {"evidence_id": store.new_id()})
+    path = replay.take_in(theirs, "acme", tmp_path / "results")
+    assert path.parent.name == "cpu@acme"
+    found = verdicts(records := read([tmp_path / "results"]), records[0].claim)
+    assert {r.machine: r.path for r in found} == {"cpu": own, "cpu@acme": path}
+
+
+@pytest.mark.parametrize("name", ["", "A", "a/b", "..", "a" * 33])
+def test_an_origin_is_a_plain_name(tmp_path, data, name):
+    with pytest.raises(ConfigError, match="--from"):
+        replay.take_in(sealed(tmp_path, data), name, tmp_path)
+
+
+def test_a_record_of_somebody_elses_never_hides_one_of_the_same_id(tmp_path, data):
+    sealed(tmp_path / "results" / "aaa@acme", data)
+    own = sealed(tmp_path / "results" / "cpu", data)
+    (found,) = read([tmp_path / "results"])
+    assert found.path == own
