@@ -94,8 +94,8 @@ def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
     from site_tree import reseal
 
     def spoil(data: dict) -> None:
-        data["derived"]["curve"]["points"] = [{"variant": "a", "outcome": "ok", "value": None}, "x"]
-        data["derived"]["curve"]["contrasts"] = [{"name": "b", "effect": None, "low": None, "high": None}]
+        data["derived"]["curve"]["points"] = [{"variant": "a", "outcome": "ok", "launches": 4, "value": None}]
+        data["derived"]["curve"]["contrasts"] = [{"name": "b", "weights": {}, "effect": None, "low": None, "high": None}]
 
     reseal(add_sweep(tree), spoil)
     generate(tree)
