@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from playbook.paths import data_root, repo_root
 from playbook.records.case import load_case
-from playbook_bench.run import store
 from playbook.records.evidence import noise_key
+from playbook_bench.run import store
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import hashing, renamed
 from playbook_trainer.config.automatic import Target
