@@ -1,7 +1,8 @@
 # Each target sets itself up in .venv on a machine with Python 3.11 or later and pip; a second call finds it there.
 #
 #   make demo     every claim of every card gets a verdict on this machine's CPU
-#   make test     the tests, then every card, case and trainer key
+#   make test     what every commit runs, in five minutes on two cores: most tests, and one real run of each kind
+#   make test-all every test that needs no GPU, no Slurm and no browser
 #   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
 #   make check    lint, types, import rules, schemas, cards, skills
 #   make parity   the tables of parity, anew from the tests that make the comparisons
@@ -18,7 +19,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SETUP := pyproject.toml constraints.txt
 SOURCES := playbook bench/playbook_bench trainer/playbook_trainer
 
-.PHONY: help demo test test-slurm test-browser check docs parity clean
+# Tests of one module share what its fixtures have launched, so a module stays on one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope
+
+.PHONY: help demo test test-all test-rest test-slurm test-browser check docs parity clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,8 +32,13 @@ demo: $(VENV)/.demo
 	case $$code in 0|1|3|4) exit 0;; *) echo "a claim has no verdict: a run failed (exit code $$code)" >&2; exit $$code;; esac
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST)
 	$(BIN)/playbook cards check
+
+test-rest: $(VENV)/.dev
+	$(PYTEST) -m full
+
+test-all: test test-rest
 
 test-slurm: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/whole/slurm

@@ -1,8 +1,19 @@
-"""Property tests take the time that they take: where a machine does other work too, a pause is no fault of an example."""
+"""What holds for all tests: which of them `make test` leaves out, and no deadline for examples of property tests.
+
+Property tests take the time that they take: where a machine does other work too, a pause is no fault of an example.
+"""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of a test with a `sample` every other case is marked `full`."""
+    sample = item.get_closest_marker("sample")
+    if sample is not None and isinstance(item, pytest.Function) and item.callspec.id not in sample.args:
+        item.add_marker("full")

@@ -57,11 +57,6 @@ def card_of(claim: str, known: Mapping[str, Card]) -> str | None:
     return next((card for card, *ids in checks if claim in ids), None)
 
 
-def card_files(folder: Path) -> list[Path]:
-    """The card files of a folder, in order of name."""
-    return sorted(folder.glob("*.yaml"))
-
-
 def read_cards(paths: Sequence[Path]) -> Cards:
     """The cards of files and folders; whatever is no card becomes a finding."""
     cards = Cards()

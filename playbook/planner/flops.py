@@ -16,7 +16,7 @@ BACKWARD = 3
 def per_token(shape: Shape, seq_len: float) -> float:
     """Training FLOPs per token of sequences of `seq_len` tokens; MTP layers are like the last one. Routers are left out, as in the source.
 
-    For packed rows pass `packed_length` of the documents, since attention ends at each of them.
+    For packed rows pass the sum of the squares of the documents' lengths over their sum, since attention ends at each of them.
     Units: floating-point operations; one multiply-add is two.
     """
     return BACKWARD * sum(flops for name, flops in forward(shape, seq_len).items() if name != "router")
@@ -58,11 +58,6 @@ def vision_forward(tower: Vision, out: int, patches: float, pairs: float) -> dic
         "projector": patches / tower.merge**2 * (1 + tower.deepstack) * (wide * wide + wide * out),
     }
     return {name: 2.0 * n for name, n in madds.items()}
-
-
-def packed_length(documents: list[int]) -> float:
-    """The sequence length that costs as much per token as these documents packed into one row."""
-    return sum(n * n for n in documents) / sum(documents)
 
 
 def _projections(shape: Shape, index: int) -> float:

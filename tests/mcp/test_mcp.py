@@ -261,6 +261,7 @@ def test_a_plan_agrees_with_what_a_series_recorded(library):
     assert 2 <= len(record.get("measured", "runs")) <= profile["launches_most"]
 
 
+@pytest.mark.full
 def test_an_answer_that_is_too_long_is_refused(library):
     card = load_all()["vlm-real-data"]
     long = card.model_copy(update={"interactions": ["x" * MAX_CHARS]})
@@ -369,6 +370,15 @@ sys.addaudithook(_watch)
 @pytest.mark.parametrize(("tool", "name"), ARGUMENTS)
 @settings(max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=hostile)
+@pytest.mark.sample(
+    "search-query",
+    "estimate_memory-model",
+    "get_card-card_id",
+    "get_claim-claim_id",
+    "list_evidence-claim_id",
+    "plan_confirmation-card_id",
+    "check_layout-gpus",
+)
 def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value):
     global _watched
     serving = server(library)

@@ -53,6 +53,7 @@ def pages(built: Path) -> list[Path]:
     return sorted(built.rglob("*.html"))
 
 
+@pytest.mark.full
 def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
     assert len(pages(built)) > 10
     for page in pages(built):
@@ -63,6 +64,7 @@ def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
         assert not outside, f"{page.name}: {outside}"
 
 
+@pytest.mark.full
 def test_no_style_sheet_and_no_script_of_ours_names_another_host(built: Path) -> None:
     for sheet in built.rglob("*.css"):
         found = [u for u in re.findall(r"url\(\s*[\"']?([^)\"']+)", sheet.read_text()) if re.match(r"(?:https?:)?//", u)]
@@ -70,6 +72,7 @@ def test_no_style_sheet_and_no_script_of_ours_names_another_host(built: Path) ->
     assert "http" not in (built / "javascripts" / "filter.js").read_text()
 
 
+@pytest.mark.full
 def test_the_search_keeps_states_of_its_index_apart(built: Path) -> None:
     """What it mends is looked up in a browser (`test_browser.py`); here it is seen that the theme's script still is the one that is mended."""
     (worker,) = (built / "assets/javascripts/workers").glob("search.*.min.js")
@@ -78,6 +81,7 @@ def test_the_search_keeps_states_of_its_index_apart(built: Path) -> None:
     assert text.count("+s+o.id}") == 0
 
 
+@pytest.mark.full
 def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
     home = (built / "index.html").read_text()
     for card in load_all().values():
@@ -85,6 +89,7 @@ def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
         assert f"cards/{card.id}.html" in home
 
 
+@pytest.mark.full
 def test_numbers_link_to_their_record(built: Path) -> None:
     shown = words(built / "cards" / "fixture-card.html")
     assert re.search(rf'<a href="\.\./evidence/{ID}\.html">\+7\.3 % \[\+6\.2, \+8\.5\]</a>', shown)
@@ -92,6 +97,7 @@ def test_numbers_link_to_their_record(built: Path) -> None:
     assert (built / "evidence" / f"{ID}.json").is_file()
 
 
+@pytest.mark.full
 def test_reference_pages_come_from_their_tables(built: Path) -> None:
     from playbook_bench.judge.metrics import METRICS
 
@@ -105,6 +111,7 @@ def test_reference_pages_come_from_their_tables(built: Path) -> None:
     assert "--budget" in commands
 
 
+@pytest.mark.full
 def test_filters_have_what_they_filter_by(built: Path) -> None:
     shown = (built / "cards" / "index.html").read_text()
     card = re.search(r'<div class="pb-card"([^>]*)>\s*<h2 id="fixture-card"', shown)
@@ -116,6 +123,7 @@ def test_filters_have_what_they_filter_by(built: Path) -> None:
     assert '<option value="confirmed">' in shown
 
 
+@pytest.mark.full
 def test_hostile_text_stays_text(built: Path) -> None:
     shown = (built / "cards" / "fixture-card.html").read_text()
     assert "<script>alert" not in shown
@@ -123,6 +131,7 @@ def test_hostile_text_stays_text(built: Path) -> None:
     assert "onclick" not in re.sub(r">[^<]*<", "><", shown)
 
 
+@pytest.mark.full
 def test_a_changed_figure_changes_the_built_page(tmp_path: Path, built: Path) -> None:
     tree = make_tree(tmp_path)
     reseal(tree / "results" / "h200x4" / f"{ID}.json", lambda d: d["derived"]["comparison"].update(effect=0.0412))

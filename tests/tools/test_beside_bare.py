@@ -44,6 +44,7 @@ def compare(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_both_sides_train_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
     said, rows = compare(tmp_path, "--pairs", "1")
     assert [(r["side"], r["outcome"]) for r in rows] == [("bare", "ok"), ("ours", "ok")], said

@@ -11,6 +11,7 @@ from ranks import ROOT, environment
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_the_seconds_of_a_launch_are_told_by_line() -> None:
     words = ["trainer/configs/qwen3_moe_tiny.yaml", "train.steps=12", "train.warmup_steps=1"]
     command = [sys.executable, "tools/first_step.py", "--ranks", "1", *words]

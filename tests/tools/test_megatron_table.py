@@ -46,6 +46,7 @@ def test_rows_are_told_apart_by_their_names() -> None:
     assert {r.table for r in rows()} == set(TABLES)
 
 
+@pytest.mark.full
 def test_a_row_that_runs_a_row_that_is_refused_and_one_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root())
     proof = (Rule(collective="all_to_all", group="ep"), Rule(collective="all_gather", group="tp"))

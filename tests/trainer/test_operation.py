@@ -138,6 +138,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.full
 def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, "train.deterministic=true", "train.steps=400"]
     out, saving = tmp_path / "out", [f"checkpoint.dir={tmp_path / 'saved'}"]
@@ -158,6 +159,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(signum: int, forks: Forks, tmp_
     assert "nothing is left to do, raise train.steps" in forks.text(0)
 
 
+@pytest.mark.full
 def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: Forks, tmp_path: Path) -> None:
     diverging = ["train.on_nan=continue", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=4000"]
     ranks = forks.start([TEXT, *QUICK, *diverging, f"checkpoint.dir={tmp_path / 'saved'}", f"output={tmp_path / 'out'}"], 1, free_port())
@@ -172,6 +174,7 @@ def test_a_signal_to_a_run_that_cannot_be_saved_does_not_say_that_it_was(forks: 
 
 
 @pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.full
 def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool, forks: Forks, tmp_path: Path) -> None:
     """The last one, which nothing follows, would be cut off at every attempt."""
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4", f"checkpoint.async_save={str(in_background).lower()}"]
@@ -180,6 +183,7 @@ def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000004"]
 
 
+@pytest.mark.full
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANT", json.dumps({"baseline": {"fault": "terminate", "rank": 1, "at": 2}}))
     changes = {k: v for k, _, v in (w.partition("=") for w in QUICK)} | {"train.steps": 400, "checkpoint.dir": str(tmp_path / "saved")}
@@ -216,6 +220,7 @@ def test_a_disk_that_is_full_is_said_and_the_checkpoint_before_stays(forks: Fork
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_the_start_takes_no_metrics(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"output={tmp_path / 'out'}"]
     assert forks.run([*words, "train.steps=4"], 1, free_port()) == [0]
@@ -228,6 +233,7 @@ def test_a_disk_that_is_full_at_the_start_takes_no_metrics(forks: Forks, tmp_pat
     assert [r["step"] for r in steps(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_an_output_that_cannot_be_written_any_more_is_one_message(forks: Forks, tmp_path: Path) -> None:
     """Its folder is removed while the run trains, or its disk is full from the start; the checkpoint before stays."""
     out, saved = tmp_path / "out", tmp_path / "saved"
@@ -246,6 +252,7 @@ def test_an_output_that_cannot_be_written_any_more_is_one_message(forks: Forks, 
     assert forks.run(words, 1, free_port()) == [0]
 
 
+@pytest.mark.full
 def test_a_folder_that_takes_no_checkpoints_is_refused_before_training(tmp_path: Path) -> None:
     """It is there, so that only writing to it tells; the first checkpoint may be hours away."""
     code, out, err = run([TEXT, *QUICK, "checkpoint.dir=/proc/tty", "checkpoint.every=3", f"output={tmp_path}"])[0]
@@ -254,6 +261,7 @@ def test_a_folder_that_takes_no_checkpoints_is_refused_before_training(tmp_path:
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_bad_data_does_not_take_the_checkpoint_that_is_being_written(forks: Forks, tmp_path: Path) -> None:
     words = [
         TEXT,
@@ -268,6 +276,7 @@ def test_bad_data_does_not_take_the_checkpoint_that_is_being_written(forks: Fork
     assert [p.name for p in (tmp_path / "saved").glob("step_*")] == ["step_00000002"]
 
 
+@pytest.mark.full
 def test_an_evaluation_that_is_not_finite_leaves_the_summary_json(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, "train.on_nan=continue", "eval.every=2", f"output={tmp_path}"]
     assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [3, 3], forks.text(0)
@@ -306,6 +315,7 @@ def test_steps_without_labels_change_nothing_but_the_count(forks: Forks, tmp_pat
     assert [(r["loss"], r["grad_norm"], r.get("nan")) for r in steps(tmp_path / "out")] == [(0.0, 0.0, None)] * 6
 
 
+@pytest.mark.full
 def test_what_one_rank_alone_has_found_is_said(forks: Forks, tmp_path: Path) -> None:
     data = pictures(tmp_path / "data", {3})
     for seed in range(20):  # until the second of two ranks is the one that reads the damaged image
@@ -317,6 +327,7 @@ def test_what_one_rank_alone_has_found_is_said(forks: Forks, tmp_path: Path) -> 
     assert forks.text(1).splitlines()[-1].startswith("rank 1: error: ")
 
 
+@pytest.mark.full
 def test_peak_memory_is_that_of_the_largest_rank(forks: Forks, tmp_path: Path) -> None:
     large = 1200 << 20
     plant = f"import os; os.environ['RANK'] == '1' and len(b'x' * {large})"
@@ -325,6 +336,7 @@ def test_peak_memory_is_that_of_the_largest_rank(forks: Forks, tmp_path: Path) -
     assert summary(tmp_path)["metrics"]["peak_memory_bytes"] > large
 
 
+@pytest.mark.full
 def test_the_summary_of_a_run_before_does_not_stay(forks: Forks, tmp_path: Path) -> None:
     assert forks.run([TEXT, *QUICK, f"output={tmp_path}"], 1, free_port()) == [0], forks.text(0)
     crash = "from playbook_trainer import loop; loop.run_steps = None"
@@ -340,6 +352,7 @@ def test_settings_without_an_effect_are_said(forks: Forks, tmp_path: Path) -> No
     assert "moe.dispatcher allgather has no effect at parallel.ep 1" in forks.text(0)
 
 
+@pytest.mark.full
 def test_a_hang_is_reported_and_ended(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, "train.hang_timeout_s=10", f"output={tmp_path}"]
     assert forks.run(words, 2, free_port(), STILL) == [6, -signal.SIGKILL]
@@ -361,6 +374,7 @@ decoder.Experts._loop = planted
 """
 
 
+@pytest.mark.full
 def test_the_slow_rank_is_named(forks: Forks, tmp_path: Path) -> None:
     words = [TEXT, *QUICK, "train.steps=4", "train.straggler_every=2", f"output={tmp_path}"]
     assert forks.run(words, 2, free_port(), SLOW_EXPERTS) == [0, 0], forks.text(0)
@@ -374,6 +388,7 @@ def test_the_slow_rank_is_named(forks: Forks, tmp_path: Path) -> None:
     assert (found["samples"], found["slowest"]) == (2, {"1": 2})
 
 
+@pytest.mark.full
 def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> None:
     words = ["tracker.tensorboard=true", "tracker.wandb=true", "tracker.offline=true", "tracker.name=a run", f"output={tmp_path}"]
     assert forks.run([TEXT, *QUICK, *words], 2, free_port()) == [0, 0], forks.text(0)

@@ -57,6 +57,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert yaml.safe_load((out / "config.yaml").read_text())["train"]["steps"] == 6
 
 
+@pytest.mark.full
 def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
     # Eight choices among sixteen experts on two ranks: nearly every token goes to both, so dedup sends about a quarter of all-to-all's rows.
     common = ["train.steps=2", "train.warmup_steps=1", "parallel.ep=2", "model.num_experts=16", "model.top_k=8"]
@@ -91,6 +92,7 @@ def test_receipt_shows_which_dispatcher_ran(tmp_path: Path) -> None:
     assert 0.2 < sent["dedup"] / sent["alltoall"] < 0.35
 
 
+@pytest.mark.full
 def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> None:
     saved = {}
     for cp in (1, 2):
@@ -101,6 +103,7 @@ def test_saved_activations_shrink_with_context_parallelism(tmp_path: Path) -> No
     assert 0.4 * saved[1] < saved[2] < 0.75 * saved[1]
 
 
+@pytest.mark.full
 def test_saved_activations_shrink_with_sequence_parallelism(tmp_path: Path) -> None:
     saved = {}
     for cut in ("false", "true"):
@@ -122,6 +125,7 @@ def test_nan_ends_the_run_and_is_said(tmp_path: Path) -> None:
     assert summary(tmp_path)["outcome"] == "nan"
 
 
+@pytest.mark.full
 def test_kineto_trace_names_the_ranges(tmp_path: Path) -> None:
     code, out, _ = run([TEXT, "profile.kineto=true", f"output={tmp_path}"])[0]
     assert code == 0
@@ -159,6 +163,7 @@ def test_help_needs_no_torch() -> None:
     assert ROOT.is_dir()
 
 
+@pytest.mark.full
 def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
     """Pictures that the rank decodes itself are a part of the step worth mentioning; random tokens mostly are none."""
     said: dict[str, int] = {}

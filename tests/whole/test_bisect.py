@@ -34,6 +34,7 @@ def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = E
 
 
 @pytest.mark.parametrize(("plant", "trouble"), [({"slower": 0.3}, "slower"), ({"fault": "oom"}, "oom"), ({"fault": "crash"}, "crash")])
+@pytest.mark.full
 def test_the_planted_commit_is_found(repo: Any, tmp_path: Path, plant: dict[str, Any], trouble: str) -> None:  # noqa: F811
     repo({"n": 1})
     repo(plant)

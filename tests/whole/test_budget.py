@@ -46,6 +46,7 @@ class Stretched(local.LocalLauncher):
 
 
 @pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
+@pytest.mark.full
 def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
     plant()
     monkeypatch.setattr(Stretched, "first", first)
@@ -57,6 +58,7 @@ def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, p
 
 
 @pytest.mark.parametrize("which", ["000-", "013-"], ids=["before the noise", "between pairs"])
+@pytest.mark.full
 def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch, which):
     plant()
     monkeypatch.setattr(Stretched, "first", 90)
@@ -72,6 +74,7 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
 
 
+@pytest.mark.full
 def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, tmp_path, plant, monkeypatch):
     plant()
     noting = Noting()
@@ -90,6 +93,7 @@ def test_more_pairs_than_the_case_has_are_not_promised(pairs, said, case, tmp_pa
     assert any("--pairs 99 is more than the" in n for n in noting.notes) is said
 
 
+@pytest.mark.full
 def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monkeypatch):
     plant()
     noting = Noting()
@@ -122,6 +126,7 @@ def stopped_at_launch_14(path, tmp_path, monkeypatch, exported=None):
     return launched
 
 
+@pytest.mark.full
 def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(case, tmp_path, plant, monkeypatch):
     """It is the series' own as if there had been no stop, and its seconds count."""
     plant()
@@ -158,6 +163,7 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
     assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"
 
 
+@pytest.mark.full
 def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant):
     """A full disk or a missing package is mended, and the same command goes on: the runs that ended well count, the failed one does not."""
     path = case(steps=STEPS)
@@ -186,6 +192,7 @@ def test_what_failed_is_launched_again_by_the_next_command(case, tmp_path, plant
     assert again.failed_before == {"crash": 1}, "it stays in the journal"
 
 
+@pytest.mark.full
 def test_runs_with_other_exported_variables_are_neither_one_series_nor_its_noise(case, tmp_path, plant, monkeypatch):
     """All ranks have what this process exports: who sets `CUDA_LAUNCH_BLOCKING` to find a fault goes on with another machine, in effect."""
     plant()
@@ -205,6 +212,7 @@ def test_runs_with_other_exported_variables_are_neither_one_series_nor_its_noise
     assert sum(r.role == "measure" for r in again.runs) == 8
 
 
+@pytest.mark.full
 def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tmp_path, plant):
     plant(candidate={"slower": 0.2})
     path = case(steps=STEPS)
@@ -214,6 +222,7 @@ def test_a_case_that_was_mended_is_not_answered_by_the_record_of_before(case, tm
     assert again.evidence.measured.case.sha != first.evidence.measured.case.sha
 
 
+@pytest.mark.full
 def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, plant, monkeypatch):
     """`--budget` is anew for each command; the case's own minutes are not, so that its series is over and nobody is told to come again."""
     plant()
@@ -236,6 +245,7 @@ def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, pl
     assert len(whole.evidence.measured.runs) > len(cut.evidence.measured.runs)
 
 
+@pytest.mark.full
 def test_a_series_that_a_limit_of_pairs_ended_goes_on_with_a_larger_one(case, tmp_path, plant):
     plant(candidate={"slower": 0.2})
     path = case(steps=STEPS)

@@ -78,6 +78,7 @@ def test_a_planted_curve_refutes_the_wrong_guess(curve_card, tmp_path, plant):
     assert found.status == "refuted"
 
 
+@pytest.mark.full
 def test_a_value_that_does_not_fit_is_left_out_where_the_claim_allows_it(curve_card, tmp_path, plant, capsys):
     plant(seed3={"fault": "oom"}, seed1={"slower": 0.3})
     found = confirmed(curve_card("sweep", "{op: best, at: [2], infeasible: [3], margin: {value: 5, unit: percent}}"), tmp_path)
@@ -108,6 +109,7 @@ def test_a_value_with_losses_of_its_own_ends_the_series_with_the_first_block(cur
     assert replay.replay(found.path) == (True, [])
 
 
+@pytest.mark.full
 def test_a_planted_coupling_is_found(curve_card, tmp_path, plant):
     plant(**{"seed2-lr0.2": {"slower": -0.3}})
     found = confirmed(curve_card("interaction", '{op: ">=", margin: {value: 5, unit: percent}}'), tmp_path)

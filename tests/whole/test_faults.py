@@ -54,6 +54,7 @@ claims:
     return write
 
 
+@pytest.mark.full
 def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tmp_path, plant):
     plant(candidate={"slower": 0.2})
     found = bench(case(), tmp_path)
@@ -78,6 +79,7 @@ def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tm
         ("within", 10, 0.0, "confirmed"),
     ],
 )
+@pytest.mark.sample("<=--3--0.2-refuted", "<=--3-0.2-confirmed", "within-10-0.0-confirmed")
 def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
     plant(candidate={"slower": slower})
     found = only(confirm.run([card(op, margin)], results=tmp_path / "results", command=FAKE, seed=3))
@@ -142,6 +144,7 @@ def test_a_short_run_is_an_error(case, tmp_path, plant):
     assert "8 of 10 steps" in found.evidence.derived.verdict.sentence
 
 
+@pytest.mark.full
 def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
     plant(candidate={"fault": "short", "launches": [10, 11]})
     found = bench(case(), tmp_path)
@@ -150,6 +153,7 @@ def test_one_short_run_of_a_timed_series_is_an_error(case, tmp_path, plant):
     assert replay.replay(found.path)[0]
 
 
+@pytest.mark.full
 def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant):
     plant()
     found = bench(case("mfu"), tmp_path)
@@ -159,6 +163,7 @@ def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant)
     assert not list((tmp_path / "results" / "baselines").rglob("*.json")), "noise without a figure is not stored"
 
 
+@pytest.mark.full
 def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
     plant()
     with pytest.raises(PlaybookError, match="baseline reported no mfu"):
@@ -166,6 +171,7 @@ def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_
     assert not list((tmp_path / "results").rglob("*.json"))
 
 
+@pytest.mark.full
 def test_stored_noise_of_another_metric_does_not_hide_that_one_is_missing(case, tmp_path, plant):
     plant()
     aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
@@ -193,6 +199,7 @@ def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp
     assert replay.replay(found.path) == (True, [])
 
 
+@pytest.mark.full
 def test_a_count_that_the_receipt_cannot_give_is_an_error_with_a_record(case, tmp_path, plant):
     plant()
     path = Path(case("dispatch_bytes_per_token_layer"))
@@ -214,6 +221,7 @@ def test_a_hang_ends_with_its_workers(case, tmp_path, plant, monkeypatch):
     assert gone(mark), "no process of the run is left"
 
 
+@pytest.mark.full
 def test_a_drift_is_not_steady_after_one_extension(case, tmp_path, plant):
     plant(baseline={"drift": 0.004}, candidate={"drift": 0.004})
     found = bench(case(), tmp_path)
@@ -227,6 +235,7 @@ def test_a_spent_budget_is_said(card, tmp_path, plant):
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
 
 
+@pytest.mark.full
 def test_two_cases_share_the_noise_of_one_configuration(case, tmp_path, plant):
     plant()
     path = case()
@@ -240,6 +249,7 @@ def test_two_cases_share_the_noise_of_one_configuration(case, tmp_path, plant):
     assert third.aa != first.aa, "another configuration has noise of its own"
 
 
+@pytest.mark.full
 def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
     plant(baseline={"computing": 31})
     out = io.StringIO()
@@ -250,6 +260,7 @@ def test_a_host_that_keeps_the_gpu_waiting_is_shown(case, tmp_path, plant):
     )
 
 
+@pytest.mark.full
 def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
     plant(baseline={"data": 0.12}, candidate={"data": 0.01})
     out = io.StringIO()
@@ -258,6 +269,7 @@ def test_steps_that_are_spent_on_data_are_shown(case, tmp_path, plant):
     assert "in candidate on data" not in out.getvalue()
 
 
+@pytest.mark.full
 def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, monkeypatch):
     plant()
     counts = (Ticks(1000 * n, 150 * n) for n in itertools.count())
@@ -268,6 +280,7 @@ def test_processor_time_that_other_machines_had_is_shown(case, tmp_path, plant, 
     assert "of the processor time the hypervisor kept 15 % from baseline, 15 % from candidate" in out.getvalue()
 
 
+@pytest.mark.full
 def test_clocks_are_those_of_the_timed_steps_and_what_held_them_down_is_shown(case, tmp_path, plant, monkeypatch):
     plant(baseline={"late": 1.0})
 
@@ -296,6 +309,7 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
     assert [r.telemetry["over"] for r in runs] == ["launch"] * len(runs)
 
 
+@pytest.mark.full
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
     plant(candidate={"slower": -0.5})
     found = only(
@@ -372,6 +386,7 @@ with interruptible():
 """
 
 
+@pytest.mark.full
 def test_a_signal_while_a_hang_is_being_ended_leaves_no_process(tmp_path):
     """Ranks and workers that ignore SIGTERM are given a grace; the signal cuts that short, and not what comes after it."""
     mark = uuid.uuid4().hex
@@ -398,6 +413,7 @@ with interruptible():
 """
 
 
+@pytest.mark.full
 def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path):
     """Where srun ignores SIGTERM; the command that cancels a step is one that kills it here."""
     mark = uuid.uuid4().hex
@@ -418,6 +434,7 @@ def test_a_signal_while_a_step_is_being_ended_leaves_none_of_its_tasks(tmp_path)
     assert gone(mark)
 
 
+@pytest.mark.full
 def test_two_harnesses_share_a_results_folder(case, tmp_path):
     path = case("dispatch_bytes_per_token_layer")
     both = [start(path, tmp_path, uuid.uuid4().hex, {}) for _ in range(2)]
@@ -432,6 +449,7 @@ def test_two_harnesses_share_a_results_folder(case, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("kill", "killed"), ("hang", "hang")])
+@pytest.mark.sample("kill-killed")
 def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
     plant(baseline={"fault": fault, "rank": 1})
     timeout = 60 if fault == "kill" else 12
@@ -440,6 +458,7 @@ def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
     assert found.status == "error"
 
 
+@pytest.mark.full
 def test_real_trainer_with_its_feature_disabled(case, tmp_path, plant):
     plant(candidate={"fault": "disable"})
     found = bench(case("dispatch_bytes_per_token_layer", steps=4), tmp_path, REAL)

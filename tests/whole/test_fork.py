@@ -69,6 +69,7 @@ def during(launcher: ForkLauncher, folder: Path, strike) -> threading.Thread:
     return thread
 
 
+@pytest.mark.full
 def test_forked_ranks_train_as_fresh_ones_do_and_start_sooner(launcher, tmp_path):
     fresh, first, second = (tmp_path / name for name in ("fresh", "first", "second"))
     assert LocalLauncher().run(spec(fresh)).outcome == "ok"
@@ -84,6 +85,7 @@ def test_forked_ranks_train_as_fresh_ones_do_and_start_sooner(launcher, tmp_path
     assert not Path(f"/proc/{template.process.pid}").exists()
 
 
+@pytest.mark.full
 def test_what_a_run_gets_wrong_is_said_as_by_a_fresh_rank(launcher, tmp_path):
     wrong = spec(tmp_path / "layout", "parallel.ep=3", ranks=2)
     result = launcher.run(wrong)
@@ -101,6 +103,7 @@ def test_a_refusal_is_told_by_the_rank_that_says_why_even_if_it_ends_last(tmp_pa
 
 
 @pytest.mark.parametrize("whose", ["rank", "template"])
+@pytest.mark.full
 def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path, whose):
     long = spec(tmp_path / "long", "train.steps=20")
 
@@ -115,6 +118,7 @@ def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path
     assert launcher.run(replace(long, folder=tmp_path / "next")).outcome == "ok", "forked anew, or started afresh"
 
 
+@pytest.mark.full
 def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
     long = replace(spec(tmp_path / "long", "train.steps=2000"), stall_s=2.0)
 
@@ -148,6 +152,7 @@ class Late(confirm.Quiet):
 
 
 @pytest.mark.parametrize(("number", "ways", "detail"), [(1, {None}, ""), (2, {None, "fork"}, "differs in launch: fork, fresh processes")])
+@pytest.mark.full
 def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, monkeypatch, number, ways, detail):
     """A series of forked ranks and fresh ones has no verdict; one of fresh ones alone is as good as any."""
     progress = Late(monkeypatch, number)

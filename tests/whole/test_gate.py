@@ -70,6 +70,7 @@ def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
     assert json.loads(json.dumps(gate.as_json(found)))["exit_code"] == code
 
 
+@pytest.mark.full
 def test_one_odd_launch_of_its_noise_does_not_let_a_slower_commit_pass(repo, tmp_path):
     """Launch 4 of the A/A takes 10 % longer, which made the limit 10 %; the pair is measured again."""
     repo({"slower": 0.1, "launches": [4]})
@@ -80,12 +81,14 @@ def test_one_odd_launch_of_its_noise_does_not_let_a_slower_commit_pass(repo, tmp
     assert sum(r.role == "aa" for r in found.runs) == 10
 
 
+@pytest.mark.full
 def test_uncommitted_changes_are_what_is_tested(repo, tmp_path):
     (repo.root / "plant.json").write_text(json.dumps({"slower": 0.3}))
     assert run(repo, tmp_path, "HEAD").status == "regression"
 
 
 @pytest.mark.parametrize("fault", ["nan", "short", "crash", "silent", "disable_metric"])
+@pytest.mark.sample("crash", "nan", "silent")
 def test_it_fails_closed(repo, tmp_path, fault):
     repo({"fault": fault})
     metric = "images_per_s" if fault == "disable_metric" else "useful_tokens_per_s_per_gpu"
@@ -94,6 +97,7 @@ def test_it_fails_closed(repo, tmp_path, fault):
 
 
 @pytest.mark.parametrize(("options", "pairs"), [({"pairs": 2}, 2), ({"budget_s": 0.01}, 0)])
+@pytest.mark.full
 def test_a_series_that_is_cut_short_shows_nothing(repo, tmp_path, options, pairs):
     repo({"slower": 0.5})
     found = run(repo, tmp_path, **options)
@@ -116,6 +120,7 @@ def test_a_budget_that_holds_no_noise_shows_nothing(repo, tmp_path, monkeypatch)
     assert "stopped after 0 of the 4 pairs" in found.sentence
 
 
+@pytest.mark.full
 def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path):
     """A slowdown of a little less than the limit: passing it would let it through, and calling it a regression would be a guess."""
     repo({"slower": 0.003})
@@ -127,6 +132,7 @@ def test_what_is_neither_shown_nor_ruled_out_asks_for_more_pairs(repo, tmp_path)
     assert (told["status"], told["pairs_needed"], told["comparison"]["pairs"]) == ("undecided", found.pairs_needed, 4)
 
 
+@pytest.mark.full
 def test_pairs_beyond_the_last_look_are_looked_at_and_share_the_error_rate(repo, tmp_path):
     repo({"slower": 0.01})
     found = run(repo, tmp_path, pairs=16)

@@ -22,6 +22,7 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
 
 
+@pytest.mark.full
 def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
     """The first run of each pair is slower, as beside a neighbour that comes and goes."""
     monkeypatch.setattr(aa, "LocalLauncher", functools.partial(local.LocalLauncher, FAKE))
@@ -39,6 +40,7 @@ def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monk
     assert json.loads(clean.stdout)["path"] == str(stored)
 
 
+@pytest.mark.full
 def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
     plant()
     stored = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
@@ -52,6 +54,7 @@ def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(cas
     assert replay.replay(found.path)[0]
 
 
+@pytest.mark.full
 def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise_is_stored(case, tmp_path, plant):
     plant()
     quiet = aa.run(case(), results=tmp_path / "quiet", command=FAKE, profile="cpu")
@@ -70,6 +73,7 @@ def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise
     assert replay.replay(found.path) == (True, [])
 
 
+@pytest.mark.full
 def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tmp_path, plant):
     """Two odd launches in ten are what this machine does: the floor has to hold them."""
     plant(baseline={"slower": 0.1, "launches": [4, 9]})
@@ -78,6 +82,7 @@ def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tm
     assert found.deviation > 0.04
 
 
+@pytest.mark.full
 def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_next_series(case, tmp_path, plant):
     """A noise of before the rule, or of a series whose fresh pair was odd, would else hide effects until it expires."""
     plant()

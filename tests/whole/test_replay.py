@@ -212,7 +212,17 @@ def test_an_altered_record_is_not_judged_again(record, tmp_path):
         replay.rejudge(altered(record, change, reseal=False), tmp_path)
 
 
-@pytest.mark.parametrize("name", [n for n in list_cases() if load_case(n).kind in ("arithmetic", "invariant")])
+TRAINS = ("finetune-saves-and-evaluates", "tracker-gets-configuration")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in TRAINS else ())
+        for name in list_cases()
+        if load_case(name).kind in ("arithmetic", "invariant")
+    ],
+)
 def test_arithmetic_and_invariant_cases_give_a_verdict(name):
     case = load_case(name)
     holds, sentence, figures = table.run(case)
@@ -300,9 +310,11 @@ def planted(tmp_path, monkeypatch, capsys):
     return plant
 
 
+@pytest.mark.full
 def test_a_card_from_elsewhere_that_numbers_a_claim_alike_gives_a_shipped_one_no_verdict(planted):
     assert planted(statement="Something else.") == {"untested"}
 
 
+@pytest.mark.full
 def test_a_claim_that_came_from_another_card_keeps_its_verdict(planted):
     assert planted() == {"confirmed"}

@@ -150,9 +150,6 @@ _ROWS = (
 
 METRICS = {row.name: row for row in _ROWS}
 
-LOGIC = "holds"
-"""The metric of arithmetic and invariant claims: true or false."""
-
 
 def get(name: str) -> Metric:
     """The row of that name.

@@ -106,17 +106,6 @@ def table_from_file(path: Path) -> TraceTable:
     return build(reader(path))
 
 
-def latest_trace(results: Sequence[Path], case_id: str, profile: str | None = None) -> TraceResult | None:
-    """The newest intact record of a case (on one profile) below the results folders.
-
-    Raises:
-        StoreError: a record of the case is damaged or altered.
-    """
-    paths = sorted({p for folder in results for p in (folder / FOLDER).glob(f"{case_id}-*.json")})
-    found = [t for t in map(read, paths) if t.case == case_id and profile in (None, t.profile)]
-    return max(found, key=lambda t: (t.created, t.trace_id), default=None)
-
-
 def read(path: Path) -> TraceResult:
     """A stored record.
 

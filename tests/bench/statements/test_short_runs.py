@@ -10,6 +10,7 @@ import pytest
 from playbook_bench.statements import short_runs
 
 
+@pytest.mark.full
 def test_the_whole_configuration_reaches_the_tracker() -> None:
     pytest.importorskip("tensorboard")
     holds, sentence, figures = short_runs.tracker_gets_configuration()
@@ -17,6 +18,7 @@ def test_the_whole_configuration_reaches_the_tracker() -> None:
     assert figures == {"missing": []}
 
 
+@pytest.mark.full
 def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_path(config: str, out: Path, *words: str) -> str:
         (out / "tensorboard").mkdir(parents=True)
@@ -30,11 +32,13 @@ def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.Monkey
     assert "missing from the tracker's file: optimizer:" in sentence
 
 
+@pytest.mark.full
 def test_a_run_from_saved_weights_evaluates_saves_and_goes_on() -> None:
     holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
     assert holds, sentence
 
 
+@pytest.mark.full
 def test_half_a_configuration_is_not_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def optimizer_alone(config: str, out: Path, *words: str) -> str:
         (out / "tensorboard").mkdir(parents=True)
@@ -47,6 +51,7 @@ def test_half_a_configuration_is_not_the_whole_one(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
+@pytest.mark.full
 def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
     monkeypatch: pytest.MonkeyPatch, evaluated: list[int], resumed: list[int]
 ) -> None:
@@ -61,6 +66,7 @@ def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
     assert not short_runs.finetune_saves_and_evaluates()[0]
 
 
+@pytest.mark.full
 def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_runs, "_TINY", (*short_runs._TINY, "train.stepz=1"))
     holds, sentence, _ = short_runs.finetune_saves_and_evaluates()

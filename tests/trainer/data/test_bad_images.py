@@ -105,6 +105,7 @@ def run(cfg: TrainerConfig, steps: int, **options: Any) -> tuple[list[Batch], di
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 def test_a_thousand_mutated_images_pass_and_every_one_is_accounted_for(tmp_path: Path) -> None:
     folder = write_samples(tmp_path / "set", [mutated(n) for n in range(MUTATED)])
     options = {"data__pack": False, "train__global_batch_size": 20, "train__micro_batch_size": 20, "data__max_source_pixels": 40_000_000}

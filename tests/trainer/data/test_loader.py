@@ -135,6 +135,7 @@ def test_batches_without_images_have_no_vision() -> None:
 
 
 @pytest.mark.parametrize(("dp", "mbs", "workers"), [(2, 1, 0), (4, 2, 0), (1, 4, 2), (2, 2, 1)])
+@pytest.mark.sample("4-2-0")
 def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: int, mbs: int, workers: int) -> None:
     overrides = {"train__global_batch_size": 8, "data__max_image_pixels": 16_384}
     expected = steps(config(VL, **overrides), 3)
@@ -147,6 +148,7 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_micro_batches_or_workers(dp: 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sample("2")
 def test_resuming_equals_going_on(workers: int) -> None:
     cfg = config(VL, data__max_image_pixels=16_384, data__num_workers=workers)
     whole = steps(cfg, 7)

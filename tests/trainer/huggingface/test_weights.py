@@ -35,6 +35,7 @@ def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample("moe-ep2-dp2")
 def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
     name, ranks, words = CASES[case]
     given = folder_of(name, tmp_path / "in")
@@ -51,6 +52,7 @@ def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[k], given[k]) for k in given)
 
 
+@pytest.mark.full
 def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> None:
     folder_of("qwen3_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
@@ -64,6 +66,7 @@ def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> No
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_forgotten_tokenizer_is_said(tmp_path: Path) -> None:
     folder_of("qwen3_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=2", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
@@ -73,6 +76,7 @@ def test_a_forgotten_tokenizer_is_said(tmp_path: Path) -> None:
     assert said in run([*words, f"output={tmp_path / 'b'}"])[0][1]
 
 
+@pytest.mark.full
 def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     given = folder_of("qwen3_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_tiny.yaml", f"init.weights={tmp_path / 'in'}", f"output={tmp_path / 'out'}"]
@@ -88,6 +92,7 @@ def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: P
 
 
 @pytest.mark.parametrize("frozen", ["[vision, projector]", "[language_model]"])
+@pytest.mark.full
 def test_frozen_parts_come_out_as_they_went_in(frozen: str, tmp_path: Path) -> None:
     given = folder_of("qwen3_vl_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_vl_tiny.yaml", "train.steps=4", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
@@ -112,6 +117,7 @@ def test_a_folder_with_weights_is_not_overwritten(tmp_path: Path) -> None:
     assert (code, "already holds weights" in err, (tmp_path / "out").exists()) == (2, True, False)
 
 
+@pytest.mark.full
 def test_a_place_for_weights_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "weights", Path("/proc/weights")):

@@ -63,6 +63,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.sample("ep 2")
 def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, dict[str, str | None]]) -> None:
     root, errors = trained
     config, _, words = RUNS[name]
@@ -101,6 +102,7 @@ RESUMED = {"ep 2": (2, ("parallel.ep=2",)), "pp 2, vpp 2": (2, ("parallel.pp=2",
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.full
 def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
     jobs = []
     for name, (ranks, layout) in RESUMED.items():
@@ -139,6 +141,7 @@ def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_biases_of_routers_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
     """Each of two steps moves them by a thousandth; in BF16 they would be 0.03 off from the first one on."""
     given, left = tmp_path / "given", tmp_path / "left"
@@ -205,6 +208,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.full
 def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: tuple[Path, dict[str, str | None]]) -> None:
     root, errors = sharded
     ranks, words, since = SHARDED[name]
@@ -224,6 +228,7 @@ def test_megatron_fsdp_adds_gradients_up_over_micro_batches(name: str, sharded: 
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_what_a_rank_of_megatron_fsdp_holds_is_counted_once_and_all_of_it(tmp_path: Path) -> None:
     """Bytes per parameter over two ranks: 16-bit weights, float32 gradients, and float32 master weights and moments."""
     words = (MOE, *COMMON[:-1], "train.global_batch_size=4", "train.dtype=bf16", "backend=megatron", *FSDP)

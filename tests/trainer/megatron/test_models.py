@@ -124,6 +124,7 @@ def documents(config: ModelConfig) -> list[parity.Document]:
 
 
 @pytest.mark.parametrize("name", ["dense", "tied", "moe", "deepseek", "yarn"])
+@pytest.mark.full
 def test_transformers_computes_the_same(name: str, folder: Path) -> None:
     config = model(name)
     theirs = parity.theirs(config, folder / "weights" / name)
@@ -140,6 +141,7 @@ def test_transformers_computes_the_same(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.full
 def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
     config = model(name)
     ours = parity.ours(config, parity.random_state(config))
@@ -152,6 +154,7 @@ def test_the_torch_backend_computes_the_same(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WEIGHTS_ALONE])
+@pytest.mark.full
 def test_a_layout_computes_what_one_rank_does(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0]
     (one, expected), (found, gradients) = result(folder, base), result(folder, name)
@@ -164,6 +167,7 @@ WITH_FOLDER = [name for name in (*MODELS, *LAYOUTS) if LAYOUTS.get(name, (name,)
 
 
 @pytest.mark.parametrize("name", WITH_FOLDER)
+@pytest.mark.full
 def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
     base = LAYOUTS[name][0] if name in LAYOUTS else name
     counts = result(folder, name)[0]["counts"]
@@ -177,6 +181,7 @@ def test_weights_go_in_and_out_bit_by_bit(name: str, folder: Path) -> None:
         assert all(read <= held + slack for read, held in counts), "a rank read more than it holds"
 
 
+@pytest.mark.full
 def test_parameters_that_fsdp2_shares_out_are_saved_whole(folder: Path) -> None:
     result(folder, "dp2")
     found, given = load_file(folder / "dp2" / "shared_out" / hf.SINGLE), load_file(folder / "weights" / "moe" / hf.SINGLE)
@@ -185,6 +190,7 @@ def test_parameters_that_fsdp2_shares_out_are_saved_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FOLDER)
+@pytest.mark.full
 def test_first_weights_follow_from_the_seed_alone(name: str, folder: Path) -> None:
     result(folder, name)
     config = model(LAYOUTS[name][0] if name in LAYOUTS else name)

@@ -71,6 +71,7 @@ def far(folder: Path, name: str) -> dict[str, float]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.full
 def test_loss_and_gradients_equal_those_of_the_torch_backend(name: str, trained: Path) -> None:
     loss, expected = found(trained, name)["loss"], found(trained, f"reference-{JOBS[name][0]}")["loss"]
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -144,6 +145,7 @@ def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.full
 def test_training_on_photographs_equals_the_torch_backend(run: str, streamed: tuple[Path, dict[str, str | None]]) -> None:
     (root, errors), expected = streamed, reference(run).name
     assert errors[run] is None, errors[run]

@@ -64,6 +64,7 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ("before", "after"),
     [("tp2-pp2", ["one", "ep2"]), ("ep2-dp4", ["tp2", "pp2"]), ("folded", ["hsdp"]), ("hsdp", ["one"]), ("one", ["tp2-pp2", "folded"])],
 )
+@pytest.mark.sample("folded-after2")
 def test_resumed_in_another_layout(before: str, after: list[str], whole: list[dict[str, Any]], forks: Forks, tmp_path: Path) -> None:
     trained(forks, tmp_path / "first", TEXT, before, *saving(tmp_path / "saved"))
     for layout in after:
@@ -78,6 +79,7 @@ def test_resumed_in_another_layout(before: str, after: list[str], whole: list[di
             assert row["useful_tokens"] == expected["useful_tokens"], "the data position is exact"
 
 
+@pytest.mark.full
 def test_a_resumed_run_warms_up_anew_and_times_the_rest(forks: Forks, tmp_path: Path) -> None:
     words = ["train.warmup_steps=2", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4"]
     trained(forks, tmp_path / "out", TEXT, "one", *words, "train.steps=4")
@@ -89,6 +91,7 @@ def test_a_resumed_run_warms_up_anew_and_times_the_rest(forks: Forks, tmp_path: 
     assert found["flops"]["flops_per_step"]["linear"] > 0
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_traced(forks: Forks, tmp_path: Path) -> None:
     words = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4"]
     trained(forks, tmp_path / "first", TEXT, "one", *words, "train.steps=4")
@@ -96,6 +99,7 @@ def test_a_resumed_run_is_traced(forks: Forks, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "trace.json").stat().st_size
 
 
+@pytest.mark.full
 def test_images_resume_in_another_layout(forks: Forks, tmp_path: Path) -> None:
     words = ["train.steps=4", "data.num_workers=1"]
     expected = trained(forks, tmp_path / "whole", VISION, "one", *words)
@@ -107,25 +111,27 @@ def test_images_resume_in_another_layout(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_killed_twenty_times_and_resumed(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deaths", "ends"), [(2, 1), (20, 4)], ids=["two", "twenty"])
+@pytest.mark.sample("two")
+def test_killed_twenty_times_and_resumed(deaths: int, ends: int, forks: Forks, tmp_path: Path) -> None:
     """A random rank dies at a random moment; in the end the losses are those of an uninterrupted run, to the last bit."""
     words = [TEXT, *QUICK, "train.deterministic=true", "parallel.ep=2", "model.num_layers=1", "train.global_batch_size=2"]
     words.append("train.hang_timeout_s=150")  # a stall says where it is
     saved, chance, kills, runs = tmp_path / "saved", random.Random(20), 0, 0
     assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], forks.text(0)[-3000:]
     whole = exact(tmp_path / "whole")
-    while kills < 20 or runs < 4:  # on a busy machine a run dies more often before its end
+    while kills < deaths or runs < ends:  # on a busy machine a run dies more often before its end
         # A new run each time the last one has come to its end, which it does after a few deaths.
         parts, more = tmp_path / f"parts{runs}", [f"checkpoint.dir={saved}", "checkpoint.every=1", "checkpoint.keep=2"]
         line = [*words, *more, f"output={parts}"]
         kills += killed(forks, line, parts, chance)
-        if kills >= 20 or len(lines(parts)) >= 4:
+        if kills >= deaths or len(lines(parts)) >= 4:
             assert forks.run(line, 2, free_port()) == [0, 0], forks.text(0)[-3000:]
             assert exact(parts) == whole
             assert sorted(p.name for p in saved.iterdir()) == [".lock", "step_00000005", "step_00000006"]
             shutil.rmtree(saved)
             runs += 1
-    assert runs >= 4
+    assert runs >= ends
 
 
 def killed(forks: Forks, line: list[str], parts: Path, chance: random.Random) -> int:
@@ -184,6 +190,7 @@ def resumed(copy: Path, *words: str) -> tuple[int, str]:
     return code, err
 
 
+@pytest.mark.full
 def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
     copy, marker = tmp_path / "copy", tmp_path / "executed"
     shutil.copytree(saved, copy)
@@ -224,6 +231,7 @@ def test_a_hostile_checkpoint_runs_no_code(saved: Path, tmp_path: Path) -> None:
         (lambda i: i["data"].update(stream=7), "must be mappings"),
     ],
 )
+@pytest.mark.sample("<lambda>-file", "<lambda>-stick out", "<lambda>-row", "<lambda>-schema")
 def test_a_damaged_index_is_refused(change: Any, expected: str, saved: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)
@@ -333,6 +341,7 @@ def test_two_runs_do_not_share_an_output(forks: Forks, tmp_path: Path) -> None:
     assert forks.run(line, 1, free_port()) == [0]
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_not_taken_for_the_folder_of_all(saved: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)

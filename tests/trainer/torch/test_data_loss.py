@@ -50,6 +50,7 @@ def each_alone(rows: list[list[Document]]) -> tuple[float, float, list[int]]:
         (2, ["train.micro_batch_size=2", "data.pad=false", "data.num_workers=1"]),
     ],
 )
+@pytest.mark.sample("2-words1")
 def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(ranks: int, words: list[str], tmp_path: Path) -> None:
     config = load(VISION, parse_overrides(COMMON))
     made = make_rows(config, "train")
@@ -66,6 +67,7 @@ def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(ranks: 
     assert counted["images_decoded"] >= sum(len(d.images) for row in rows for d in row)
 
 
+@pytest.mark.full
 def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -95,6 +97,7 @@ def test_an_evaluation_of_rows_without_a_label_has_no_loss(tmp_path: Path) -> No
     assert "eval loss nan (its rows have no label" in out + err
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_its_checkpoint_with_other_workers_to_the_last_bit(tmp_path: Path) -> None:
     # A constant rate: the cosine's depends on train.steps, which the first half lowers.
     common = [str(VISION), *COMMON, "train.deterministic=true", "optimizer.schedule=constant"]

@@ -58,6 +58,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     ],
     ids=["one", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
 )
+@pytest.mark.sample("one")
 def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
     whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master={m}") for m in ("whole", "split"))
     assert len(whole) >= 3
@@ -70,6 +71,7 @@ def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[s
     [("whole", "split", [NARROW]), ("split", "whole", [NARROW, "checkpoint.async_save=false"]), ("split", "split", [])],
     ids=["to-split", "to-whole", "split"],
 )
+@pytest.mark.sample("to-split")
 def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, words: list[str], forks: Forks, tmp_path: Path) -> None:
     """Losses, norms and weights after that are those of a run of whole weights that was not interrupted."""
     rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master=whole")
@@ -80,6 +82,7 @@ def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, wo
     assert_same_weights(tmp_path / "second", tmp_path / "all")
 
 
+@pytest.mark.full
 def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> None:
     trained(forks, tmp_path / "first", TEXT, 1)
     more = [f"init.weights={tmp_path / 'first'}-weights", "parallel.tp=2", "seed=7"]
@@ -88,6 +91,7 @@ def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> Non
     assert_same_weights(tmp_path / "split", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_bytes_of_halves(forks: Forks, tmp_path: Path) -> None:
     """2 + 2 + 2 for weight, remainder and gradient where whole weights take 4 + 4; 4 for a gradient that several micro-batches add to."""
     held = {}

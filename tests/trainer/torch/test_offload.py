@@ -26,6 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     [(1, ["offload.optimizer=true"]), (2, ["parallel.ep=2", "offload.optimizer=true", "offload.activations=true"])],
     ids=["one-rank", "ep2"],
 )
+@pytest.mark.sample("one-rank")
 def test_offload_equals_one_plain_rank(ranks: int, words: list[str], plain: list[dict[str, float]], tmp_path: Path) -> None:
     rows = curve(tmp_path, ranks, words)
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain], rel=1e-5)
@@ -34,6 +35,7 @@ def test_offload_equals_one_plain_rank(ranks: int, words: list[str], plain: list
     assert (receipt["ranges"].get("offload", 0) > 0) == ("offload.activations=true" in words)
 
 
+@pytest.mark.full
 def test_stages_that_each_send_their_activations_away(tmp_path: Path) -> None:
     kept, sent = (curve(tmp_path / str(on), 2, ["parallel.pp=2", f"offload.activations={str(on).lower()}"]) for on in (False, True))
     assert [(r["loss"], r["grad_norm"]) for r in sent] == [(r["loss"], r["grad_norm"]) for r in kept]

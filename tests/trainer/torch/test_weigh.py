@@ -33,12 +33,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     ],
     ids=["local", "recomputed", "alltoall", "allgather", "folded"],
 )
+@pytest.mark.sample("alltoall")
 def test_weights_in_the_activation_change_nothing_but_rounding(ranks: int, words: list[str], plain: Any, tmp_path: Path) -> None:
     rows, _ = trained(tmp_path, ranks, *words, "moe.weigh=activation")
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain[0]], rel=1e-5)
     assert [r["grad_norm"] for r in rows] == pytest.approx([r["grad_norm"] for r in plain[0]], rel=1e-4)
 
 
+@pytest.mark.full
 def test_outputs_of_experts_are_no_longer_kept(tmp_path: Path) -> None:
     again = ["train.recompute=selective", "train.recompute_modules=[moe_act]", "train.steps=2"]
     found = [

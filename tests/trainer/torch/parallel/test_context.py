@@ -27,6 +27,7 @@ def cases() -> list[dict[str, Any]]:
     return out
 
 
+@pytest.mark.full
 def test_context_parallel_attention_equals_attention_over_the_whole_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = cases()
     monkeypatch.setenv("CASES", json.dumps(wanted))

@@ -41,6 +41,7 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.sample("moe-tp2", "moe-cp2", "vl-moe-fsdp-ep2-dedup", "moe-fsdp-pp2+vpp-ep2-dedup")
 def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
     found = differences[name]
     assert isinstance(found, dict), found
@@ -56,6 +57,7 @@ def test_the_table_covers_every_legal_pair_of_choices() -> None:
     assert len(LAYOUTS) == len(BY_NAME) <= 40
 
 
+@pytest.mark.full
 def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
     words = (TEXT, "train.steps=2", "train.warmup_steps=1", "train.receipt=false")
     jobs = [Job("before", 2, words), Job("broken", 2, (*words, "data.path=/nowhere/at/all")), Job("after", 2, words)]
@@ -66,11 +68,13 @@ def test_a_layout_that_breaks_leaves_the_others_alone(tmp_path: Path) -> None:
     assert difference(tmp_path / "after", tmp_path / "before") == {"loss": 0, "grad_norm": 0, "steps": 2}
 
 
+@pytest.mark.full
 def test_decode_workers_change_nothing(tmp_path: Path) -> None:
     one, two = (curve(tmp_path / str(n), VISION, n, [f"data.num_workers={n - 1}"]) for n in (1, 2))
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
+@pytest.mark.full
 def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
     photographs = ROOT / "trainer" / "assets" / "vqa"
     folder = tmp_path / "data"
@@ -90,6 +94,7 @@ def test_ranks_without_images_keep_in_step(tmp_path: Path) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
     words = ["data.pad=false", "data.seq_len=252", "data.pack_buffer=1", "parallel.cp_comm=ring"]
     one, two = curve(tmp_path / "one", TEXT, 1, words), curve(tmp_path / "two", TEXT, 2, [*words, "parallel.cp=2"])
@@ -99,6 +104,7 @@ def test_context_parallel_rows_need_no_padding(tmp_path: Path) -> None:
         assert a["raw_tokens"] == b["raw_tokens"]
 
 
+@pytest.mark.full
 def test_interleaved_stages_evaluate_as_one_rank(tmp_path: Path) -> None:
     words = ["train.steps=2", "eval.every=2", "eval.batches=1", "train.receipt=false"]
     losses = []

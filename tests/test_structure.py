@@ -1,0 +1,82 @@
+"""How the packages hang together: no circle of imports, small folders, rules without exceptions, and no public name that nobody uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+from playbook.paths import repo_root
+
+ROOT = repo_root()
+PACKAGES = ("playbook", "bench/playbook_bench", "trainer/playbook_trainer")
+MODULES = 15
+"""The most in one folder, besides `__init__`."""
+EXCEPTIONS = 2
+"""The most that import-linter's rules may have, together."""
+KNOWN = {("playbook_bench.judge.verdict", "playbook_bench.judge.curve")}
+"""Imports that close a circle, until it is broken."""
+COMMANDS = ("command", "callback", "tool", "validator", "serializer")
+"""A decorator with one of these words calls the function by itself: Typer, MCP and pydantic."""
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and those for types count as well."""
+    graph = grimp.build_graph(*(Path(p).name for p in PACKAGES), exclude_type_checking_imports=False, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert {(a, b) for a, b in KNOWN if b in imports[a]} == KNOWN, "a circle is gone: take it from KNOWN"
+    TopologicalSorter({a: {b for b in imported if (a, b) not in KNOWN} for a, imported in imports.items()}).prepare()
+
+
+@pytest.mark.parametrize("top", [*PACKAGES, "tests", "tools"])
+def test_no_folder_has_more_modules_than_a_reader_takes_in(top: str) -> None:
+    folders = {path.parent for path in (ROOT / top).rglob("*.py")}
+    counts = {str(folder.relative_to(ROOT)): len({*folder.glob("*.py")} - {folder / "__init__.py"}) for folder in folders}
+    assert {folder: n for folder, n in counts.items() if n > MODULES} == {}
+
+
+def test_rules_of_imports_have_hardly_an_exception() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    exceptions = [words for contract in settings["contracts"] for words in contract.get("ignore_imports", [])]
+    assert len(exceptions) <= EXCEPTIONS, exceptions
+    assert not [words for words in exceptions if "*" in words]
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and constants of a module, without those that a decorator puts to use."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not any(
+            word in ast.dump(decorator) for decorator in node.decorator_list for word in COMMANDS
+        ):
+            yield node.name
+
+
+def words_used(tree: ast.Module) -> set[str]:
+    """Every name that code reads or imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name.rpartition(".")[2])
+    return found
+
+
+def test_no_public_name_goes_unused() -> None:
+    """Some code of the product uses it, other than tests, or a page, case or configuration names it."""
+    trees = {path: ast.parse(path.read_text()) for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
+    text = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/cases/*.yaml"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    used = set().union(*map(words_used, trees.values()), *(re.findall(r"\w+", path.read_text()) for path in text))
+    named = [(str(path.relative_to(ROOT)), name) for path, tree in trees.items() for name in public_names(tree)]
+    assert [(path, name) for path, name in named if not name.startswith("_") and name not in used] == []
