@@ -76,8 +76,6 @@ def site_build(
     results: Results = None,
 ) -> None:
     """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
-    from playbook.cli.site import reference
-
     if out is None and in_package(data_root("cards")):
         raise PlaybookError("playbook runs from an installed copy, which has no docs/ of a repository; name a folder with --out")
     folders = [data_root("results"), *([results] if results else [])]
