@@ -1,4 +1,4 @@
-// Which layouts are possible, in the browser: a port of playbook/planner/layout.py, layout_rules.py, plan.py and nearest.py, which name the source of
+// Which layouts are possible, in the browser: a port of playbook/planner/rules.py, layout.py, plan.py and search.py, which name the source of
 // each rule. Models, choices and constants come from tables that Python writes; tests/site compares every sentence with Python's.
 var PlaybookLayout = (function () {
   "use strict";
@@ -84,15 +84,15 @@ var PlaybookLayout = (function () {
     if (low.length) return low.map((k) => `${k === "mbs" ? "micro_batch_size" : k} is ${p[k]}; set it to 1 or more`);
     const found = [...grid(p), ...heads(p), ...chunks(p), ...experts(p)];
     if (p.cp > 1 && p.seq_len % (2 * p.cp))
-      found.push(`seq_len ${p.seq_len} is not a multiple of 2 x cp = ${2 * p.cp} (each rank takes two chunks); change data.seq_len`);
+      found.push(`seq_len ${p.seq_len} is not a multiple of 2 x cp = ${2 * p.cp} (each rank takes two chunks); change seq_len`);
     if (p.gpus % (p.tp * p.pp * p.cp) === 0) {
       const rows = p.mbs * dp(p);
       if (globalBatch(p) % rows)
         found.push(`global batch ${globalBatch(p)} is not a multiple of micro batch ${p.mbs} x dp ${dp(p)} = ${rows};` +
-          ` set train.global_batch_size to a multiple of ${rows}`);
+          ` set gbs to a multiple of ${rows}`);
       else if (p.vpp > 1 && microbatches(p) % p.pp)
         found.push(`vpp ${p.vpp} needs micro-batches in a multiple of pp ${p.pp}, and a step has ${microbatches(p)};` +
-          " change train.global_batch_size or set parallel.vpp: 1");
+          " change gbs or set vpp to 1");
     }
     return [...found, ...RULES.flatMap((rule) => rule(p, p.options, tables))];
   }
@@ -107,25 +107,25 @@ var PlaybookLayout = (function () {
 
   function heads(p) {
     const found = [], n = p.shape.heads, kv = p.shape.kv_heads;
-    if (n % p.tp) found.push(`${n} attention heads do not divide over tp ${p.tp}; set parallel.tp to a divisor of ${n}`);
-    if (kv % p.tp && p.tp % kv) found.push(`${kv} key-value heads and tp ${p.tp}: one must be a multiple of the other; change parallel.tp`);
+    if (n % p.tp) found.push(`${n} attention heads do not divide over tp ${p.tp}; set tp to a divisor of ${n}`);
+    else if (kv % p.tp && p.tp % kv) found.push(`${kv} key-value heads and tp ${p.tp}: one must be a multiple of the other; change tp`);
     return found;
   }
 
   function chunks(p) {
     const found = [], layers = p.shape.layers, count = p.pp * p.vpp, uneven = p.options.uneven;
     if (uneven && count > layers + 2)
-      found.push(`${layers} layers, embedding and output do not fill pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change parallel.pp`);
+      found.push(`${layers} layers, embedding and output do not fill pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change pp`);
     else if (!uneven && layers % count)
-      found.push(`${layers} layers do not divide into pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change parallel.pp`);
-    if (p.vpp > 1 && p.pp === 1) found.push(`vpp ${p.vpp} needs pp > 1; set vpp to 1 or raise parallel.pp`);
+      found.push(`${layers} layers do not divide into pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change pp`);
+    if (p.vpp > 1 && p.pp === 1) found.push(`vpp ${p.vpp} needs pp > 1; set vpp to 1 or raise pp`);
     return found;
   }
 
   function experts(p) {
-    if (p.ep > 1 && !p.shape.experts) return [`ep ${p.ep} on a model without experts; set parallel.ep to 1`];
+    if (p.ep > 1 && !p.shape.experts) return [`ep ${p.ep} on a model without experts; set ep to 1`];
     if (p.shape.experts % p.ep)
-      return [`${p.shape.experts} experts do not divide over ep ${p.ep}; set parallel.ep to a divisor of ${p.shape.experts}`];
+      return [`${p.shape.experts} experts do not divide over ep ${p.ep}; set ep to a divisor of ${p.shape.experts}`];
     return [];
   }
 
@@ -133,7 +133,7 @@ var PlaybookLayout = (function () {
 
   function labels(p, o, tables) {
     const given = {dispatcher: o.dispatcher ? [o.dispatcher] : [], cp_comm: o.cp_comm ? [o.cp_comm] : [], sharding: [o.sharding],
-      recompute: o.recompute, graphs: o.graphs, fp8: o.fp8 ? [o.fp8] : []};
+      recompute: o.recompute, graphs: o.graphs, fp8: o.fp8 ? [o.fp8] : [], offload_modules: o.offload_modules};
     const found = Object.entries(given).flatMap(([key, names]) => {
       const wrong = sorted(new Set(names.filter((n) => !tables.labels[key].includes(n))));
       return wrong.length ? [`${key} ${wrong.join(", ")} is not known; set ${key} to one of ${tables.labels[key].join(", ")}`] : [];
@@ -171,7 +171,7 @@ var PlaybookLayout = (function () {
   }
 
   const pipeline = (p, o) =>
-    p.vpp > 1 && p.pp === 2 && !o.overlap_p2p ? [`vpp ${p.vpp} on pp 2 needs overlap_p2p; set overlap_p2p=true or raise pp`] : [];
+    p.vpp > 1 && p.pp === 2 && !o.overlap_p2p ? [`vpp ${p.vpp} on pp 2 needs overlap of its transfers; set overlap_p2p=true or raise pp`] : [];
 
   function dispatcher(p, o, tables) {
     const found = [];
@@ -232,19 +232,19 @@ var PlaybookLayout = (function () {
     const modules = [...new Set(o.graphs)], again = o.recompute, found = [], sparse = both(modules, ["moe", "moe_router"]);
     if (!modules.length) return found;
     if (modules.includes("full_iteration"))
-      return modules.length > 1 ? [`graphs full_iteration stands alone, found ${o.graphs.join(", ")}; set graphs=full_iteration`] : [];
-    if (again.includes("full")) found.push("recompute full excludes graphs of modules; set graphs=full_iteration or change recompute");
+      return modules.length > 1 ? [`a graph of the full iteration stands alone, found ${o.graphs.join(", ")}; leave the parts out`] : [];
+    if (again.includes("full")) found.push("full recompute excludes per-layer CUDA graphs; recompute selected modules, or capture the full iteration");
     if (modules.includes("moe") && !o.capacity)
       found.push("graphs moe needs padding to capacity, since dropless routing changes shapes; set graphs=moe_router,moe_preprocess");
     if (modules.includes("moe") && modules.includes("moe_router"))
-      found.push("graphs moe already holds moe_router; change graphs to one of them");
+      found.push("graphing 'moe' already covers 'moe_router'; keep one of the two");
     if (modules.includes("moe_preprocess") && !modules.includes("moe_router"))
-      found.push("graphs moe_preprocess needs moe_router; change graphs");
-    if (modules.includes("moe_router") && again.includes("moe"))
-      found.push("recompute moe excludes graphs of moe_router; change one of them");
+      found.push("graphing 'moe_preprocess' needs 'moe_router' beside it; add it");
+    if (sparse.length && again.includes("moe"))
+      found.push("recompute of 'moe' excludes a graph over its router; recompute moe_act instead, or graph attn alone");
     if (!p.shape.experts && sparse.length) found.push(`graphs ${sparse.join(", ")} on a model without experts; change graphs`);
     if (modules.includes("mlp") && !p.shape.dense_layers) found.push("graphs mlp on a model without dense layers; change graphs");
-    if (o.offload) found.push("offload of layers excludes graphs of modules; set graphs=full_iteration or offload=false");
+    if (o.offload) found.push("offload of layers excludes graphs of modules; capture the full iteration, or set offload=false");
     return found;
   }
 
@@ -252,21 +252,29 @@ var PlaybookLayout = (function () {
     const found = [];
     if (o.offload && p.pp > 1) found.push(`offload of layers needs pp 1, found pp ${p.pp}; set pp to 1 or offload=false`);
     if (o.offload && o.recompute.length) found.push("offload of layers excludes recompute; set one of them");
+    const away = o.offload_modules, routed = both(away, ["expert_fc1", "moe_act"]);
+    if (o.offload && away.length) found.push("offload of layers and of modules are two ways to do one thing; choose one of them");
+    if (away.includes("attn_proj") && !away.includes("core_attn"))
+      found.push("offloading 'attn_proj' needs 'core_attn' beside it, whose output it is; add it");
+    if (o.recompute.includes("moe") && routed.length)
+      found.push("recompute of 'moe' makes again what offload of 'expert_fc1' and 'moe_act' would take away; leave one of them out");
+    if (!p.shape.experts && routed.length)
+      found.push("offload of 'expert_fc1' and 'moe_act' on a model without experts; change offload_modules");
     return found;
   }
 
   function overlap(p, o) {
     const found = [];
-    if (o.delay_wgrad && !o.ep_overlap) found.push("delay_wgrad needs ep_overlap; set ep_overlap=true");
+    if (o.delay_wgrad && !o.ep_overlap) found.push("delayed weight gradients need overlap of expert communication; set ep_overlap=true");
     if (!o.ep_overlap) return found;
     const again = both([...new Set(o.recompute)], ["full", "moe"]);
-    if (p.ep === 1) found.push("ep_overlap needs ep > 1; raise ep or set ep_overlap=false");
-    if (p.pp > 1 && p.vpp === 1) found.push(`ep_overlap with pp ${p.pp} needs vpp > 1; raise vpp`);
-    if (o.dispatcher === "allgather") found.push("ep_overlap needs dispatcher alltoall or flex, found allgather; change dispatcher");
-    if (again.length) found.push(`ep_overlap excludes recompute ${again.join(", ")}; change recompute`);
-    if (both(o.graphs, ["moe", "mlp"]).length) found.push("ep_overlap excludes graphs of moe and mlp; change graphs");
-    if (o.shared_overlap) found.push("ep_overlap excludes overlap of shared experts; set shared_overlap=false");
-    if (p.shape.mtp > 1) found.push(`ep_overlap takes one MTP depth at most, the model has ${p.shape.mtp}; set ep_overlap=false`);
+    if (p.ep === 1) found.push("overlap of expert communication needs ep > 1; raise ep or set ep_overlap=false");
+    if (p.pp > 1 && p.vpp === 1) found.push(`overlap of expert communication with pp ${p.pp} needs vpp > 1; raise vpp`);
+    if (o.dispatcher === "allgather") found.push("overlap of expert communication needs dispatcher alltoall or flex, found allgather; change dispatcher");
+    if (again.length) found.push(`overlap of expert communication excludes recompute ${again.join(", ")}; change recompute`);
+    if (both(o.graphs, ["moe", "mlp"]).length) found.push("overlap of expert communication excludes graphs of moe and mlp; change graphs");
+    if (o.shared_overlap) found.push("overlap of expert communication excludes overlap of shared experts; set shared_overlap=false");
+    if (p.shape.mtp > 1) found.push(`overlap of expert communication takes one MTP depth at most, the model has ${p.shape.mtp}; set ep_overlap=false`);
     return found;
   }
 

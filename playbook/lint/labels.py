@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from playbook.lint.base import Config, Found, Rule, Shelf, configs, gpus_named, show
 from playbook.paths import data_root
 from playbook.planner.models import MODELS
+from playbook.planner.plan import DEGREES
+from playbook.planner.rules import EXCLUSIONS, Case, Options, Words, broken
 from playbook.yaml_files import Strict, did_you_mean, load
 
-_WORD = re.compile(r"[a-z0-9_+]+\Z")
+_WORD = re.compile(r"[a-z0-9_+]{1,64}\Z")
 _LIST_KEYS = {"recompute": "recompute_modules", "cuda_graph": "cuda_graph_modules"}
 """Short keys of our cards; as lists they hold megatron-core's module names."""
 _OWN_KEYS = frozenset({"precision.fp8"})
@@ -95,141 +96,81 @@ def labels(shelf: Shelf) -> Iterator[Found]:
             yield config.entry, (*config.where, key), f"{config.name}: {message}"
 
 
-@dataclass(frozen=True)
 class View:
     """A configuration, asked by megatron-core's names whatever the card's spelling is."""
 
-    values: Mapping[str, Any]
-    layout: Mapping[str, int]
-    model: str
-    hardware: str
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values: dict[str, list[Any]] = {}
+        for key, value in values.items():
+            self.values.setdefault(key.rsplit(".", 1)[-1], []).append(value)
 
     def get(self, *names: str) -> Any:
         """The value of the first of these keys that is set; dotted prefixes do not count."""
-        return next((v for n in names for k, v in self.values.items() if k.rsplit(".", 1)[-1] == n), None)
+        return next((self.values[n][0] for n in names if n in self.values), None)
 
     def words(self, *names: str) -> frozenset[str]:
         """All words of these keys."""
-        found = [v for n in names for k, v in self.values.items() if k.rsplit(".", 1)[-1] == n]
+        found = [v for n in names for v in self.values.get(n, [])]
         parts = [v if isinstance(v, list) else re.split(r"[\s,]+", v) if isinstance(v, str) else [] for v in found]
         return frozenset(w for part in parts for w in part if isinstance(w, str))
 
     @property
-    def full(self) -> bool:
-        """Whether whole layers are recomputed."""
-        return "full" in (self.get("recompute_granularity"), self.get("recompute"))
-
-    @property
     def recomputed(self) -> frozenset[str]:
-        """The modules that are recomputed."""
-        listed = [self.get(k) for k in ("recompute", "recompute_modules")]
-        return frozenset(w for v in listed if isinstance(v, list) for w in v if isinstance(w, str)) | self.words("recompute_modules")
+        """The modules that are recomputed, or `full`."""
+        lists = [v for k in ("recompute", "recompute_modules") for v in self.values.get(k, []) if isinstance(v, list)]
+        full = {"full"} if "full" in (self.get("recompute_granularity"), self.get("recompute")) else set()
+        return frozenset(w for v in lists for w in v if isinstance(w, str)) | self.words("recompute_modules") | full
 
     @property
     def graphed(self) -> frozenset[str]:
-        """The modules inside CUDA graphs."""
-        listed = self.get("cuda_graph")
-        own = frozenset(w for w in listed if isinstance(w, str)) if isinstance(listed, list) else frozenset()
-        return own | self.words("cuda_graph_modules", "cuda_graph_scope")
+        """The modules inside CUDA graphs, or `full_iteration`; `layers` where they are graphed and none is named."""
+        lists = [v for v in self.values.get("cuda_graph", []) if isinstance(v, list)]
+        named = frozenset(w for v in lists for w in v if isinstance(w, str)) | self.words("cuda_graph_modules", "cuda_graph_scope")
+        impl = self.get("cuda_graph_impl")
+        if "full_iteration" in (impl, self.get("cuda_graph")):
+            return named | {"full_iteration"}
+        return named or (frozenset({"layers"}) if impl not in (None, "none") else named)
 
-    @property
-    def full_iteration(self) -> bool:
-        """Whether one graph holds the whole iteration."""
-        return "full_iteration" in self.graphed or "full_iteration" in (self.get("cuda_graph_impl"), self.get("cuda_graph"))
-
-    @property
-    def graphs(self) -> bool:
-        """Whether anything is graphed."""
-        return bool(self.graphed) or self.get("cuda_graph_impl") not in (None, "none")
-
-    @property
-    def dispatchers(self) -> frozenset[str]:
-        """The dispatcher with its backend, as words."""
-        return self.words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-
-    @property
-    def overlap(self) -> bool:
-        """Whether expert-parallel communication overlaps with computation."""
-        return self.get("overlap_moe_expert_parallel_comm") is True
+    def options(self) -> tuple[Options, set[str]]:
+        """The settings that rules speak of, and which of them are stated."""
+        modules = {"recompute": self.recomputed, "graphs": self.graphed, "offload_modules": self.words("offload_modules")}
+        switches = {key: value for key, name in NAMES.items() if isinstance(value := self.get(name), bool)}
+        dispatchers = self.words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+        given: dict[str, Any] = {k: tuple(sorted(n for n in names if _WORD.match(n))) for k, names in modules.items() if names} | switches
+        if dispatchers:
+            given["dispatcher"] = "allgather" if "allgather" in dispatchers else min(dispatchers)
+        return Options(**given), set(given)
 
 
-@dataclass(frozen=True)
-class Exclusion:
-    """Two settings that do not go together."""
+NAMES = {
+    "ep_overlap": "overlap_moe_expert_parallel_comm",
+    "delay_wgrad": "delay_wgrad_compute",
+    "shared_overlap": "moe_shared_expert_overlap",
+    "offload": "cpu_offloading",
+}
+"""Switches as megatron-core names them. Source: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py`."""
 
-    holds: Callable[[View], bool]
-    message: str
+WORDS = Words(names={**NAMES, "recompute": "recompute_modules", "graphs": "cuda_graph_modules", "dispatcher": "moe_token_dispatcher_type"})
 
 
-def exclusions() -> Sequence[Exclusion]:
-    """Settings that megatron-core refuses together.
-
-    Source: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py` (`__post_init__`) and
-    `megatron/training/arguments.py`.
-    """
-    return (
-        Exclusion(
-            lambda v: v.full and v.graphs and not v.full_iteration,
-            "full recompute excludes per-layer CUDA graphs; recompute selected modules, or capture the full iteration",
-        ),
-        Exclusion(
-            lambda v: "moe" in v.recomputed and bool(v.graphed & {"moe_router", "moe"}),
-            "recompute of 'moe' excludes a graph over its router; recompute moe_act instead, or graph attn alone",
-        ),
-        Exclusion(lambda v: {"moe", "moe_router"} <= v.graphed, "graphing 'moe' already covers 'moe_router'; keep one of the two"),
-        Exclusion(
-            lambda v: "moe_preprocess" in v.graphed and "moe_router" not in v.graphed,
-            "graphing 'moe_preprocess' needs 'moe_router' beside it; add it",
-        ),
-        Exclusion(
-            lambda v: v.get("cuda_graph_impl") == "full_iteration" and bool(v.graphed - {"full_iteration"}),
-            "a full-iteration graph takes no module list; remove the list",
-        ),
-        Exclusion(
-            lambda v: v.get("cuda_graph_impl") == "transformer_engine" and "full_iteration" in v.graphed,
-            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on new ones",
-        ),
-        Exclusion(
-            lambda v: v.overlap and (v.full or bool(v.recomputed & {"moe"})),
-            "overlap of expert-parallel communication excludes full recompute and recompute of 'moe'; recompute other modules",
-        ),
-        Exclusion(
-            lambda v: v.overlap and "allgather" in v.dispatchers,
-            "overlap of expert-parallel communication needs the alltoall or flex dispatcher; change the dispatcher",
-        ),
-        Exclusion(
-            lambda v: v.overlap and v.layout.get("ep") == 1,
-            "overlap of expert-parallel communication needs ep > 1; raise ep or turn it off",
-        ),
-        Exclusion(
-            lambda v: v.overlap and v.layout.get("pp", 1) > 1 and v.layout.get("vpp") == 1,
-            "overlap of expert-parallel communication with pp > 1 needs vpp > 1; set vpp",
-        ),
-        Exclusion(
-            lambda v: v.get("delay_wgrad_compute") is True and v.get("overlap_moe_expert_parallel_comm") is False,
-            "delay_wgrad_compute needs overlap_moe_expert_parallel_comm; turn that on as well",
-        ),
-        Exclusion(
-            lambda v: "shared_experts" in v.recomputed and v.get("moe_shared_expert_overlap") is True,
-            "recompute of 'shared_experts' excludes moe_shared_expert_overlap; turn one off",
-        ),
-        Exclusion(
-            lambda v: v.get("cpu_offloading") is True and (v.layout.get("pp", 1) > 1 or v.full or bool(v.recomputed)),
-            "cpu_offloading of activations needs pp 1 and no recompute; use offload_modules instead",
-        ),
-        Exclusion(
-            lambda v: "attn_proj" in v.words("offload_modules") and "core_attn" not in v.words("offload_modules"),
-            "offloading 'attn_proj' needs 'core_attn' beside it; add it",
-        ),
-        Exclusion(
-            lambda v: "mla_up_proj" in v.recomputed and v.model in MODELS and MODELS[v.model].mla is None,
-            "recompute of 'mla_up_proj' needs a model with latent attention; remove it for this model",
-        ),
-    )
+def excluded(values: Mapping[str, Any], layout: Mapping[str, int], model: str = "") -> list[str]:
+    """Settings of a configuration that megatron-core refuses together; a rule about a setting that is not stated says nothing."""
+    view = View(values)
+    options, stated = view.options()
+    shape = MODELS.get(model)
+    stated |= set(layout) | ({"model", "experts"} if shape else set())
+    degrees = {k: v for k, v in layout.items() if k in DEGREES and v > 0}
+    case = Case(shape=shape, experts=shape.experts if shape else 0, o=options, **degrees)
+    found = broken(case, EXCLUSIONS, words=WORDS, stated=stated)
+    if view.get("cuda_graph_impl") == "transformer_engine" and "full_iteration" in options.graphs:
+        found.append(
+            "cuda_graph_impl transformer_engine captures modules, not the full iteration; use local on old versions, full_iteration on new ones"
+        )
+    return found
 
 
 def refused_together(*, megatron_core: str, rows: Sequence[Mapping[str, Any]]) -> tuple[bool, str, dict[str, Any]]:
-    """Whether megatron-core refuses exactly the settings that `rows` mark as refused, by the rules of `exclusions`.
+    """Whether megatron-core refuses exactly the settings that `rows` mark as refused, by the rules of `playbook.planner.rules`.
 
     Each row has `settings` (as a configuration family writes them) and `refused`. The labels must be those of the named version.
     """
@@ -242,7 +183,7 @@ def refused_together(*, megatron_core: str, rows: Sequence[Mapping[str, Any]]) -
         unknown = [message for _, message in label_problems(settings, table)]
         if unknown:
             raise ValueError("; ".join(unknown))
-        found = [rule.message for rule in exclusions() if rule.holds(View(settings, {}, "", ""))]
+        found = excluded(settings, {})
         reasons[words] = found
         if bool(found) != row["refused"]:
             wrong.append(f"{words} is {'refused' if found else 'accepted'}")
@@ -255,10 +196,10 @@ def refused_together(*, megatron_core: str, rows: Sequence[Mapping[str, Any]]) -
 
 def incompatible(shelf: Shelf) -> Iterator[Found]:
     """Settings that exclude each other."""
-    table = exclusions()
     for config in _configs(shelf):
-        view = View(config.values, config.layout, config.model, config.hardware)
-        yield from ((config.entry, config.where, f"{config.name}: {rule.message}") for rule in table if rule.holds(view))
+        yield from (
+            (config.entry, config.where, f"{config.name}: {message}") for message in excluded(config.values, config.layout, config.model)
+        )
 
 
 def dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
@@ -268,9 +209,12 @@ def dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
     B200 and B300; HybridEP: 8.x, 9.0 and 10.x).
     """
     for config in _configs(shelf):
-        view = View(config.values, config.layout, config.model, config.hardware)
         named = gpus_named(config.hardware)
-        if "deepep" in view.dispatchers and named and named <= {"GB200", "GB300"}:
+        if (
+            "deepep" in View(config.values).words("dispatcher", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+            and named
+            and named <= {"GB200", "GB300"}
+        ):
             chips = " and ".join(sorted(named))
             yield config.entry, config.where, f"{config.name}: DeepEP does not run on {chips}; expected hybridep or alltoall"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.lint.base import Config, Found, Rule, Shelf, configs
-from playbook.planner import layout
 from playbook.planner.models import MODELS
+from playbook.planner.plan import DEGREES as PLANNED
+from playbook.planner.rules import LAYOUT, WIDTHS, Case, broken
 from playbook.yaml_files import did_you_mean
 
 DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
@@ -40,32 +42,19 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
     yield from (f"degree '{k}' is {degrees[k]}; expected 1 or more" for k in low)
     if unknown or low:
         return
-    tp, pp, ep = (degrees.get(k, 1) for k in ("tp", "pp", "ep"))
-    if gpus is not None:
-        yield from _grids(name, degrees, gpus)
-    shape = MODELS.get(model)
-    if shape and shape.heads % tp:
-        yield f"{name}: {shape.heads} attention heads of {model} do not divide over tp {tp}; set tp to a divisor of {shape.heads}"
-    elif shape and shape.kv_heads % tp and tp % shape.kv_heads:
-        yield f"{name}: {shape.kv_heads} key-value heads of {model} and tp {tp}: one must be a multiple of the other; change tp"
-    if shape and ep > 1 and not shape.experts:
-        yield f"{name}: ep {ep} on {model}, which has no experts; leave ep out"
-    elif shape and shape.experts % ep:
-        yield f"{name}: {shape.experts} experts of {model} do not divide over ep {ep}; set ep to a divisor of {shape.experts}"
-    if degrees.get("vpp", 1) > 1 and pp == 1:
-        yield f"{name}: vpp {degrees['vpp']} needs pp > 1; leave vpp out, or say which pp it was used with"
-
-
-def _grids(name: str, degrees: Mapping[str, int], gpus: int) -> Iterator[str]:
-    if gpus < 1:
+    if gpus is not None and gpus < 1:
         yield f"{name}: gpus is {gpus}; expected 1 or more"
         return
-    tp, pp, cp, ep, etp = (degrees.get(k, 1) for k in ("tp", "pp", "cp", "ep", "etp"))
-    broken = layout.grid(gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-    yield from (f"{name}: {rule}" for rule in broken)
-    if broken:
+    shape = MODELS.get(model)
+    counts: dict[str, Any] = {k: getattr(shape, k) for k in ("heads", "kv_heads", "experts")} if shape else {}
+    known: dict[str, Any] = {k: v for k, v in degrees.items() if k in PLANNED}
+    case = Case(gpus=gpus or 1, shape=shape, **counts, **known)
+    stated = {*PLANNED, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
+    found = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
+    yield from (f"{name}: {rule}" for rule in found)
+    if gpus is None or not case.fills:
         return
-    left = {"dp": gpus // (tp * pp * cp), "edp": gpus // (etp * ep * pp)}
+    left = {"dp": case.dp, "edp": case.edp}
     yield from (
         f"{name}: {k} is {degrees[k]}, but {gpus} GPUs leave {left[k]}; expected {left[k]}"
         for k in left

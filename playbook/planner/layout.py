@@ -13,7 +13,7 @@ from typing import Any
 
 from playbook.planner import rules
 from playbook.planner.models import MODELS
-from playbook.planner.rules import Degrees, Options
+from playbook.planner.rules import Case, Options, Words
 from playbook.planner.shapes import Shape
 
 Statement = tuple[bool, str, dict[str, Any]]
@@ -41,99 +41,40 @@ def check(
     vpp: int = 1,
     options: Options | None = None,
     shape: Shape | None = None,
+    words: Words = rules.OWN,
 ) -> list[str]:
     """The rules that a layout breaks, each as found, expected and what to do; an empty list means that it can run.
 
-    With `options`, the rules of the chosen features are checked too, and with `shape` those that need the model's widths.
+    With `options`, the rules of the chosen features are checked too, and with `shape` those that need the model's widths; `words` are the
+    caller's names of settings.
     """
-    low = [
-        f"{k} is {v}; set it to 1 or more" for k, v in {"gpus": gpus, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}.items() if v < 1
-    ]
-    low += [f"{k} is {v}; set it to 1 or more" for k, v in {"vpp": vpp, "micro_batch_size": micro_batch_size}.items() if v < 1]
-    if low:
-        return low
-    uneven = options is not None and options.uneven
-    broken = grid(gpus=gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-    broken += _heads(heads, kv_heads, tp) + _chunks(layers, pp, vpp, uneven) + _experts(experts, ep)
-    if cp > 1 and seq_len % (2 * cp):
-        broken.append(f"seq_len {seq_len} is not a multiple of 2 x cp = {2 * cp} (each rank takes two chunks); change data.seq_len")
-    if not gpus % (tp * pp * cp):
-        broken += _batch(global_batch_size, micro_batch_size, gpus // (tp * pp * cp), pp, vpp)
-    if options is None:
-        return broken
-    return broken + rules.broken(
-        Degrees(gpus, heads, kv_heads, experts, seq_len, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp, shape=shape), options
+    case = Case(
+        gpus,
+        heads,
+        kv_heads,
+        layers,
+        experts,
+        seq_len,
+        micro_batch_size,
+        global_batch_size,
+        tp,
+        pp,
+        cp,
+        ep,
+        etp,
+        vpp,
+        shape,
+        options or Options(),
     )
-
-
-def _heads(heads: int, kv_heads: int, tp: int) -> list[str]:
-    """TP shards attention heads. Source: Megatron-LM, `megatron/core/transformer/transformer_config.py`."""
-    broken = []
-    if heads % tp:
-        broken.append(f"{heads} attention heads do not divide over tp {tp}; set parallel.tp to a divisor of {heads}")
-    if kv_heads % tp and tp % kv_heads:
-        broken.append(f"{kv_heads} key-value heads and tp {tp}: one must be a multiple of the other; change parallel.tp")
-    return broken
-
-
-def _chunks(layers: int, pp: int, vpp: int, uneven: bool) -> list[str]:
-    """The pipeline cuts the decoder into chunks, equal ones unless a pipeline layout lists them.
-
-    In a listed layout the embedding and the output layer may have a chunk of their own.
-    Source: Megatron-LM, `megatron/training/arguments.py` and `megatron/core/transformer/pipeline_parallel_layer_layout.py`.
-    """
-    broken, chunks = [], pp * vpp
-    if uneven and chunks > layers + 2:
-        broken.append(f"{layers} layers, embedding and output do not fill pp {pp} x vpp {vpp} = {chunks} chunks; change parallel.pp")
-    elif not uneven and layers % chunks:
-        broken.append(f"{layers} layers do not divide into pp {pp} x vpp {vpp} = {chunks} chunks; change parallel.pp")
-    if vpp > 1 and pp == 1:
-        broken.append(f"vpp {vpp} needs pp > 1; set vpp to 1 or raise parallel.pp")
-    return broken
-
-
-def _batch(global_batch_size: int, micro_batch_size: int, dp: int, pp: int, vpp: int) -> list[str]:
-    """A step has whole micro-batches, and the interleaved schedule takes them in groups of pp.
-
-    Source: Megatron-LM, `megatron/core/num_microbatches_calculator.py` and `megatron/core/pipeline_parallel/schedules.py`
-    (`forward_backward_pipelining_with_interleaving`).
-    """
-    rows = micro_batch_size * dp
-    if global_batch_size % rows:
-        return [
-            f"global batch {global_batch_size} is not a multiple of micro batch {micro_batch_size} x dp {dp} = {rows};"
-            f" set train.global_batch_size to a multiple of {rows}"
-        ]
-    microbatches = global_batch_size // rows
-    if vpp > 1 and microbatches % pp:
-        return [
-            f"vpp {vpp} needs micro-batches in a multiple of pp {pp}, and a step has {microbatches};"
-            f" change train.global_batch_size or set parallel.vpp: 1"
-        ]
-    return []
-
-
-def _experts(experts: int, ep: int) -> list[str]:
-    """EP shards experts. Source: Megatron-LM, `megatron/core/transformer/moe/moe_layer.py`."""
-    if ep > 1 and not experts:
-        return [f"ep {ep} on a model without experts; set parallel.ep to 1"]
-    if experts % ep:
-        return [f"{experts} experts do not divide over ep {ep}; set parallel.ep to a divisor of {experts}"]
-    return []
+    table = rules.LAYOUT if options is None else (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *rules.EXCLUSIONS)
+    if options is None and shape is not None:
+        table = (*table, *rules.WIDTHS)
+    return rules.broken(case, rules.COUNTS, words=words) or rules.broken(case, table, words=words)
 
 
 def grid(*, gpus: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> list[str]:
     """The rules of the two grids that a layout breaks on this many GPUs."""
-    broken = []
-    if gpus % (tp * pp * cp):
-        broken.append(
-            f"{gpus} ranks do not divide into tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}; start a multiple of {tp * pp * cp} ranks"
-        )
-    if gpus % (etp * ep * pp):
-        broken.append(
-            f"{gpus} ranks do not divide into ep {ep} x etp {etp} x pp {pp} = {etp * ep * pp}; start a multiple of {etp * ep * pp} ranks"
-        )
-    return broken
+    return rules.broken(Case(gpus, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp), rules.GRIDS)
 
 
 def min_gpus(*, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> int:

@@ -1,14 +1,15 @@
-"""Rules on features: what a layout also has to satisfy once its dispatcher, sharding, recompute and graphs are chosen.
+"""What a layout has to satisfy: the one table of rules of the two grids, and of the features that exclude each other.
 
-Each rule is a function of a layout and its options that gives the sentence of what is broken, or nothing. The docstring of each names
-the file of Megatron-LM that enforces it.
+A rule is a condition that must not hold, the settings that it speaks of, and what it says. Callers have other names for the same settings,
+so a sentence is a template: `{tp}` is the caller's name of a setting, `{set[sp=true]}` the caller's way to set it, `{c.tp}` a value of the case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from playbook.planner.shapes import Shape
 
@@ -18,6 +19,7 @@ RECOMPUTE = frozenset({"full", "core_attn", "moe_act", "layernorm", "mla_up_proj
 GRAPH_MODULES = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
 CP_COMM = frozenset({"p2p", "all_gather", "a2a", "a2a+p2p"})
 SHARDING = frozenset({"none", "optimizer", "fsdp", "fsdp2"})
+OFFLOAD_MODULES = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"})
 FP8 = frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})
 LABELS: Mapping[str, frozenset[str]] = {
     "dispatcher": DISPATCHERS,
@@ -26,6 +28,7 @@ LABELS: Mapping[str, frozenset[str]] = {
     "recompute": RECOMPUTE,
     "graphs": GRAPH_MODULES | {"full_iteration"},
     "fp8": FP8,
+    "offload_modules": OFFLOAD_MODULES,
 }
 """The names that each option takes."""
 
@@ -56,230 +59,491 @@ class Options:
     shared_overlap: bool = False
     fp8: str = ""
     offload: bool = False
+    offload_modules: tuple[str, ...] = ()
+
+
+_NO_MODEL = Shape(0, 0, 0, 0, "")
 
 
 @dataclass(frozen=True)
-class Degrees:
-    """The degrees of a layout with the counts that feature rules ask for; `shape` where the model is known."""
+class Case:
+    """A layout with its options and the counts of its model, as rules ask for them; `shape` where the whole model is known."""
 
-    gpus: int
-    heads: int
-    kv_heads: int
-    experts: int
-    seq_len: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    vpp: int
-    shape: Shape | None
+    gpus: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    layers: int = 1
+    experts: int = 0
+    seq_len: int = 1
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    shape: Shape | None = None
+    o: Options = field(default_factory=Options)
+
+    @property
+    def attention(self) -> int:
+        """Ranks of one copy of everything but the experts."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert(self) -> int:
+        """Ranks of one copy of the experts."""
+        return self.etp * self.ep * self.pp
+
+    @property
+    def fills(self) -> bool:
+        """Whether both grids fill the GPUs."""
+        return self.gpus % self.attention == 0 and self.gpus % self.expert == 0
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree of everything but the experts."""
+        return self.gpus // self.attention
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel degree of the experts."""
+        return self.gpus // self.expert
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy is sharded: DP x CP."""
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def chunks(self) -> int:
+        """Pieces that the pipeline cuts the decoder into."""
+        return self.pp * self.vpp
+
+    @property
+    def rows(self) -> int:
+        """Samples of one micro-batch of all data-parallel ranks."""
+        return self.micro_batch_size * self.dp
+
+    @property
+    def held(self) -> int:
+        """Key-value heads of a TP rank."""
+        return max(self.kv_heads // self.tp, 1)
+
+    @property
+    def again(self) -> set[str]:
+        """What is recomputed."""
+        return set(self.o.recompute)
+
+    @property
+    def graphed(self) -> set[str]:
+        """What is inside CUDA graphs of parts; empty where one graph holds the whole iteration."""
+        return set() if "full_iteration" in self.o.graphs else set(self.o.graphs)
+
+    def unknown(self, key: str) -> list[str]:
+        """Names given for an option that it does not take."""
+        given = getattr(self.o, key)
+        return sorted(({given} - {""} if isinstance(given, str) else set(given)) - LABELS[key])
+
+    @property
+    def model(self) -> Shape:
+        """The model's widths; all are 0 where it is not known."""
+        return self.shape or _NO_MODEL
+
+    @property
+    def linear_heads(self) -> tuple[int, int]:
+        """Key and value heads of linear attention."""
+        linear = self.model.linear
+        return (linear.key_heads, linear.value_heads) if linear else (0, 0)
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a step."""
+        return self.global_batch_size // self.rows
 
 
-Rule = Callable[[Degrees, Options], Iterator[str]]
+@dataclass(frozen=True)
+class Rule:
+    """Settings that do not go together. It is broken where it `holds`; `keys` are the settings that it speaks of."""
+
+    id: str
+    holds: Callable[[Case], bool]
+    keys: str
+    found: str | Callable[[Case], str]
+    advice: str
+
+    def stated_in(self, stated: Container[str] | None) -> bool:
+        """Whether a configuration that states only these settings states all that the rule speaks of; None states everything."""
+        return stated is None or all(key in stated for key in self.keys.split())
 
 
-def broken(degrees: Degrees, options: Options) -> list[str]:
-    """The feature rules that a layout breaks, each as found, expected and what to do."""
-    return [sentence for rule in RULES for sentence in rule(degrees, options)]
+@dataclass(frozen=True)
+class Words:
+    """A caller's names of settings, where they are not the planner's own, and assignments that are not `name=value`."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    assignments: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, assignment: str) -> str:
+        key, _, value = assignment.partition("=")
+        return self.assignments.get(assignment) or f"{self.name(key)}={value}"
+
+    def name(self, key: str) -> str:
+        """The caller's name of a setting."""
+        return self.names.get(key, key)
+
+    def say(self, rule: Rule, case: Case) -> str:
+        """What a rule says about a case: what was found, and what to do."""
+        found = rule.found if isinstance(rule.found, str) else rule.found(case)
+        return f"{found}; {rule.advice.format_map(_Names(case, self))}"
 
 
-def labels(d: Degrees, o: Options) -> Iterator[str]:
-    """Every name is one that megatron-core knows. Source: `megatron/core/transformer/transformer_config.py`."""
-    given = {
-        "dispatcher": {o.dispatcher} - {""},
-        "cp_comm": {o.cp_comm} - {""},
-        "sharding": {o.sharding},
-        "recompute": set(o.recompute),
-        "graphs": set(o.graphs),
-        "fp8": {o.fp8} - {""},
-    }
-    for key, found in given.items():
-        if found - LABELS[key]:
-            yield f"{key} {', '.join(sorted(found - LABELS[key]))} is not known; set {key} to one of {', '.join(sorted(LABELS[key]))}"
-    if sorted(o.rank_order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-        yield f"rank order {o.rank_order} does not name tp, cp, ep, dp and pp once each; set it to tp-cp-ep-dp-pp"
+@dataclass(frozen=True)
+class _Names(Mapping[str, Any]):
+    """What advice may speak of: `c`, the case; `set`, assignments; anything else is the name of a setting."""
+
+    case: Case
+    words: Words
+
+    def __getitem__(self, key: str) -> Any:
+        return {"c": self.case, "set": self.words}.get(key) or self.words.name(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.words.names)
+
+    def __len__(self) -> int:
+        return len(self.words.names)
 
 
-def sequence_parallel(d: Degrees, o: Options) -> Iterator[str]:
-    """SP splits the sequence of a CP rank over TP, and experts need it at TP > 1.
+OWN = Words()
+"""The planner's own names: those of `playbook layout`."""
 
-    Source: `megatron/core/tensor_parallel/mappings.py` and `megatron/core/transformer/moe/moe_layer.py`.
+
+def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Container[str] | None = None) -> list[str]:
+    """The rules that a case breaks, each as found, expected and what to do.
+
+    `stated` are the settings that are known; a rule that speaks of another one is left out.
     """
-    if d.tp > 1 and d.experts and o.sp is False:
-        yield f"tp {d.tp} with experts trains only with sequence parallelism; set sp=true or tp to 1"
-    if d.tp > 1 and o.sp and d.seq_len % (d.tp * d.cp):
-        yield f"seq_len {d.seq_len} is not a multiple of tp {d.tp} x cp {d.cp} = {d.tp * d.cp} (sequence parallelism splits it); change seq_len"
+    return [words.say(rule, case) for rule in rules if rule.stated_in(stated) and rule.holds(case)]
 
 
-def widths(d: Degrees, o: Options) -> Iterator[str]:
-    """MLPs split their width over TP, experts over ETP, linear attention its heads over TP x CP.
-
-    Source: `megatron/core/tensor_parallel/layers.py` (`divide`) and `megatron/core/transformer/transformer_config.py`.
-    """
-    if d.shape is None:
-        return
-    for what, width, axis, degree in (
-        ("an expert width", d.shape.expert_ffn, "etp", d.etp),
-        ("an MLP width", d.shape.ffn if d.shape.dense_layers else 0, "tp", d.tp),
-        ("a shared-expert width", d.shape.shared_ffn, "tp", d.tp),
-    ):
-        if width % degree:
-            yield f"{what} of {width} does not divide over {axis} {degree}; set {axis} to a divisor of {width}"
-    gdn, both = d.shape.linear, d.tp * d.cp
-    if gdn is not None and (gdn.key_heads % both or gdn.value_heads % both):
-        yield f"{gdn.key_heads} key and {gdn.value_heads} value heads of linear attention do not divide over tp x cp = {both}; change tp or cp"
+_LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
 
 
-def experts_grid(d: Degrees, o: Options) -> Iterator[str]:
-    """With another rank order, both grids must have the same pipeline groups. Source: `megatron/core/parallel_state.py`."""
-    if o.rank_order.endswith("pp") or d.pp == 1 or d.gpus % (d.tp * d.cp * d.pp) or d.gpus % (d.etp * d.ep * d.pp):
-        return
-    dp, edp = d.gpus // (d.tp * d.cp * d.pp), d.gpus // (d.etp * d.ep * d.pp)
-    if dp != edp:
-        yield f"rank order {o.rank_order} with pp {d.pp} needs edp = dp, found edp {edp} and dp {dp}; set an order that ends in pp"
+def _low(key: str) -> Rule:
+    return Rule(f"low-{key}", lambda c: getattr(c, key) < 1, key, lambda c: f"{key} is {getattr(c, key)}", "set it to 1 or more")
 
 
-def pipeline(d: Degrees, o: Options) -> Iterator[str]:
-    """Interleaving on two stages needs overlapped point-to-point transfers. Source: `megatron/training/arguments.py`."""
-    if d.vpp > 1 and d.pp == 2 and not o.overlap_p2p:
-        yield f"vpp {d.vpp} on pp 2 needs overlap_p2p; set overlap_p2p=true or raise pp"
+# fmt: off
+COUNTS = tuple(_low(key) for key in _LOW)
+"""Degrees and counts start at 1; no other rule makes sense where one does not."""
 
-
-def dispatcher(d: Degrees, o: Options) -> Iterator[str]:
-    """The flex back ends need more than one rank among the experts, and shared experts something to run beside.
-
-    Source: `megatron/core/transformer/moe/token_dispatcher.py` and `megatron/core/transformer/transformer_config.py`.
-    """
-    if o.dispatcher in FLEX and d.etp * d.ep == 1:
-        yield f"dispatcher {o.dispatcher} needs etp x ep > 1; raise ep or set dispatcher=alltoall"
-    if o.dispatcher == "deepep" and o.capacity:
-        yield "dispatcher deepep excludes padding to capacity; set capacity=false or dispatcher=alltoall"
-    if o.dispatcher == "allgather" and o.shared_overlap and (d.shape is None or d.shape.shared_ffn):
-        yield "overlap of shared experts runs beside the dispatcher alltoall, found allgather; set dispatcher=alltoall or shared_overlap=false"
-    if o.dispatcher and not d.experts:
-        yield f"dispatcher {o.dispatcher} on a model without experts; change model or leave dispatcher out"
-
-
-def context(d: Degrees, o: Options) -> Iterator[str]:
-    """Ulysses-style CP shards heads, those of keys and values too; hierarchical sizes multiply to CP.
-
-    Source: `megatron/core/transformer/transformer_config.py` and `megatron/core/parallel_state.py`; Transformer Engine,
-    `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py` (heads of keys and values).
-    """
-    held = max(d.kv_heads // d.tp, 1)
-    if o.cp_comm == "a2a" and d.heads % (d.tp * d.cp):
-        yield f"{d.heads} heads do not divide over tp {d.tp} x cp {d.cp} for cp_comm a2a; set cp_comm=p2p or change cp"
-    elif o.cp_comm == "a2a" and held % d.cp:
-        yield f"the {held} key-value heads of a tp rank do not divide over cp {d.cp} for cp_comm a2a; set cp_comm=p2p or change cp"
-    if o.cp_comm == "a2a+p2p" and not o.cp_sizes:
-        yield "cp_comm a2a+p2p needs the sizes of its two levels; set cp_sizes, such as cp_sizes=2,4"
-    if o.cp_sizes and prod(o.cp_sizes) != d.cp:
-        yield f"cp_sizes {'x'.join(map(str, o.cp_sizes))} = {prod(o.cp_sizes)} is not cp {d.cp}; change cp_sizes"
-
-
-def sharding(d: Degrees, o: Options) -> Iterator[str]:
-    """What each kind of sharding excludes; instances of the optimizer divide both grids, the experts' of a dense model too.
-
-    Source: `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`, `megatron/core/parallel_state.py`.
-    """
-    shards, experts, instances = d.gpus // (d.tp * d.pp), d.etp * d.ep * d.pp, o.optimizer_instances
-    if shards % instances:
-        yield f"dp x cp = {shards} does not divide into {instances} optimizer instances; change optimizer_instances"
-    elif not d.gpus % experts and d.gpus // experts % instances:
-        yield f"edp {d.gpus // experts} does not divide into {instances} optimizer instances; set optimizer_instances=1, or change ep or etp"
-    if o.sharding == "fsdp2" and (d.pp > 1 or d.ep > 1):
-        yield f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {d.pp} and ep {d.ep}; set sharding=fsdp or change the degrees"
-    if o.precision_aware and o.sharding not in ("optimizer", "fsdp"):
-        yield f"the precision-aware optimizer needs the distributed optimizer, found sharding {o.sharding}; set sharding=optimizer"
-
-
-def recompute(d: Degrees, o: Options) -> Iterator[str]:
-    """Modules that the model does not have cannot be recomputed. Source: `megatron/core/transformer/transformer_config.py`."""
-    wanted = set(o.recompute)
-    if "full" in wanted and len(wanted) > 1:
-        yield f"recompute full stands alone, found {', '.join(o.recompute)}; set recompute=full or name modules only"
-    if not d.experts and wanted & {"moe", "moe_act", "shared_experts"}:
-        yield f"recompute {', '.join(sorted(wanted & {'moe', 'moe_act', 'shared_experts'}))} on a model without experts; change recompute"
-    if d.shape is not None and d.shape.mla is None and "mla_up_proj" in wanted:
-        yield "recompute mla_up_proj on a model without compressed attention; change recompute"
-    if d.shape is not None and d.shape.linear is None and "gdn_norm_out" in wanted:
-        yield "recompute gdn_norm_out on a model without linear attention; change recompute"
-    if "shared_experts" in wanted and o.shared_overlap:
-        yield "recompute shared_experts excludes overlap of shared experts; change recompute or set shared_overlap=false"
-    if o.fp8 == "delayed" and wanted & {"moe_act", "layernorm"}:
-        yield "recompute of moe_act or layernorm excludes delayed FP8 scaling; change recompute or set fp8=blockwise"
-
-
-def graphs(d: Degrees, o: Options) -> Iterator[str]:
-    """Graph modules that exclude each other or other features. Source: `megatron/core/transformer/transformer_config.py`."""
-    modules, again = set(o.graphs), set(o.recompute)
-    if not modules:
-        return
-    if "full_iteration" in modules:
-        if len(modules) > 1:
-            yield f"graphs full_iteration stands alone, found {', '.join(o.graphs)}; set graphs=full_iteration"
-        return
-    if "full" in again:
-        yield "recompute full excludes graphs of modules; set graphs=full_iteration or change recompute"
-    if "moe" in modules and not o.capacity:
-        yield "graphs moe needs padding to capacity, since dropless routing changes shapes; set graphs=moe_router,moe_preprocess"
-    if "moe" in modules and "moe_router" in modules:
-        yield "graphs moe already holds moe_router; change graphs to one of them"
-    if "moe_preprocess" in modules and "moe_router" not in modules:
-        yield "graphs moe_preprocess needs moe_router; change graphs"
-    if "moe_router" in modules and "moe" in again:
-        yield "recompute moe excludes graphs of moe_router; change one of them"
-    if not d.experts and modules & {"moe", "moe_router"}:
-        yield f"graphs {', '.join(sorted(modules & {'moe', 'moe_router'}))} on a model without experts; change graphs"
-    if "mlp" in modules and d.shape is not None and not d.shape.dense_layers:
-        yield "graphs mlp on a model without dense layers; change graphs"
-    if o.offload:
-        yield "offload of layers excludes graphs of modules; set graphs=full_iteration or offload=false"
-
-
-def offload(d: Degrees, o: Options) -> Iterator[str]:
-    """Layer offload excludes pipelines and recompute. Source: `megatron/core/transformer/transformer_config.py`."""
-    if o.offload and d.pp > 1:
-        yield f"offload of layers needs pp 1, found pp {d.pp}; set pp to 1 or offload=false"
-    if o.offload and o.recompute:
-        yield "offload of layers excludes recompute; set one of them"
-
-
-def overlap(d: Degrees, o: Options) -> Iterator[str]:
-    """Overlap of expert communication. Source: `megatron/core/transformer/transformer_config.py`."""
-    if o.delay_wgrad and not o.ep_overlap:
-        yield "delay_wgrad needs ep_overlap; set ep_overlap=true"
-    if not o.ep_overlap:
-        return
-    if d.ep == 1:
-        yield "ep_overlap needs ep > 1; raise ep or set ep_overlap=false"
-    if d.pp > 1 and d.vpp == 1:
-        yield f"ep_overlap with pp {d.pp} needs vpp > 1; raise vpp"
-    if o.dispatcher == "allgather":
-        yield "ep_overlap needs dispatcher alltoall or flex, found allgather; change dispatcher"
-    if {"full", "moe"} & set(o.recompute):
-        yield f"ep_overlap excludes recompute {', '.join(sorted({'full', 'moe'} & set(o.recompute)))}; change recompute"
-    if {"moe", "mlp"} & set(o.graphs):
-        yield "ep_overlap excludes graphs of moe and mlp; change graphs"
-    if o.shared_overlap:
-        yield "ep_overlap excludes overlap of shared experts; set shared_overlap=false"
-    if d.shape is not None and d.shape.mtp > 1:
-        yield f"ep_overlap takes one MTP depth at most, the model has {d.shape.mtp}; set ep_overlap=false"
-
-
-RULES: tuple[Rule, ...] = (
-    labels,
-    sequence_parallel,
-    widths,
-    experts_grid,
-    pipeline,
-    dispatcher,
-    context,
-    sharding,
-    recompute,
-    graphs,
-    offload,
-    overlap,
+# Sources: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/arguments.py` (the grids, the pipeline),
+# `megatron/core/transformer/transformer_config.py` (heads), `megatron/core/transformer/pipeline_parallel_layer_layout.py` (a listed layout may
+# give embedding and output layer a chunk of their own), `megatron/core/transformer/moe/moe_layer.py` (experts),
+# `megatron/core/num_microbatches_calculator.py` and `megatron/core/pipeline_parallel/schedules.py` (the batch).
+GRIDS = (
+    Rule(
+        "grid", lambda c: c.gpus % c.attention > 0, "gpus tp pp cp",
+        lambda c: f"{c.gpus} ranks do not divide into tp {c.tp} x pp {c.pp} x cp {c.cp} = {c.attention}", "start a multiple of {c.attention} ranks",
+    ),
+    Rule(
+        "expert-grid", lambda c: c.gpus % c.expert > 0, "gpus ep etp pp",
+        lambda c: f"{c.gpus} ranks do not divide into ep {c.ep} x etp {c.etp} x pp {c.pp} = {c.expert}", "start a multiple of {c.expert} ranks",
+    ),
 )
-"""Every feature rule."""
+"""Both grids fill the GPUs."""
+
+LAYOUT = (
+    *GRIDS,
+    Rule(
+        "heads", lambda c: c.heads % c.tp > 0, "heads tp",
+        lambda c: f"{c.heads} attention heads do not divide over tp {c.tp}", "set {tp} to a divisor of {c.heads}",
+    ),
+    Rule(
+        "kv-heads", lambda c: c.kv_heads % c.tp > 0 and c.tp % c.kv_heads > 0 and c.heads % c.tp == 0, "heads kv_heads tp",
+        lambda c: f"{c.kv_heads} key-value heads and tp {c.tp}: one must be a multiple of the other", "change {tp}",
+    ),
+    Rule(
+        "chunks-listed", lambda c: c.o.uneven and c.chunks > c.layers + 2, "layers uneven",
+        lambda c: f"{c.layers} layers, embedding and output do not fill pp {c.pp} x vpp {c.vpp} = {c.chunks} chunks", "change {pp}",
+    ),
+    Rule(
+        "chunks", lambda c: not c.o.uneven and c.layers % c.chunks > 0, "layers uneven",
+        lambda c: f"{c.layers} layers do not divide into pp {c.pp} x vpp {c.vpp} = {c.chunks} chunks", "change {pp}",
+    ),
+    Rule("vpp-alone", lambda c: c.vpp > 1 and c.pp == 1, "vpp pp", lambda c: f"vpp {c.vpp} needs pp > 1", "set {vpp} to 1 or raise {pp}"),
+    Rule("ep-dense", lambda c: c.ep > 1 and not c.experts, "experts ep", lambda c: f"ep {c.ep} on a model without experts", "set {ep} to 1"),
+    Rule(
+        "experts", lambda c: c.experts % c.ep > 0, "experts ep",
+        lambda c: f"{c.experts} experts do not divide over ep {c.ep}", "set {ep} to a divisor of {c.experts}",
+    ),
+    Rule(
+        "cp-chunks", lambda c: c.cp > 1 and c.seq_len % (2 * c.cp) > 0, "seq_len cp",
+        lambda c: f"seq_len {c.seq_len} is not a multiple of 2 x cp = {2 * c.cp} (each rank takes two chunks)", "change {seq_len}",
+    ),
+    Rule(
+        "batch", lambda c: c.gpus % c.attention == 0 and c.global_batch_size % c.rows > 0, "gbs mbs",
+        lambda c: f"global batch {c.global_batch_size} is not a multiple of micro batch {c.micro_batch_size} x dp {c.dp} = {c.rows}",
+        "set {gbs} to a multiple of {c.rows}",
+    ),
+    # The interleaved schedule takes micro-batches in groups of pp.
+    Rule(
+        "batch-interleaved",
+        lambda c: c.gpus % c.attention == 0 and c.global_batch_size % c.rows == 0 and c.vpp > 1 and c.microbatches % c.pp > 0, "gbs mbs vpp",
+        lambda c: f"vpp {c.vpp} needs micro-batches in a multiple of pp {c.pp}, and a step has {c.microbatches}", "change {gbs} or set {vpp} to 1",
+    ),
+)
+"""Degrees divide what they share out."""
+
+
+def _unknown(key: str) -> Rule:
+    return Rule(
+        f"label-{key}", lambda c: bool(c.unknown(key)), key,
+        lambda c: f"{key} {', '.join(c.unknown(key))} is not known", f"set {{{key}}} to one of {', '.join(sorted(LABELS[key]))}",
+    )
+
+
+# Source: Megatron-LM, `megatron/core/transformer/transformer_config.py`.
+LABEL = (
+    *(_unknown(key) for key in LABELS),
+    Rule(
+        "rank-order", lambda c: sorted(c.o.rank_order.split("-")) != ["cp", "dp", "ep", "pp", "tp"], "rank_order",
+        lambda c: f"rank order {c.o.rank_order} does not name tp, cp, ep, dp and pp once each", "set it to tp-cp-ep-dp-pp",
+    ),
+)
+"""Every name is one that megatron-core knows."""
+
+# Sources: Megatron-LM, `megatron/core/tensor_parallel/layers.py` (`divide`), `megatron/core/transformer/transformer_config.py`.
+WIDTHS = (
+    Rule(
+        "width-experts", lambda c: c.model.expert_ffn % c.etp > 0, "model etp",
+        lambda c: f"an expert width of {c.model.expert_ffn} does not divide over etp {c.etp}", "set {etp} to a divisor of {c.model.expert_ffn}",
+    ),
+    Rule(
+        "width-mlp", lambda c: c.model.dense_layers > 0 and c.model.ffn % c.tp > 0, "model tp",
+        lambda c: f"an MLP width of {c.model.ffn} does not divide over tp {c.tp}", "set {tp} to a divisor of {c.model.ffn}",
+    ),
+    Rule(
+        "width-shared", lambda c: c.model.shared_ffn % c.tp > 0, "model tp",
+        lambda c: f"a shared-expert width of {c.model.shared_ffn} does not divide over tp {c.tp}", "set {tp} to a divisor of {c.model.shared_ffn}",
+    ),
+    Rule(
+        "width-linear",
+        lambda c: c.linear_heads[0] % (c.tp * c.cp) > 0 or c.linear_heads[1] % (c.tp * c.cp) > 0,
+        "model tp cp",
+        lambda c: f"{c.linear_heads[0]} key and {c.linear_heads[1]} value heads of linear attention do not divide over tp x cp = {c.tp * c.cp}",
+        "change {tp} or {cp}",
+    ),
+)
+"""MLPs split their width over TP, experts over ETP, linear attention its heads over TP x CP."""
+
+# Sources: Megatron-LM, `megatron/core/tensor_parallel/mappings.py`, `megatron/core/transformer/moe/moe_layer.py`,
+# `megatron/core/transformer/moe/token_dispatcher.py`, `megatron/core/transformer/transformer_config.py`, `megatron/core/parallel_state.py`,
+# `megatron/training/arguments.py`, `megatron/core/optimizer/optimizer_config.py`; Transformer Engine,
+# `transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py` (heads of keys and values).
+FEATURES = (
+    Rule(
+        "sp-experts", lambda c: c.tp > 1 and c.experts > 0 and c.o.sp is False, "tp sp experts",
+        lambda c: f"tp {c.tp} with experts trains only with sequence parallelism", "set {set[sp=true]} or {tp} to 1",
+    ),
+    Rule(
+        "sp-length", lambda c: c.tp > 1 and bool(c.o.sp) and c.seq_len % (c.tp * c.cp) > 0, "tp cp sp seq_len",
+        lambda c: f"seq_len {c.seq_len} is not a multiple of tp {c.tp} x cp {c.cp} = {c.tp * c.cp} (sequence parallelism splits it)", "change {seq_len}",
+    ),
+    *WIDTHS,
+    Rule(
+        "rank-order-pp", lambda c: not c.o.rank_order.endswith("pp") and c.pp > 1 and c.fills and c.dp != c.edp, "rank_order pp",
+        lambda c: f"rank order {c.o.rank_order} with pp {c.pp} needs edp = dp, found edp {c.edp} and dp {c.dp}", "set an order that ends in pp",
+    ),
+    Rule(
+        "vpp-two-stages", lambda c: c.vpp > 1 and c.pp == 2 and not c.o.overlap_p2p, "vpp pp overlap_p2p",
+        lambda c: f"vpp {c.vpp} on pp 2 needs overlap of its transfers", "set {set[overlap_p2p=true]} or raise {pp}",
+    ),
+    Rule(
+        "flex-alone", lambda c: c.o.dispatcher in FLEX and c.etp * c.ep == 1, "dispatcher ep etp",
+        lambda c: f"dispatcher {c.o.dispatcher} needs etp x ep > 1", "raise {ep} or set {set[dispatcher=alltoall]}",
+    ),
+    Rule(
+        "deepep-capacity", lambda c: c.o.dispatcher == "deepep" and c.o.capacity, "dispatcher capacity",
+        "dispatcher deepep excludes padding to capacity", "set {set[capacity=false]} or {set[dispatcher=alltoall]}",
+    ),
+    Rule(
+        "allgather-shared",
+        lambda c: c.o.dispatcher == "allgather" and c.o.shared_overlap and (c.shape is None or c.shape.shared_ffn > 0), "dispatcher shared_overlap",
+        "overlap of shared experts runs beside the dispatcher alltoall, found allgather",
+        "set {set[dispatcher=alltoall]} or {set[shared_overlap=false]}",
+    ),
+    Rule(
+        "dispatcher-dense", lambda c: bool(c.o.dispatcher) and not c.experts, "dispatcher experts",
+        lambda c: f"dispatcher {c.o.dispatcher} on a model without experts", "change model or leave {dispatcher} out",
+    ),
+    # Ulysses-style CP shards heads, those of keys and values too.
+    Rule(
+        "a2a-heads", lambda c: c.o.cp_comm == "a2a" and c.heads % (c.tp * c.cp) > 0, "cp_comm heads tp cp",
+        lambda c: f"{c.heads} heads do not divide over tp {c.tp} x cp {c.cp} for cp_comm a2a", "set {set[cp_comm=p2p]} or change {cp}",
+    ),
+    Rule(
+        "a2a-kv-heads", lambda c: c.o.cp_comm == "a2a" and c.heads % (c.tp * c.cp) == 0 and c.held % c.cp > 0, "cp_comm kv_heads tp cp",
+        lambda c: f"the {c.held} key-value heads of a tp rank do not divide over cp {c.cp} for cp_comm a2a", "set {set[cp_comm=p2p]} or change {cp}",
+    ),
+    Rule(
+        "cp-levels", lambda c: c.o.cp_comm == "a2a+p2p" and not c.o.cp_sizes, "cp_comm cp_sizes",
+        "cp_comm a2a+p2p needs the sizes of its two levels", "set {cp_sizes}, such as {set[cp_sizes=2,4]}",
+    ),
+    Rule(
+        "cp-sizes", lambda c: bool(c.o.cp_sizes) and prod(c.o.cp_sizes) != c.cp, "cp_sizes cp",
+        lambda c: f"cp_sizes {'x'.join(map(str, c.o.cp_sizes))} = {prod(c.o.cp_sizes)} is not cp {c.cp}", "change {cp_sizes}",
+    ),
+    # Instances of the optimizer divide both grids, the experts' of a dense model too.
+    Rule(
+        "instances", lambda c: c.shards % c.o.optimizer_instances > 0, "gpus tp pp optimizer_instances",
+        lambda c: f"dp x cp = {c.shards} does not divide into {c.o.optimizer_instances} optimizer instances", "change {optimizer_instances}",
+    ),
+    Rule(
+        "instances-experts",
+        lambda c: c.shards % c.o.optimizer_instances == 0 and c.gpus % c.expert == 0 and c.edp % c.o.optimizer_instances > 0,
+        "gpus ep etp pp optimizer_instances",
+        lambda c: f"edp {c.edp} does not divide into {c.o.optimizer_instances} optimizer instances",
+        "set {set[optimizer_instances=1]}, or change {ep} or {etp}",
+    ),
+    Rule(
+        "fsdp2-degrees", lambda c: c.o.sharding == "fsdp2" and (c.pp > 1 or c.ep > 1), "sharding pp ep",
+        lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}", "set {set[sharding=fsdp]} or change the degrees",
+    ),
+    Rule(
+        "precision-aware", lambda c: c.o.precision_aware and c.o.sharding not in ("optimizer", "fsdp"), "precision_aware sharding",
+        lambda c: f"the precision-aware optimizer needs the distributed optimizer, found sharding {c.o.sharding}", "set {set[sharding=optimizer]}",
+    ),
+)
+"""What the chosen features ask of the degrees and of the model."""
+
+_SPARSE = {"moe", "moe_act", "shared_experts"}
+_SPARSE_GRAPHS = {"moe", "moe_router"}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+
+# Source: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py` (`__post_init__`).
+EXCLUSIONS = (
+    Rule(
+        "recompute-full", lambda c: "full" in c.again and len(c.again) > 1, "recompute",
+        lambda c: f"recompute full stands alone, found {', '.join(c.o.recompute)}", "set {set[recompute=full]} or name modules only",
+    ),
+    Rule(
+        "recompute-dense", lambda c: not c.experts and bool(c.again & _SPARSE), "recompute experts",
+        lambda c: f"recompute {_listed(c.again & _SPARSE)} on a model without experts", "change {recompute}",
+    ),
+    Rule(
+        "recompute-mla", lambda c: c.shape is not None and c.shape.mla is None and "mla_up_proj" in c.again, "recompute model",
+        "recompute mla_up_proj on a model without compressed attention", "change {recompute}",
+    ),
+    Rule(
+        "recompute-gdn", lambda c: c.shape is not None and c.shape.linear is None and "gdn_norm_out" in c.again, "recompute model",
+        "recompute gdn_norm_out on a model without linear attention", "change {recompute}",
+    ),
+    Rule(
+        "recompute-shared", lambda c: "shared_experts" in c.again and c.o.shared_overlap, "recompute shared_overlap",
+        "recompute shared_experts excludes overlap of shared experts", "change {recompute} or set {set[shared_overlap=false]}",
+    ),
+    Rule(
+        "recompute-delayed", lambda c: c.o.fp8 == "delayed" and bool(c.again & {"moe_act", "layernorm"}), "recompute fp8",
+        "recompute of moe_act or layernorm excludes delayed FP8 scaling", "change {recompute} or set {set[fp8=blockwise]}",
+    ),
+    Rule(
+        "graphs-whole", lambda c: "full_iteration" in c.o.graphs and len(set(c.o.graphs)) > 1, "graphs",
+        lambda c: f"a graph of the full iteration stands alone, found {', '.join(c.o.graphs)}", "leave the parts out",
+    ),
+    Rule(
+        "graphs-full-recompute", lambda c: bool(c.graphed) and "full" in c.again, "graphs recompute",
+        "full recompute excludes per-layer CUDA graphs", "recompute selected modules, or capture the full iteration",
+    ),
+    Rule(
+        "graphs-moe-capacity", lambda c: "moe" in c.graphed and not c.o.capacity, "graphs capacity",
+        "graphs moe needs padding to capacity, since dropless routing changes shapes", "set {set[graphs=moe_router,moe_preprocess]}",
+    ),
+    Rule(
+        "graphs-moe-router", lambda c: {"moe", "moe_router"} <= c.graphed, "graphs",
+        "graphing 'moe' already covers 'moe_router'", "keep one of the two",
+    ),
+    Rule(
+        "graphs-preprocess", lambda c: "moe_preprocess" in c.graphed and "moe_router" not in c.graphed, "graphs",
+        "graphing 'moe_preprocess' needs 'moe_router' beside it", "add it",
+    ),
+    Rule(
+        "graphs-recompute-moe", lambda c: "moe" in c.again and bool(c.graphed & {"moe", "moe_router"}), "graphs recompute",
+        "recompute of 'moe' excludes a graph over its router", "recompute moe_act instead, or graph attn alone",
+    ),
+    Rule(
+        "graphs-dense", lambda c: not c.experts and bool(c.graphed & {"moe", "moe_router"}), "graphs experts",
+        lambda c: f"graphs {_listed(c.graphed & _SPARSE_GRAPHS)} on a model without experts", "change {graphs}",
+    ),
+    Rule(
+        "graphs-mlp", lambda c: "mlp" in c.graphed and c.shape is not None and not c.shape.dense_layers, "graphs model",
+        "graphs mlp on a model without dense layers", "change {graphs}",
+    ),
+    Rule(
+        "graphs-offload", lambda c: bool(c.graphed) and c.o.offload, "graphs offload",
+        "offload of layers excludes graphs of modules", "capture the full iteration, or set {set[offload=false]}",
+    ),
+    Rule(
+        "offload-pp", lambda c: c.o.offload and c.pp > 1, "offload pp",
+        lambda c: f"offload of layers needs pp 1, found pp {c.pp}", "set {pp} to 1 or {set[offload=false]}",
+    ),
+    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes recompute", "set one of them"),
+    Rule(
+        "offload-twice", lambda c: c.o.offload and bool(c.o.offload_modules), "offload offload_modules",
+        "offload of layers and of modules are two ways to do one thing", "choose one of them",
+    ),
+    Rule(
+        "offload-attn-proj", lambda c: "attn_proj" in c.o.offload_modules and "core_attn" not in c.o.offload_modules, "offload_modules",
+        "offloading 'attn_proj' needs 'core_attn' beside it, whose output it is", "add it",
+    ),
+    Rule(
+        "offload-recomputed-moe", lambda c: "moe" in c.again and bool({"expert_fc1", "moe_act"} & set(c.o.offload_modules)),
+        "recompute offload_modules", "recompute of 'moe' makes again what offload of 'expert_fc1' and 'moe_act' would take away",
+        "leave one of them out",
+    ),
+    Rule(
+        "offload-dense", lambda c: not c.experts and bool({"expert_fc1", "moe_act"} & set(c.o.offload_modules)), "offload_modules experts",
+        "offload of 'expert_fc1' and 'moe_act' on a model without experts", "change {offload_modules}",
+    ),
+    Rule(
+        "delay-wgrad", lambda c: c.o.delay_wgrad and not c.o.ep_overlap, "delay_wgrad ep_overlap",
+        "delayed weight gradients need overlap of expert communication", "set {set[ep_overlap=true]}",
+    ),
+    Rule(
+        "overlap-ep", lambda c: c.o.ep_overlap and c.ep == 1, "ep_overlap ep",
+        "overlap of expert communication needs ep > 1", "raise {ep} or set {set[ep_overlap=false]}",
+    ),
+    Rule(
+        "overlap-vpp", lambda c: c.o.ep_overlap and c.pp > 1 and c.vpp == 1, "ep_overlap pp vpp",
+        lambda c: f"overlap of expert communication with pp {c.pp} needs vpp > 1", "raise {vpp}",
+    ),
+    Rule(
+        "overlap-allgather", lambda c: c.o.ep_overlap and c.o.dispatcher == "allgather", "ep_overlap dispatcher",
+        "overlap of expert communication needs dispatcher alltoall or flex, found allgather", "change {dispatcher}",
+    ),
+    Rule(
+        "overlap-recompute", lambda c: c.o.ep_overlap and bool(c.again & {"full", "moe"}), "ep_overlap recompute",
+        lambda c: f"overlap of expert communication excludes recompute {_listed(c.again & {'full', 'moe'})}", "change {recompute}",
+    ),
+    Rule(
+        "overlap-graphs", lambda c: c.o.ep_overlap and bool({"moe", "mlp"} & set(c.o.graphs)), "ep_overlap graphs",
+        "overlap of expert communication excludes graphs of moe and mlp", "change {graphs}",
+    ),
+    Rule(
+        "overlap-shared", lambda c: c.o.ep_overlap and c.o.shared_overlap, "ep_overlap shared_overlap",
+        "overlap of expert communication excludes overlap of shared experts", "set {set[shared_overlap=false]}",
+    ),
+    Rule(
+        "overlap-mtp", lambda c: c.o.ep_overlap and c.model.mtp > 1, "ep_overlap model",
+        lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
+    ),
+)
+"""Recompute, graphs, offload and overlap that exclude each other."""
+# fmt: on

@@ -62,7 +62,13 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
     (
         "Activations and graphs",
         False,
-        [("recompute", "Recompute"), ("graphs", "CUDA graphs of"), ("offload", "Offload layers"), ("capacity", "Pad experts to capacity")],
+        [
+            ("recompute", "Recompute"),
+            ("graphs", "CUDA graphs of"),
+            ("offload", "Offload layers"),
+            ("offload_modules", "Offload inputs of"),
+            ("capacity", "Pad experts to capacity"),
+        ],
     ),
     (
         "Communication and order",

@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.errors import FileError, Finding, PlaybookError
 from playbook.lint.figures import is_text_number
-from playbook.lint.labels import View, exclusions, label_problems, table_for
+from playbook.lint.labels import excluded, label_problems, table_for
 from playbook.lint.layout import layout_problems
 from playbook.yaml_files import MAX_BYTES, Marks, Path_, locate, parse
 
@@ -255,8 +255,7 @@ def _row(skill: Skill, path: Path, marks: Marks, where: Path_, row: Mapping[str,
     for key, message in label_problems(labelled, table):
         at = locate(marks, (*where, key))
         yield Finding(str(path), *at, _no_prose(message), "import-label")
-    view = View(row, degrees, "", "")
-    yield from (Finding(str(path), line, column, f"{name}: {e.message}", "import-label") for e in exclusions() if e.holds(view))
+    yield from (Finding(str(path), line, column, f"{name}: {_no_prose(message)}", "import-label") for message in excluded(row, degrees))
 
 
 def _layout(row: Mapping[str, Any], where: Path_) -> tuple[dict[str, int], int | None]:

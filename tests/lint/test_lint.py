@@ -345,8 +345,8 @@ degree = st.sampled_from([1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("model", "degrees", "says"),
     [
-        ("llama3_8b", {"ep": 8}, "ep 8 on llama3_8b, which has no experts"),
-        ("mixtral_8x22b", {"tp": 3}, "8 key-value heads of mixtral_8x22b and tp 3"),
+        ("llama3_8b", {"ep": 8}, "ep 8 on a model without experts"),
+        ("mixtral_8x22b", {"tp": 3}, "8 key-value heads and tp 3"),
         ("mixtral_8x22b", {"tp": 5}, "48 attention heads"),
         ("qwen3_30b_a3b", {"ep": 3}, "128 experts"),
     ],

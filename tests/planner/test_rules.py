@@ -22,7 +22,7 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=512 etp=512", "does not divide over etp 512", "gpus=512 etp=256"),
     ("qwen3_next_80b_a3b", "gpus=32 cp=32", "of linear attention do not divide", "gpus=32 cp=16"),
     ("qwen3_30b_a3b", "gpus=8 pp=2 cp=2 ep=1 rank_order=tp-cp-pp-ep-dp", "needs edp = dp", "gpus=8 pp=2 rank_order=tp-cp-pp-ep-dp"),
-    ("qwen3_30b_a3b", "gpus=2 pp=2 vpp=2 overlap_p2p=false", "on pp 2 needs overlap_p2p", "gpus=2 pp=2 vpp=2"),
+    ("qwen3_30b_a3b", "gpus=2 pp=2 vpp=2 overlap_p2p=false", "on pp 2 needs overlap", "gpus=2 pp=2 vpp=2"),
     ("deepseek_v3", "gpus=64 pp=64 uneven=true", "do not fill", "gpus=32 pp=32 uneven=true"),
     ("deepseek_v3", "gpus=8 pp=8", "do not divide into pp 8", "gpus=8 pp=8 uneven=true"),
     ("qwen3_30b_a3b", "gpus=4 pp=4 vpp=2 gbs=5", "multiple of pp 4, and a step has 5", "gpus=4 pp=4 vpp=2 gbs=4"),
@@ -46,18 +46,18 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=8 recompute=moe_act fp8=delayed", "excludes delayed", "gpus=8 recompute=moe_act fp8=blockwise"),
     ("qwen3_30b_a3b", "gpus=8 recompute=attention_everything", "is not known", "gpus=8 recompute=core_attn"),
     ("qwen3_30b_a3b", "gpus=8 graphs=attn,full_iteration", "stands alone", "gpus=8 graphs=full_iteration"),
-    ("qwen3_30b_a3b", "gpus=8 graphs=attn recompute=full", "excludes graphs of modules", "gpus=8 graphs=full_iteration recompute=full"),
+    ("qwen3_30b_a3b", "gpus=8 graphs=attn recompute=full", "excludes per-layer CUDA graphs", "gpus=8 graphs=full_iteration recompute=full"),
     ("qwen3_30b_a3b", "gpus=8 graphs=moe", "needs padding to capacity", "gpus=8 graphs=moe capacity=true"),
-    ("qwen3_30b_a3b", "gpus=8 graphs=moe,moe_router capacity=true", "already holds moe_router", "gpus=8 graphs=attn,moe_router"),
-    ("qwen3_30b_a3b", "gpus=8 graphs=moe_preprocess", "needs moe_router", "gpus=8 graphs=moe_preprocess,moe_router"),
-    ("qwen3_30b_a3b", "gpus=8 graphs=moe_router recompute=moe", "excludes graphs of moe_router", "gpus=8 graphs=attn recompute=moe"),
+    ("qwen3_30b_a3b", "gpus=8 graphs=moe,moe_router capacity=true", "already covers", "gpus=8 graphs=attn,moe_router"),
+    ("qwen3_30b_a3b", "gpus=8 graphs=moe_preprocess", "needs 'moe_router'", "gpus=8 graphs=moe_preprocess,moe_router"),
+    ("qwen3_30b_a3b", "gpus=8 graphs=moe_router recompute=moe", "excludes a graph over its router", "gpus=8 graphs=attn recompute=moe"),
     ("llama3_8b", "gpus=8 graphs=moe_router", "graphs moe_router on a model without experts", "gpus=8 graphs=attn,mlp"),
     ("deepseek_v3", "gpus=8 dispatcher=allgather shared_overlap=true", "alltoall, found allg", "gpus=8 dispatcher=alltoall shared_overlap=true"),
     ("qwen3_30b_a3b", "gpus=8 graphs=mlp", "without dense layers", "gpus=8 graphs=attn"),
     ("qwen3_30b_a3b", "gpus=8 graphs=attn offload=true", "offload of layers excludes graphs", "gpus=8 graphs=full_iteration offload=true"),
     ("qwen3_30b_a3b", "gpus=8 pp=2 offload=true", "needs pp 1", "gpus=8 offload=true"),
     ("qwen3_30b_a3b", "gpus=8 offload=true recompute=full", "excludes recompute", "gpus=8 offload=true"),
-    ("qwen3_30b_a3b", "gpus=8 ep=2 delay_wgrad=true", "needs ep_overlap", "gpus=8 ep=2 delay_wgrad=true ep_overlap=true"),
+    ("qwen3_30b_a3b", "gpus=8 ep=2 delay_wgrad=true", "need overlap", "gpus=8 ep=2 delay_wgrad=true ep_overlap=true"),
     ("qwen3_30b_a3b", "gpus=8 ep_overlap=true", "needs ep > 1", "gpus=8 ep=2 ep_overlap=true"),
     ("qwen3_30b_a3b", "gpus=8 pp=2 ep=2 ep_overlap=true", "needs vpp > 1", "gpus=8 pp=2 vpp=2 ep=2 ep_overlap=true"),
     ("qwen3_30b_a3b", "gpus=8 ep=2 ep_overlap=true dispatcher=allgather", "alltoall or flex", "gpus=8 ep=2 ep_overlap=true dispatcher=flex"),
@@ -72,7 +72,7 @@ def test_each_feature_rule_is_reported_alone_and_its_repair_is_legal(model, word
     broken = parse(model, words.split()).broken()
     assert len(broken) == 1, broken
     assert says in broken[0]
-    assert any(word in broken[0] for word in ("set ", "change ", "raise ", "start ", "give "))
+    assert broken[0].partition("; ")[2], "what to do"
     assert parse(model, repaired.split()).broken() == []
 
 

@@ -15,7 +15,7 @@ from playbook.planner import flops, memory, parameters, pipeline
 from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS, from_file
 from playbook.planner.plan import Plan, parse
-from playbook.planner.rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, RECOMPUTE, SHARDING
+from playbook.planner.rules import CP_COMM, DISPATCHERS, FP8, GRAPH_MODULES, OFFLOAD_MODULES, RECOMPUTE, SHARDING
 from playbook.planner.search import nearest
 from playbook.site.calculator import tables
 
@@ -68,6 +68,7 @@ def values(rng: random.Random) -> dict[str, str]:
         "imbalance": lambda: rng.choice([1.5, 2]),
         "fp8": lambda: rng.choice(sorted(FP8)),
         "recompute": lambda: some(rng, RECOMPUTE, 3),
+        "offload_modules": lambda: some(rng, OFFLOAD_MODULES, 3),
         "graphs": lambda: some(rng, GRAPH_MODULES | {"full_iteration"}, 2),
         "dispatcher": lambda: rng.choice(sorted(DISPATCHERS)),
         "sharding": lambda: rng.choice(sorted(SHARDING)),

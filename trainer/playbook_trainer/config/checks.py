@@ -6,6 +6,7 @@ from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import checks as megatron
 
@@ -45,19 +46,12 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
         cp=par.cp,
         ep=par.ep,
         etp=par.etp or par.tp,
+        shape=shape_of(model),
+        words=megatron.WORDS,
     )
     if model.num_kv_heads % par.tp:
         problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
     problems += megatron.vocabulary_problems(config)
-    etp = par.etp or par.tp
-    if model.num_experts and model.expert_ffn_size % etp:
-        problems.append(f"an expert width of {model.expert_ffn_size} does not divide over etp {etp}; set parallel.etp to 1")
-    if model.dense_layers and model.ffn_size % par.tp:
-        problems.append(f"an MLP width of {model.ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it")
-    if model.shared_expert_ffn_size % par.tp:
-        problems.append(
-            f"a shared-expert width of {model.shared_expert_ffn_size} does not divide over tp {par.tp}; set parallel.tp to a divisor of it"
-        )
     return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
 
 

@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from playbook.planner import layout
-from playbook.planner.rules import Options
+from playbook.planner.rules import Options, Words
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
+
+WORDS = Words(
+    names={
+        **{key: f"parallel.{key}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+        "seq_len": "data.seq_len",
+        "gbs": "train.global_batch_size",
+        "sp": "parallel.sequence_parallel",
+        "dispatcher": "moe.dispatcher",
+        "capacity": "moe.capacity_factor",
+        "cp_comm": "megatron.cp_comm_type",
+        "cp_sizes": "megatron.cp_sizes",
+        "optimizer_instances": "parallel.dp_replicate",
+        "sharding": "megatron.data_parallel",
+        "overlap_p2p": "megatron.overlap_p2p",
+        "ep_overlap": "megatron.overlap_expert_parallel",
+        "shared_overlap": "megatron.shared_expert_overlap",
+        "recompute": "train.recompute",
+        "graphs": "train.cuda_graphs",
+        "offload": "offload.activations",
+        "offload_modules": "megatron.offload_modules",
+        "fp8": "precision.fp8",
+    },
+    assignments={
+        "capacity=false": "moe.capacity_factor=null",
+        "cp_sizes=2,4": "megatron.cp_sizes=[2,4]",
+        "graphs=moe_router,moe_preprocess": "train.cuda_graphs=[moe_router,moe_preprocess]",
+        "sharding=optimizer": "megatron.data_parallel=distributed_optimizer",
+        "sharding=fsdp": "megatron.data_parallel=megatron_fsdp",
+    },
+)
+"""The trainer's names of what layout rules speak of, for both backends."""
 
 SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp": "fsdp", "fsdp2": "fsdp2"}
 """`megatron.data_parallel` as layout rules name it."""
 
 GRAPH_WARMUP = 3
 """Steps before CUDA graphs are captured."""
-
-_KEYS = {
-    "sp": "parallel.sequence_parallel",
-    "tp": "parallel.tp",
-    "pp": "parallel.pp",
-    "vpp": "parallel.vpp",
-    "dispatcher": "moe.dispatcher",
-    "capacity": "moe.capacity_factor",
-    "cp_comm": "megatron.cp_comm_type",
-    "cp_sizes": "megatron.cp_sizes",
-    "optimizer_instances": "parallel.dp_replicate",
-    "sharding": "megatron.data_parallel",
-    "overlap_p2p": "megatron.overlap_p2p",
-    "ep_overlap": "megatron.overlap_expert_parallel",
-    "shared_overlap": "megatron.shared_expert_overlap",
-    "recompute": "train.recompute",
-    "graphs": "train.cuda_graphs",
-    "offload": "offload.activations",
-    "fp8": "precision.fp8",
-}
-"""Names in the sentences of layout rules, to keys of the configuration."""
-
-_LISTS = ("cp_sizes", "graphs")
-"""Those of them whose values are lists."""
-
-_VALUES = {name: key for key, name in SHARDING.items()}
 
 _CUTLASS_K = 128
 """What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
@@ -92,6 +96,7 @@ def options(config: TrainerConfig) -> Options:
         shared_overlap=mg.shared_expert_overlap,
         fp8="" if config.precision.fp8 in ("none", "rowwise", "nvfp4") else config.precision.fp8,
         offload=config.offload.activations,
+        offload_modules=tuple(m for m in mg.offload_modules if m != "fused_group_mlp"),
     )
 
 
@@ -107,33 +112,15 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     problems = layout.check(
         gpus=world, heads=model.num_heads, kv_heads=model.num_kv_heads, layers=model.num_layers, experts=model.num_experts,
         seq_len=config.data.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size,
-        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model),
+        tp=par.tp, pp=par.pp, vpp=par.vpp, cp=par.cp, ep=par.ep, etp=par.etp or par.tp, options=options(config), shape=shape_of(model), words=WORDS,
     )  # fmt: skip
-    return [_renamed(p) for p in problems] + vocabulary_problems(config) + _pipeline_problems(config)
+    return problems + vocabulary_problems(config) + _pipeline_problems(config)
 
 
 def vocabulary_problems(config: TrainerConfig) -> list[str]:
     """Embedding and output layer split the vocabulary over TP, and neither backend pads it."""
     size, tp = config.model.vocab_size, config.parallel.tp
     return [f"a vocabulary of {size} does not divide over tp {tp}; pad model.vocab_size"] if size % tp else []
-
-
-def _renamed(sentence: str) -> str:
-    """A rule's advice as the trainer takes it: `set sp=true` as `set parallel.sequence_parallel=true`, `change graphs` likewise."""
-
-    def setting(match: re.Match[str]) -> str:
-        name, value = match.groups()
-        if name == "graphs" and value == "full_iteration":
-            return "train.cuda_graphs=[] and megatron.cuda_graph_impl=full_iteration"
-        if name == "capacity" and value == "false":
-            value = "null"
-        value = _VALUES.get(value, value) if name == "sharding" else f"[{value}]" if name in _LISTS else value
-        return f"{_KEYS.get(name, name)}={value}"
-
-    def named(match: re.Match[str]) -> str:
-        return f"{match[1]} {_KEYS.get(match[2], match[2])}"
-
-    return re.sub(r"\b(set|change) (\w+)(?![\w.=])", named, re.sub(r"\b(?<!\.)(\w+)=(\w+(?:,\w+)*)", setting, sentence))
 
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:
@@ -369,18 +356,10 @@ def _memory_problems(config: TrainerConfig) -> list[str]:
     if "vision" in train.recompute_modules and config.model.vision is None:
         problems.append("train.recompute_modules 'vision': the model has no vision tower")
     names = set(mg.offload_modules)
-    if names and config.offload.activations:
-        problems.append("megatron.offload_modules and offload.activations are two ways to do one thing: choose one of them")
-    if "attn_proj" in names and "core_attn" not in names:
-        problems.append("megatron.offload_modules attn_proj needs core_attn beside it, whose output it is")
     if "fused_group_mlp" in names:
         problems.append(
             "megatron.offload_modules fused_group_mlp is of an operator fuser that this trainer does not use; name expert_fc1 and moe_act"
         )
-    if "moe" in train.recompute_modules and names & {"expert_fc1", "moe_act"}:
-        problems.append("train.recompute_modules moe makes again what megatron.offload_modules would take away: leave one of them out")
-    if names & {"expert_fc1", "moe_act"} and not config.model.num_experts:
-        problems.append("megatron.offload_modules expert_fc1 and moe_act are of models with experts, and this one is dense")
     return problems
 
 
