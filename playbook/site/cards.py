@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,13 @@ from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, 
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
 from playbook.site.figures import curves
 from playbook.site.figures.svg import effect_axis
+from playbook.site.pages import markdown, render
 from playbook.site.text import (
     NBSP,
-    attribute,
     badge,
-    block,
     code,
     day,
     details,
-    front_matter,
     link,
     mapping,
     milliseconds,
@@ -91,45 +88,29 @@ def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str)
 
 def card_page(shelf: Shelf, card: Card) -> str:
     """The page of one card."""
-    symptoms = "\n".join(f"- {text(s)}" for s in card.symptoms)
-    if card.aliases:
-        symptoms += f"\n\nIn other words: {text(', '.join(card.aliases))}.\n{{ .pb-of }}"
-    parts = [
-        front_matter(card.title, description=card.summary, search="boost: 4"),
-        f"# {text(card.title)}",
-        f"{text(card.summary)}",
-        f'<p class="pb-chips"><span>{html.escape(PHASES[card.phase])}</span><span>{html.escape(card.wall)} wall</span></p>',
-        "## You may see\n\n" + symptoms,
-    ]
-    if card.decide:
-        parts.append("## What to set\n\n" + _decisions(shelf, card.decide))
-    parts.append("## Claims")
-    parts += [_claim(shelf, card, c) for c in card.claims]
-    if card.disputes:
-        rows = [
-            [text(d.subject), " ".join(_claim_link(shelf, i) for i in d.claims), _claim_link(shelf, d.stands), text(d.why)]
-            for d in card.disputes
-        ]
-        parts.append("## In dispute\n\n" + table(["Subject", "Claims, oldest first", "Stands", "Why"], rows))
-    if card.pitfalls:
-        rows = [[prose(p.symptom), prose(p.cause), prose(p.fix)] for p in card.pitfalls]
-        parts.append("## Pitfalls\n\n" + table(["Symptom", "Cause", "Fix"], rows))
-    if card.interactions:
-        parts.append("## Interactions\n\n" + "\n".join(f"- {prose(i)}" for i in card.interactions))
-    if card.families:
-        parts.append("## Configurations in use\n\n" + _families(card))
-    parts += _related(shelf, card)
-    return "\n\n".join(parts) + "\n"
+    return render(
+        "card.md",
+        card=card,
+        phase=PHASES[card.phase],
+        anchor=anchor,
+        decisions=_decisions(shelf, card.decide),
+        about=lambda claim: _about(shelf, claim),
+        verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
+        traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],
+        claim_link=lambda claim: markdown(_claim_link(shelf, claim)),
+        families=_families(card),
+        related=_related(shelf, card),
+    )
 
 
-def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> str:
+def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
     rows = []
     for d in decisions:
         when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
         because = " ".join(_claim_link(shelf, i) for i in d.because)
         avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
         rows.append([when or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
-    return f'<div class="pb-matrix pb-rules" markdown="1">\n\n{table(["When", "Set", "Because", "Note"], rows)}\n\n</div>'
+    return rows
 
 
 def _claim_link(shelf: Shelf, claim: str) -> str:
@@ -154,62 +135,38 @@ def _source(source: Source) -> str:
     return ", ".join([text(source.title), *rest]) + (f" ({text(source.url)})" if source.url else "")
 
 
-def _claim(shelf: Shelf, card: Card, claim: Claim) -> str:
+def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
+    """What a claim says besides its statement."""
     comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
-    sources = "; ".join(_source(s) for s in claim.sources)
     metric, words = expectation(claim)
-    facts = [
-        ("Expects", f"{code(metric) if metric else ''} {text(words)}".strip()),
-        (
-            "Baseline and candidate",
-            comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
-        ),
-        ("Scope", mapping(claim.scope) if claim.scope else "everywhere"),
-        ("Why", prose(claim.mechanism)),
-        ("Kind", text(f"{claim.kind}, {claim.label}")),
-        ("Source", sources),
-    ]
-    if claim.cpu_scope:
-        facts.insert(3, ("A CPU verdict speaks for", text(claim.cpu_scope)))
-    linked = [("Depends on", claim.depends_on), ("Contradicts", claim.contradicts), ("Supersedes", claim.supersedes)]
-    facts += [(name, " ".join(_claim_link(shelf, i) for i in ids)) for name, ids in linked if ids]
-    parts = [
-        f"### {text(claim.id)} {{ #{anchor(claim.id)} }}",
-        f"{text(claim.statement)}\n{{ .pb-statement }}",
-        _verdicts(shelf, card, claim),
-        *(_trace(record) for record in traces(shelf.records, claim.case)),
-        details("info", f"About {claim.id}", table(["", ""], [[f"**{k}**", v] for k, v in facts])),
-    ]
-    if claim.mechanism_check:
-        check = claim.mechanism_check
-        parts.append(f"#### {text(check.id)}: mechanism {{ #{anchor(check.id)} }}")
-        parts.append(f"{text(check.statement)}\n\nDeterministic; it has a status of its own and never colours that of {text(claim.id)}.")
-        parts.append(_verdicts(shelf, card, check))
-    return "\n\n".join(p for p in parts if p)
+    linked = {"Depends on": claim.depends_on, "Contradicts": claim.contradicts, "Supersedes": claim.supersedes}
+    facts = {
+        "Expects": f"{code(metric) if metric else ''} {text(words)}".strip(),
+        "Baseline and candidate": comparison if claim.kind == "pair" else text(f"none: {claim.kind}, see case {claim.case or 'none yet'}"),
+        "Scope": mapping(claim.scope) if claim.scope else "everywhere",
+        **({"A CPU verdict speaks for": text(claim.cpu_scope)} if claim.cpu_scope else {}),
+        "Why": prose(claim.mechanism),
+        "Kind": text(f"{claim.kind}, {claim.label}"),
+        "Source": "; ".join(_source(s) for s in claim.sources),
+        **{name: " ".join(_claim_link(shelf, i) for i in ids) for name, ids in linked.items() if ids},
+    }
+    return [[f"**{name}**", value] for name, value in facts.items()]
 
 
 def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
     """The table of verdicts, the figure, and what repeats them."""
     found = verdicts(shelf.records, claim.id)
-    altered = [r for r in earlier(shelf.records, claim.id) if r.altered]
-    parts = []
-    if altered:
-        names = ", ".join(link(text(r.id), f"../evidence/{r.id}.md") for r in altered)
-        parts.append(f'!!! danger "Altered evidence"\n    {names} does not match its hash and does not count as a verdict.')
-    if not found:
-        parts.append(f"{badge(UNTESTED)} No verdict is recorded. To get one:")
-        parts.append(block(f"playbook confirm {card.id}/{claim.id}", "text"))
-        return "\n\n".join(parts)
-    rows = table(["Machine", "Verdict", "Effect", "Pairs>", "Evidence"], [_row(shelf, r, claim) for r in found])
-    parts.append(f'<div class="pb-matrix pb-verdicts" markdown="1">\n\n{rows}\n\n</div>')
-    for record in found:
-        figure = _axis(record, claim.expect)
-        if figure:
-            parts.append(f'<figure class="pb-figure">{figure}<figcaption>{attribute(record.machine)}</figcaption></figure>')
-        parts.append(curves.figures(record))
-    commands = dict.fromkeys(str(r.get("command", default="")) for r in found)
-    parts.append("Repeat it:\n\n" + block("\n".join(" ".join(c.split()) for c in commands if c), "text"))
-    return "\n\n".join(p for p in parts if p)
+    commands = dict.fromkeys(" ".join(str(r.get("command", default="")).split()) for r in found)
+    return render(
+        "verdicts.md",
+        card=card,
+        claim=claim,
+        found=found,
+        altered=[r for r in earlier(shelf.records, claim.id) if r.altered],
+        rows=[_row(shelf, r, claim) for r in found],
+        figures=[(r.machine, markdown(_axis(r, claim.expect)), markdown(curves.figures(r))) for r in found],
+        commands="\n".join(filter(None, commands)),
+    )
 
 
 def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
@@ -288,8 +245,8 @@ def _change(before: float, after: float) -> str:
     return sign + milliseconds(abs(after - before))
 
 
-def _families(card: Card) -> str:
-    rows = [
+def _families(card: Card) -> list[list[str]]:
+    return [
         [
             text(f.name),
             text(f.hardware),
@@ -302,14 +259,12 @@ def _families(card: Card) -> str:
         ]
         for f in card.families
     ]
-    return table(["Name", "Hardware", "Model", "GPUs>", "Layout", "Settings", "Recipe", "Note"], rows)
 
 
-def _related(shelf: Shelf, card: Card) -> list[str]:
-    names = [("See", card.related.see), ("Supersedes", card.related.supersedes), ("Contradicts", card.related.contradicts)]
-    lines = [
-        f"- {k}: " + ", ".join(link(text(shelf.cards[i].title), f"{i}.md") if i in shelf.cards else text(i) for i in ids)
-        for k, ids in names
-        if ids
+def _related(shelf: Shelf, card: Card) -> list[tuple[str, list[str]]]:
+    """Other cards by how they stand to this one."""
+    names = {"See": card.related.see, "Supersedes": card.related.supersedes, "Contradicts": card.related.contradicts}
+    titles = {i: c.title for i, c in shelf.cards.items()}
+    return [
+        (word, [markdown(link(text(titles[i]), f"{i}.md") if i in titles else text(i)) for i in ids]) for word, ids in names.items() if ids
     ]
-    return ["## Related\n\n" + "\n".join(lines)] if lines else []
