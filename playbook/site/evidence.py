@@ -10,16 +10,13 @@ from typing import Any, TypeGuard
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.read import EVIDENCE, TRACE, Record
 from playbook.site.cards import Shelf, anchor, coverage, effect
-from playbook.site.data import data_read
 from playbook.site.figures import curves
 from playbook.site.figures.svg import samples
+from playbook.site.pages import markdown, render
 from playbook.site.text import (
     badge,
-    block,
     code,
     day,
-    details,
-    front_matter,
     link,
     mapping,
     milliseconds,
@@ -27,41 +24,41 @@ from playbook.site.text import (
     percent,
     plain,
     quantity,
-    sentence,
-    table,
     text,
 )
+
+_CONTENT = {"text": "text", "vqa": "photographs with questions"}
+_OF_ONES_OWN = {"text": "text", "vqa": "images with questions"}
 
 
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
-    claim = record.about or "a case"
-    head = [
-        front_matter(f"{claim} on {record.machine}", description=f"Evidence record {record.id}", search="exclude: true"),
-        f"# {text(claim)} on {text(record.machine)}",
-    ]
-    raw = link("the record as JSON", f"{record.id}.json")
+    title = f"{record.about or 'a case'} on {record.machine}"
     if record.altered:
-        warning = (
-            '!!! danger "Altered"\n'
-            f"    {text('; '.join(record.problems))}. It counts for nothing. Restore the file or run the case again. See {raw}."
-        )
-        return "\n\n".join([*head, badge("altered"), warning]) + "\n"
-    parts = [
-        *head,
-        f"{badge(record.status)} {sentence(record.status, record.get('derived', 'verdict', 'sentence'))}",
-        _statement(shelf, record),
-        _facts(record),
-        f"Repeat it, or derive the verdict again from this file ({raw}):",
-        block(f"{' '.join(str(record.get('command', default='')).split())}\nplaybook bench replay {shown_path}", "text"),
-        _comparison(record),
-        _curve(record),
-        _checks(record),
-        _runs(record),
-        _logic(record),
-        _environment(record),
-    ]
-    return "\n\n".join(p for p in parts if p) + "\n"
+        return render("altered.md", title=title, record=record)
+    spent = " ".join(filter(None, [_computing(record), _limited(record), _on_data(record), _stolen(record)]))
+    runs = sorted(
+        (r for r in record.get("measured", "runs", default=[]) if isinstance(r, Mapping)), key=lambda r: int(r.get("position") or 0)
+    )
+    return render(
+        "evidence.md",
+        title=title,
+        record=record,
+        statement=markdown(_statement(shelf, record)),
+        facts=_facts(record),
+        commands=f"{' '.join(str(record.get('command', default='')).split())}\nplaybook bench replay {shown_path}",
+        comparison=_comparison(record),
+        curve_figures=markdown(curves.figures(record)),
+        curve_tables=markdown(curves.tables(record)),
+        receipts=_receipts(record),
+        spent=markdown(spent),
+        gates=_gates(record),
+        missing=record.get("measured", "missing", default=[]),
+        steps=markdown(samples(runs)),
+        launches=[_launch(r) for r in runs],
+        figures=[[text(str(k).replace("_", " ")), _figure(v)] for k, v in record.get("derived", "figures", default={}).items()],
+        environment=_environment(record),
+    )
 
 
 def _statement(shelf: Shelf, record: Record) -> str:
@@ -75,15 +72,15 @@ def _statement(shelf: Shelf, record: Record) -> str:
     return f"> {name}: {text(claim.get('statement'))}{speaks}"
 
 
-def _facts(record: Record) -> str:
+def _facts(record: Record) -> list[list[str]]:
     seconds = record.get("seconds", default={})
-    rows = [
+    return [
         ["Machine", text(record.get("measured", "machine", "description", default=""))],
         [
             "Case and profile",
             f"{code(record.get('measured', 'case', 'id', default='none'))} {text(record.get('measured', 'profile', default=''))}",
         ],
-        *([["Data", read]] if (read := data_read(record)) else []),
+        *([["Data", read]] if (read := _data_read(record)) else []),
         *_dates(record),
         ["Valid until", text(record.get("expires", default=""))],
         ["Reason", code(record.get("derived", "verdict", "reason", default=""))],
@@ -94,7 +91,33 @@ def _facts(record: Record) -> str:
         *_failed(record),
         ["Record", f"{code(record.id)}, SHA-256 {code(str(record.get('sha256'))[:16])}"],
     ]
-    return table(["", ""], rows)
+
+
+def _data_read(record: Record) -> str:
+    """The data of each variant, as Markdown; empty where no run has a configuration that names them."""
+    configs = record.get("measured", "configs", default={})
+    words: dict[str, str] = {}
+    for run in record.get("measured", "runs", default=[]):
+        config = configs.get(run.get("config_sha"))
+        found = _in_words(config.get("data")) if isinstance(config, Mapping) else ""
+        if found:
+            words.setdefault(str(run.get("variant")), found)
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{found} in {text(variant)}" for variant, found in words.items())
+
+
+def _in_words(data: Any) -> str:
+    if not isinstance(data, Mapping) or data.get("kind") not in ("mock", *_CONTENT):
+        return ""
+    kind, packed = data["kind"], ", packed" if data.get("pack") is True else ""
+    if kind == "mock":
+        return "random tokens" + (packed or ", one document to a row")
+    if data.get("source") == "generated":
+        return f"generated {_CONTENT[kind]}{packed}"
+    if data.get("path") is None:
+        return f"bundled {_CONTENT[kind]}{packed}"
+    return f"{_OF_ONES_OWN[kind]} from a data set of the run's own{packed}"
 
 
 def _dates(record: Record) -> list[list[str]]:
@@ -112,10 +135,10 @@ def _failed(record: Record) -> list[list[str]]:
     return [["Failed and launched again", ", ".join(rows)]] if rows else []
 
 
-def _comparison(record: Record) -> str:
+def _comparison(record: Record) -> list[list[str]]:
     found = record.get("derived", "comparison")
     if not isinstance(found, Mapping):
-        return ""
+        return []
     unit = str(found.get("unit"))
     rows = [
         ["Metric", f"{code(found.get('metric'))}, {text(found.get('better'))} is better"],
@@ -141,7 +164,7 @@ def _comparison(record: Record) -> str:
             if key == "pairs_needed":
                 value = max(value, _first_look(record))
             rows.append([label, _on_logarithms(key, value) if relative and key in _ON_LOGARITHMS else number(value)])
-    return "## Comparison\n\n" + table(["", ""], rows)
+    return rows
 
 
 _ON_LOGARITHMS = ("deviation", "floor", "hodges_lehmann", "mde")
@@ -171,40 +194,27 @@ def _between(found: Mapping[str, Any]) -> str:
     return ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
 
 
-def _curve(record: Record) -> str:
-    shown = curves.tables(record)
-    return f"## Curve\n\n{curves.figures(record)}\n\n{shown}" if shown else ""
+def _receipts(record: Record) -> list[list[str]]:
+    """What was seen of the tested path, rule by rule."""
+    return [
+        [
+            text(c.get("variant")),
+            text(c.get("rule")),
+            number(c.get("observed")),
+            text(c.get("expected")),
+            _yes(c.get("ok")),
+            number(c.get("runs")),
+        ]
+        for c in record.get("derived", "receipts", default=[])
+    ]
 
 
-def _checks(record: Record) -> str:
-    parts = []
-    receipts = record.get("derived", "receipts", default=[])
-    if receipts:
-        rows = [
-            [
-                text(c.get("variant")),
-                text(c.get("rule")),
-                number(c.get("observed")),
-                text(c.get("expected")),
-                _yes(c.get("ok")),
-                number(c.get("runs")),
-            ]
-            for c in receipts
-        ]
-        parts.append("## Receipt: did the tested path run\n\n" + table(["Variant", "Rule", "Observed>", "Expected", "", "Launches>"], rows))
-    if spent := " ".join(filter(None, [_computing(record), _limited(record), _on_data(record), _stolen(record)])):
-        parts.append(spent)
-    gates = record.get("derived", "gates", default=[])
-    if gates:
-        rows = [
-            [text(str(g.get("name")).replace("a_a", "A/A").replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")]
-            for g in gates
-        ]
-        parts.append("## Conditions\n\n" + table(["Condition", "", "Detail"], rows))
-    missing = record.get("measured", "missing", default=[])
-    if missing:
-        parts.append("## What this machine lacks\n\n" + "\n".join(f"- {text(m.get('detail'))} ({code(m.get('reason'))})" for m in missing))
-    return "\n\n".join(parts)
+def _gates(record: Record) -> list[list[str]]:
+    """The conditions of the verdict, and whether each held."""
+    return [
+        [text(str(g.get("name")).replace("a_a", "A/A").replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")]
+        for g in record.get("derived", "gates", default=[])
+    ]
 
 
 def _computing(record: Record) -> str:
@@ -266,32 +276,17 @@ def _yes(ok: Any) -> str:
     return badge("ok") if ok is True else badge("failed")
 
 
-def _runs(record: Record) -> str:
-    runs = [r for r in record.get("measured", "runs", default=[]) if isinstance(r, Mapping)]
-    if not runs:
-        return ""
-    runs.sort(key=lambda r: int(r.get("position") or 0))
-    rows = [
-        [
-            number(r.get("position")),
-            text(r.get("variant")),
-            text(str(r.get("role")).replace("_", " ")),
-            number(r.get("pair")) if r.get("pair") is not None else "",
-            badge(str(r.get("outcome"))),
-            _mean_step(r),
-            _last_loss(r),
-            quantity(r.get("wall_s"), "s"),
-        ]
-        for r in runs
+def _launch(run: Mapping[str, Any]) -> list[str]:
+    return [
+        number(run.get("position")),
+        text(run.get("variant")),
+        text(str(run.get("role")).replace("_", " ")),
+        number(run.get("pair")) if run.get("pair") is not None else "",
+        badge(str(run.get("outcome"))),
+        _mean_step(run),
+        _last_loss(run),
+        quantity(run.get("wall_s"), "s"),
     ]
-    figure = samples(runs)
-    drawn = (
-        f'<figure class="pb-figure">{figure}<figcaption>Timed steps of each launch, in order. A: baseline, B: candidate.</figcaption></figure>\n\n'
-        if figure
-        else ""
-    )
-    head = ["Launch>", "Variant", "Role", "Pair>", "Outcome", "Mean step>", "Last loss>", "Wall time>"]
-    return f"## Launches\n\n{drawn}{table(head, rows)}"
 
 
 def _timed(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -308,44 +303,28 @@ def _last_loss(run: Mapping[str, Any]) -> str:
     return f"{losses[-1]:.4f}" if losses else ""
 
 
-def _logic(record: Record) -> str:
-    """What an arithmetic statement or an invariant computed."""
-    figures = record.get("derived", "figures", default={})
-    if not figures:
-        return ""
-    return "## Figures\n\n" + table(["", ""], [[text(str(k).replace("_", " ")), _figure(v)] for k, v in figures.items()])
-
-
 def _figure(value: Any) -> str:
     if isinstance(value, list | Mapping):
         return code(plain(value) if isinstance(value, list) else value)[:2000]
     return number(value) if isinstance(value, int | float) else text(plain(value))
 
 
-def _environment(record: Record) -> str:
+def _environment(record: Record) -> list[tuple[str, list[list[str]]]]:
+    """What the launches had in common, and what set the variants apart: a title and its rows each."""
     parts = []
     for sha, values in record.get("measured", "strict", default={}).items():
         if isinstance(values, Mapping):
             rows = [[text(k), mapping(v) if isinstance(v, Mapping) else code(plain(v))] for k, v in sorted(values.items())]
-            parts.append(details("info", f"Environment {sha[:12]}", table(["", ""], rows)))
+            parts.append((f"Environment {sha[:12]}", rows))
     case = record.get("measured", "case", "content", default={})
     if isinstance(case, Mapping) and (case.get("baseline") or case.get("candidate")):
         rows = [["Baseline", mapping(case.get("baseline") or {})], ["Candidate", mapping(case.get("candidate") or {})]]
-        parts.append(details("info", "What differs between the variants", table(["", ""], rows)))
-    return "\n\n".join(parts)
+        parts.append(("What differs between the variants", rows))
+    return parts
 
 
 def trace_page(record: Record) -> str:
     """The table of time per range of both variants."""
-    title = f"Trace of {record.get('case')} on {record.get('profile')}"
-    head = [front_matter(title, description="Time per range", search="exclude: true"), f"# {text(title)}"]
-    if record.altered:
-        return (
-            "\n\n".join(
-                [*head, badge("altered"), f"This record does not match its own hash. See {link('the record', f'{record.id}.json')}."]
-            )
-            + "\n"
-        )
     about = [
         ["Machine", text(record.get("machine", "description", default=""))],
         ["Collector", text(f"{record.get('collector')} ({record.get('collector_version', default='')})")],
@@ -353,77 +332,34 @@ def trace_page(record: Record) -> str:
         ["Coverage", coverage(record)],
         ["Record", link(code(record.id), f"{record.id}.json")],
     ]
-    parts = [*head, table(["", ""], about), block(" ".join(str(record.get("command", default="")).split()), "text")]
-    for variant, traced in record.get("variants", default={}).items():
-        if isinstance(traced, Mapping):
-            parts += _variant(str(variant), traced)
-    return "\n\n".join(parts) + "\n"
-
-
-def _variant(variant: str, traced: Mapping[str, Any]) -> list[str]:
-    files = [
-        f"{code(f.get('name'))} ({quantity(f.get('num_bytes'), 'bytes')}, SHA-256 {code(str(f.get('sha256'))[:16])})"
-        for f in traced.get("files") or []
-    ]
-    found = traced.get("table")
-    if not isinstance(found, Mapping):
-        return [f"## {text(variant.capitalize())}", f"{badge(str(traced.get('outcome')))} {text(str(traced.get('message'))[:500])}"]
-    busy = "GPU busy" if found.get("measures") == "gpu" else "host busy"
-    step = (
-        f"Per step, over {number(found.get('num_steps'))} steps of rank {number(traced.get('rank'))} of {number(traced.get('ranks'))}: "
-        f"{milliseconds(found['span_ms'])} ms, of which {milliseconds(found['busy_ms'])} ms {busy}, {milliseconds(found['idle_ms'])} ms idle, "
-        f"{milliseconds(found['exposed_comm_ms'])} ms communication with no computation beside it. "
-        f"Configuration {code(traced.get('config_sha'))}."
+    variants = {str(k): v for k, v in record.get("variants", default={}).items() if isinstance(v, Mapping)}
+    return render(
+        "trace.md",
+        title=f"Trace of {record.get('case')} on {record.get('profile')}",
+        record=record,
+        about=about,
+        command=" ".join(str(record.get("command", default="")).split()),
+        variants=variants,
+        outside={name: _outside(traced) for name, traced in variants.items()},
     )
-    rows = [
-        [
-            code(r.get("path")),
-            text(r.get("phase")),
-            number(r.get("count")),
-            *(milliseconds(r[k]) for k in ("host_ms", "busy_ms", "sum_ms", "self_ms", "exposed_comm_ms")),
-        ]
-        for r in found.get("rows") or []
-    ]
-    head = ["Range", "Phase", "Count>", "Host ms>", "Busy ms>", "Sum ms>", "Own ms>", "Exposed comm. ms>"]
-    parts = [f"## {text(variant.capitalize())}", step, table(head, rows)]
-    loose = found.get("unattributed") or []
-    if loose:
-        listed = [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in loose]
-        parts.append(details("info", "Outside every named part", table(["Operation", "Phase", "Count>", "Busy ms>"], listed)))
-    parts += ["\n".join(f"- {text(n)}" for n in found.get("notes") or [])]
-    return [*parts, "Reports beside the record: " + "; ".join(files) if files else ""]
+
+
+def _outside(traced: Mapping[str, Any]) -> list[list[str]]:
+    """Operations that lie in no named part."""
+    found = _mapping(traced.get("table")).get("unattributed") or []
+    return [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in found]
 
 
 def list_page(shelf: Shelf) -> str:
     """Every record, newest first."""
-    verdict_rows = [
+    traces = [
         [
             link(day(r.created), f"{r.id}.md"),
-            text(r.about),
-            text(r.machine),
-            badge(r.status),
-            "" if r.altered else effect(r),
-            text(r.get("derived", "verdict", "reason", default="")),
-        ]
-        for r in shelf.records
-        if r.schema == EVIDENCE
-    ]
-    trace_rows = [
-        [
-            link(day(r.created), f"{r.id}.md"),
-            text(r.get("case")),
-            text(r.get("profile")),
-            text(r.get("collector")),
+            *(text(r.get(k)) for k in ("case", "profile", "collector")),
             badge("altered") if r.altered else "",
         ]
         for r in shelf.records
         if r.schema == TRACE
     ]
-    parts = [front_matter("Evidence", description="Every verdict on record", hide="navigation toc", search="boost: 0.4"), "# Evidence"]
-    parts.append("Each verdict is one file, written once. Its page shows the launches behind it; the file is there to replay.")
-    parts.append(
-        table(["Date", "Claim", "Machine", "Verdict", "Effect", "Reason"], verdict_rows) if verdict_rows else "No verdict is on record yet."
-    )
-    if trace_rows:
-        parts.append("## Traces\n\n" + table(["Date", "Case", "Profile", "Collector", ""], trace_rows))
-    return "\n\n".join(parts) + "\n"
+    found = [r for r in shelf.records if r.schema == EVIDENCE]
+    return render("evidence_list.md", verdicts=found, traces=traces, effect=lambda r: markdown(effect(r)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
 from playbook.site.cards import PHASES, Shelf, anchor, badges, effect
-from playbook.site.text import attribute, badge, front_matter, link, number, table, text
+from playbook.site.pages import render
+from playbook.site.text import attribute, badge, link, text
 
 DECIDED = ("confirmed", "refuted")
-NONE = '<p id="pb-none" hidden>Nothing matches. Remove a filter, or use the search at the top.</p>'
 
 
 def each(card: Card) -> list[Claim | MechanismCheck]:
@@ -26,21 +25,6 @@ def standings(shelf: Shelf, claim: Claim | MechanismCheck) -> set[str]:
     return {f"{r.machine}:{'stale' if r.stale(shelf.today, claim) else r.status}" for r in found} or {f":{UNTESTED}"}
 
 
-def filters(hint: str, choices: Mapping[str, tuple[str, Mapping[str, str]]]) -> str:
-    """A form that filters the page: a text field, and for each name a label and its choices, shown and by value."""
-    selects = "".join(
-        f'<label>{html.escape(label)}<select id="pb-{name}" name="{name}"><option value="">any</option>'
-        + "".join(f'<option value="{attribute(v)}">{attribute(shown)}</option>' for v, shown in values.items())
-        + "</select></label>"
-        for name, (label, values) in choices.items()
-    )
-    return (
-        '<form id="pb-filters" class="pb-filters" hidden>'
-        f'<label>Text<input type="search" id="pb-text" name="text" placeholder="{attribute(hint)}" autocomplete="off"></label>'
-        f'{selects}<p id="pb-count" aria-live="polite"></p></form>'
-    )
-
-
 def _standing_choices(shelf: Shelf, claims: Sequence[Claim | MechanismCheck]) -> dict[str, tuple[str, Mapping[str, str]]]:
     pairs = [s.split(":") for c in claims for s in standings(shelf, c)]
     machines, statuses = sorted({m for m, _ in pairs if m}), sorted({s for _, s in pairs})
@@ -52,32 +36,15 @@ def index_page(shelf: Shelf) -> str:
     claims = [c for card in shelf.cards.values() for c in each(card)]
     phases = {k: words for k, words in PHASES.items() if any(c.phase == k for c in shelf.cards.values())}
     choices = {**_standing_choices(shelf, claims), "phase": ("Phase", phases)}
-    parts = [
-        front_matter("Cards", description="What to do, found by symptom, hardware and status", hide="toc", search="exclude: true"),
-        "# Cards",
-        "Type what you see, or choose where you run and what has been settled.",
-        filters("all-to-all, out of memory, recompile", choices),
-        *[_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)],
-        NONE,
-    ]
-    return "\n\n".join(parts) + "\n"
+    entries = [_entry(shelf, c) for c in sorted(shelf.cards.values(), key=lambda c: c.title)]
+    return render("cards.md", choices=choices, entries=entries)
 
 
-def _entry(shelf: Shelf, card: Card) -> str:
+def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
     words = " ".join([card.title, card.summary, *card.symptoms, *card.aliases, *(p.symptom for p in card.pitfalls)]).lower()
     found = sorted(set().union(*(standings(shelf, c) for c in each(card))))
     rows = [[link(text(c.id), f"{card.id}.md#{anchor(c.id)}"), text(c.statement), badges(shelf, c)] for c in each(card)]
-    return "\n\n".join(
-        [
-            f'<div class="pb-card" data-text="{attribute(words)}" data-standings="{attribute(" ".join(found))}" data-phase="{card.phase}" markdown="1">',
-            f"## {link(text(card.title), f'{card.id}.md')} {{ #{card.id} }}",
-            text(card.summary),
-            "You may see: " + "; ".join(f"*{text(s)}*" for s in card.symptoms),
-            f'<details markdown="1"><summary>{len(rows)} claim{"" if len(rows) == 1 else "s"}: {html.escape(_tally(shelf, card))}</summary>\n\n'
-            f"{table(['Claim', 'Statement', 'Verdicts'], rows)}\n\n</details>",
-            "</div>",
-        ]
-    )
+    return {"card": card, "words": words, "standings": " ".join(found), "rows": rows, "tally": _tally(shelf, card)}
 
 
 def _tally(shelf: Shelf, card: Card) -> str:
@@ -95,27 +62,9 @@ def matrix_page(shelf: Shelf) -> str:
     cards = sorted(shelf.cards.values(), key=lambda c: c.title)
     claims = [c for card in cards for c in each(card)]
     rows = [_line(shelf, card, claim, machines) for card in cards for claim in each(card)]
-    total = (
-        f"{number(len(rows))} claims and mechanism checks (`.m`), {number(len(machines))} machine{'' if len(machines) == 1 else 's'}. "
-        "Effects are positive where the candidate is better. A claim without a verdict says `untested`."
-    )
     choices = {**_standing_choices(shelf, claims), "card": ("Card", {c.id: c.title for c in cards})}
     head = ["Claim", "Statement", *[text(m) for m in machines], ""]
-    return (
-        "\n\n".join(
-            [
-                front_matter(
-                    "Claims", description="Every claim and its verdict on every machine", hide="navigation toc", search="exclude: true"
-                ),
-                "# Claims",
-                total,
-                filters("pipeline, FP8, packing", choices),
-                f'<div class="pb-matrix" markdown="1">\n\n{table(head, rows)}\n\n</div>',
-                NONE,
-            ]
-        )
-        + "\n"
-    )
+    return render("claims.md", machines=machines, choices=choices, head=head, rows=rows)
 
 
 def _machines(shelf: Shelf) -> list[str]:
@@ -171,7 +120,7 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
     found.sort(key=lambda f: f[0].created, reverse=True)
     found.sort(key=lambda f: (f[0].status not in DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
     stands = ["stale" if r.stale(shelf.today, c) else r.status for r, c in found]
-    counts = ", ".join(f"{stands.count(s)} {text(s.replace('_', ' '))}" for s in dict.fromkeys(stands))
+    counts = ", ".join(f"{stands.count(s)} {s.replace('_', ' ')}" for s in dict.fromkeys(stands))
     described = next((str(r.get("measured", "machine", "description", default="")) for r, _ in found), "") or machine
     rows = [
         [
@@ -182,23 +131,22 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
         ]
         for r, c in found[:most]
     ]
-    more = f"[All {len(found)} on {text(machine)}](_generated/claims.md?hardware={machine})"
-    limit = " A verdict from a CPU speaks for the claim's mechanism, and its size for no GPU." if machine == "cpu" else ""
-    return "\n\n".join(
-        [
-            f"### {text(described)} {{ #on-{attribute(machine)} }}",
-            f"{counts}; {len(claims) - len(found)} of {len(claims)} have no verdict here. {more}.{limit}",
-            f'<div class="pb-matrix" markdown="1">\n\n{table(["Claim", "Statement", "Verdict", "Effect"], rows)}\n\n</div>',
-        ]
+    return render(
+        "machine.md",
+        described=described,
+        machine=machine,
+        found=len(found),
+        claims=len(claims),
+        counts=counts,
+        stale="stale" in stands,
+        rows=rows,
     )
 
 
 def by_phase(shelf: Shelf) -> str:
     """The cards in the order in which a run meets them. For the home page."""
-    parts = []
-    for phase, words in PHASES.items():
-        cards = sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title)
-        if cards:
-            lines = "\n".join(f"- {link(text(c.title), f'cards/{c.id}.md')}" for c in cards)
-            parts.append(f'<div markdown="1">\n\n**{text(words.capitalize())}**\n\n{lines}\n\n</div>')
-    return '<div class="pb-phases" markdown="1">\n\n' + "\n\n".join(parts) + "\n\n</div>"
+    phases = [
+        (words.capitalize(), sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title))
+        for phase, words in PHASES.items()
+    ]
+    return render("phases.md", phases=[(words, cards) for words, cards in phases if cards])

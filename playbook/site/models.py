@@ -18,8 +18,8 @@ from playbook.planner.rules import LABELS
 from playbook.planner.shapes import Shape
 from playbook.site.calculator import address
 from playbook.site.cards import Shelf
-from playbook.site.lists import NONE, filters
-from playbook.site.text import attribute, code, front_matter, link, mapping, number, table, text
+from playbook.site.pages import render
+from playbook.site.text import attribute, code, link, mapping, number, text
 
 SEQ_LEN = 4096
 """The sequence length at which the page counts FLOPs per token."""
@@ -48,26 +48,7 @@ def models_page(configs: Path) -> str:
                 link("layout", address({"model": name})),
             ]
         )
-    head = [
-        "Model",
-        "Parameters>",
-        "Active>",
-        "Layers x width>",
-        "Heads / KV>",
-        "Experts",
-        "Attention and extras",
-        "GFLOP per token>",
-        "Trainer",
-        "",
-    ]
-    intro = (
-        "The decoders that layout rules, memory estimates and FLOPs know by name. Parameters and FLOPs are computed from the shapes: all layers, "
-        "embedding, output layer, multi-token prediction and vision tower count as parameters; *active* are those of the decoder that one token "
-        f"meets. GFLOP per token are forward and backward at {number(SEQ_LEN)} tokens, causal attention counted once. *Trainer* names the "
-        "configurations of this repository that train the model; *by name*: the trainer knows its shape. Names link to the published configuration."
-    )
-    parts = [front_matter("Models", description="Shapes of models, their parameters and FLOPs", hide="toc"), "# Models", intro]
-    return "\n\n".join([*parts, f'<div class="pb-matrix pb-families pb-wide" markdown="1">\n\n{table(head, rows)}\n\n</div>']) + "\n"
+    return render("models.md", seq_len=SEQ_LEN, rows=rows)
 
 
 def _recipes(configs: Path) -> dict[str, list[str]]:
@@ -105,21 +86,7 @@ def families_page(shelf: Shelf) -> str:
     entries = sorted(_entries(shelf.cards.values()), key=lambda e: (e[1].model, e[1].hardware, e[1].name))
     models, machines = sorted({f.model for _, f in entries}), sorted({f.hardware for _, f in entries})
     choices = {"model": ("Model", {m: m for m in models}), "platform": ("Hardware", {m: m for m in machines})}
-    head = ["Configuration", "Model and hardware", "Layout", "Settings", "Published", "Can it run"]
-    intro = (
-        "Configurations that cards name, with where they come from on each card. They are starting points that somebody used, not verdicts: what is "
-        "settled is under [Claims](claims.md). The last column checks each layout against the rules and opens it in the "
-        "[calculator](calculator.md); where the number of GPUs is left open, it takes the fewest that hold one copy."
-    )
-    parts = [
-        front_matter("Configuration families", description="Layouts and settings in use, by model and hardware", hide="toc"),
-        "# Configuration families",
-        intro,
-        filters("hybridep, uneven, fp8", choices),
-        f'<div class="pb-matrix pb-families" markdown="1">\n\n{table(head, [_row(card, f) for card, f in entries])}\n\n</div>',
-        NONE,
-    ]
-    return "\n\n".join(parts) + "\n"
+    return render("families.md", choices=choices, rows=[_row(card, f) for card, f in entries])
 
 
 def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:

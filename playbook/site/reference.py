@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from playbook.site.text import block, code, front_matter, plain, table, text
+from playbook.site.pages import markdown, render
+from playbook.site.text import code, plain
 
 
 @dataclass(frozen=True)
@@ -23,63 +24,30 @@ class Command:
 
 def metrics_page(rows: Sequence[Mapping[str, Any]]) -> str:
     """The metrics that a claim may name."""
-    cells = [
-        [
-            code(r["name"]),
-            text(r["unit"]),
-            text(r["better"]),
-            "exact" if r["deterministic"] else "measured",
-            text(r["help"]),
-            "yes" if r["per_step"] else "",
-        ]
-        for r in rows
-    ]
-    intro = (
-        "A claim names one of these. Exact metrics need one pair and no statistics; measured ones are compared over launches. "
-        "A metric per step means nothing where the variants do different work in a step."
-    )
-    head = ["Metric", "Unit", "Better", "Kind", "Meaning", "Per step"]
-    return "\n\n".join([front_matter("Metrics", search="boost: 0.3"), "# Metrics", intro, table(head, cells)]) + "\n"
+    return render("metrics.md", metrics=rows)
 
 
 def commands_page(commands: Sequence[Command]) -> str:
     """Every command with its options."""
-    parts = [
-        front_matter("Commands", search="boost: 0.3"),
-        "# Commands",
-        "Every command answers `--help`. The exit codes are in [Exit codes](../guide/exit-codes.md).",
-    ]
-    for c in commands:
-        parts += [f"## {text(c.name)}", text(c.summary), block(c.usage, "text")]
-        if c.options:
-            parts.append(table(["Argument or option", "Meaning"], [[code(o), text(h)] for o, h in c.options]))
-    return "\n\n".join(parts) + "\n"
+    return render("commands.md", commands=commands)
 
 
 def configuration_page(schema: Mapping[str, Any], docs: Mapping[tuple[str, str], str]) -> str:
     """Every key of the trainer's configuration, from its JSON Schema and the comments beside the fields."""
     definitions = schema.get("$defs", {})
-    parts = [
-        front_matter("Trainer configuration", search="boost: 0.3"),
-        "# Trainer configuration",
-        "One YAML tree. Unknown keys are errors; `key.path=value` on the command line replaces a value. "
-        "`model` may also be the name of a file in `trainer/configs/models/`.",
-    ]
-    rows: list[list[str]] = []
+    alone: list[list[Any]] = []
+    sections: list[dict[str, Any]] = [{"name": "", "rows": alone}]
     for name, value in schema.get("properties", {}).items():
         inner = _target(value, definitions)
         if inner is None:
-            rows.append(_row(name, value, definitions, docs.get((str(schema.get("title")), name), "")))
-    parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
-    for name, value in schema.get("properties", {}).items():
-        inner = _target(value, definitions)
-        if inner is not None:
-            parts += [f"## {text(name)}", text(definitions[inner].get("description", ""))]
-            parts.append(table(["Key", "Type", "Default", "Meaning"], list(_section(name, inner, definitions, docs))))
-    return "\n\n".join(parts) + "\n"
+            alone.append(_row(name, value, definitions, docs.get((str(schema.get("title")), name), "")))
+        else:
+            rows = list(_section(name, inner, definitions, docs))
+            sections.append({"name": name, "meaning": definitions[inner].get("description", ""), "rows": rows})
+    return render("configuration.md", sections=sections)
 
 
-def _section(prefix: str, name: str, definitions: Mapping[str, Any], docs: Mapping[tuple[str, str], str]) -> Iterator[list[str]]:
+def _section(prefix: str, name: str, definitions: Mapping[str, Any], docs: Mapping[tuple[str, str], str]) -> Iterator[list[Any]]:
     for key, value in definitions[name].get("properties", {}).items():
         inner = _target(value, definitions)
         if inner is not None and inner != name:
@@ -97,9 +65,9 @@ def _target(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | N
     return None
 
 
-def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc: str) -> list[str]:
-    default = code(plain(value["default"])) if "default" in value else ""
-    return [code(key), text(_type(value)), default, text(value.get("description") or doc)]
+def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc: str) -> list[Any]:
+    default = markdown(code(plain(value["default"]))) if "default" in value else ""
+    return [key, _type(value), default, value.get("description") or doc]
 
 
 def _type(value: Mapping[str, Any]) -> str:

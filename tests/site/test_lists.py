@@ -31,7 +31,7 @@ def page(tree: Path, name: str) -> str:
 def test_home_says_what_is_true_on_which_machine(tree: Path) -> None:
     shown = generate(tree).inserts["what is true today"].replace(NBSP, " ")
     assert "### 4 x NVIDIA H200, NVLink" in shown
-    assert "1 confirmed; " in shown
+    assert "claims have a verdict here: 1 confirmed." in shown
     assert f"[+7.3 % &#91;+6.2, +8.5&#93;](evidence/{ID}.md)" in shown
     assert "claims.md?hardware=h200x4" in shown
 
