@@ -18,9 +18,9 @@ from typing import Any, Literal
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
-from playbook.records.evidence import Comparison, Gate, Plan, Run, canonical
+from playbook.records.evidence import Comparison, Curve, Gate, Plan, Run, canonical
+from playbook_bench.judge import effects, metrics, statistics, verdict
 from playbook_bench.judge import guards as gates
-from playbook_bench.judge import metrics, statistics, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.launch.local import LocalLauncher, Result, Spec
@@ -189,10 +189,11 @@ def _measure(running: Series, metric: Metric) -> None:
 
 def _settled(running: Series, metric: Metric) -> bool:
     slowdown, limit = _slowdown(running, metric)
-    return slowdown is None or slowdown.low > limit or slowdown.high < limit
+    return slowdown is None or slowdown[0] > limit or slowdown[1] < limit
 
 
-def _slowdown(running: Series, metric: Metric) -> tuple[statistics.Interval | None, float]:
+def _slowdown(running: Series, metric: Metric) -> tuple[tuple[float, float] | None, float]:
+    """The interval of the slowdown on the metric's scale, and the limit."""
     pairs = gates.pairs_of(running.runs)
     noise = gates.aa_differences(running.runs, metric)
     floor = statistics.aa_deviation(noise) if noise else math.inf
@@ -200,8 +201,14 @@ def _slowdown(running: Series, metric: Metric) -> tuple[statistics.Interval | No
     values = [(metric.value(a), metric.value(b)) for a, b in pairs]
     if len(values) < 2 or not math.isfinite(floor) or any(x is None for pair in values for x in pair):
         return None, limit
-    worse = [-gates.compare(metric, a, b) for a, b in values if a is not None and b is not None]
-    return statistics.interval(worse, running.plan.alpha / len(running.plan.looks), floor), limit
+    low, high = effects.bounds(_effect(running, metric))[0]
+    return (-high, -low), limit
+
+
+def _effect(running: Series, metric: Metric) -> Curve:
+    blocks = gates.blocks_of(running.runs, schedule.PAIR)
+    noise = gates.aa_differences(running.runs, metric)
+    return effects.measure(verdict.rules_of(running.plan), running.runs, running.case, metric, None, running.plan, blocks, noise)
 
 
 def _judge(running: Series, metric: Metric, reference: str, profile: str) -> GateResult:
@@ -221,20 +228,21 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     if broken:
         return result("error", f"the two commits cannot be compared: {'; '.join(broken)}", conditions=conditions)
     if metric.deterministic:
-        found = verdict.exact(metric, pairs)
-        worse = (verdict.unbounded(found) if found.effect is None else found.effect) < -LEAST
-        return result("regression" if worse else "pass", f"{metric.name} {verdict.show_effect(found)}", LEAST, found, conditions)
+        curve = _effect(running, metric)
+        found = effects.as_pair(curve, verdict.rules_of(running.plan), metric, None)
+        worse = effects.as_effect(metric, effects.bounds(curve)[0][0]) < -LEAST
+        return result("regression" if worse else "pass", f"{metric.name} {effects.show_effect(found)}", LEAST, found, conditions)
     slowdown, limit = _slowdown(running, metric)
-    floor = statistics.aa_deviation(gates.aa_differences(running.runs, metric))
-    found = verdict.compare_launches(metric, pairs, floor, running.plan, None)
+    curve = _effect(running, metric)
+    found = effects.as_pair(curve, verdict.rules_of(running.plan), metric, None)
     if slowdown is None or found.pairs < first:
         return result("undecided", cut, limit, found, conditions)
-    shown, above = f"{metric.name} {verdict.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
-    if slowdown.low > limit:
+    shown, above = f"{metric.name} {effects.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
+    if slowdown[0] > limit:
         return result("regression", f"{shown}: {above} is certain", limit, found, conditions)
-    if slowdown.high < limit:
+    if slowdown[1] < limit:
         return result("pass", f"{shown}: {above} is ruled out", limit, found, conditions)
-    need = _pairs_needed(running.plan, slowdown, limit)
+    need = _pairs_needed(running.plan, curve, limit)
     more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
     open_ = result(
         "undecided", f"{shown}: {above} is neither shown nor ruled out after {found.pairs} pairs; {more}", limit, found, conditions
@@ -242,9 +250,12 @@ def _judge(running: Series, metric: Metric, reference: str, profile: str) -> Gat
     return replace(open_, pairs_needed=need)
 
 
-def _pairs_needed(plan: Plan, slowdown: statistics.Interval, limit: float) -> int | None:
+def _pairs_needed(plan: Plan, curve: Curve, limit: float) -> int | None:
     """The first look, beyond those taken, that would probably settle a slowdown as large as the one that was seen."""
-    need = statistics.pairs_needed(slowdown.mean - limit, slowdown.used, plan.alpha / len(plan.looks))
+    c = curve.contrasts[0]
+    if c.mean is None or c.used is None or curve.alpha_contrast is None:
+        return None
+    need = statistics.pairs_needed(-c.mean - limit, c.used, curve.alpha_contrast)
     step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
     if need is None:
         return None
