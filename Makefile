@@ -1,6 +1,6 @@
 # Each target sets itself up in .venv on a machine with Python 3.11 or later and pip; a second call finds it there.
 #
-#   make demo     every claim of every card gets a verdict on this machine's CPU
+#   make demo     four claims get a verdict on this machine's CPU, in less than five minutes
 #   make test     what every commit runs, in five minutes on two cores: most tests, and one real run of each kind
 #   make test-all every test that needs no GPU, no Slurm and no browser
 #   make test-slurm  jobs of a real Slurm, two virtual nodes on this machine; needs Debian's slurm-wlm and munge
@@ -28,8 +28,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.demo
-	@$(BIN)/playbook confirm --all --profile cpu --budget 9m; code=$$?; \
-	case $$code in 0|1|3|4) exit 0;; *) echo "a claim has no verdict: a run failed (exit code $$code)" >&2; exit $$code;; esac
+	@$(BIN)/playbook demo
 
 test: $(VENV)/.dev
 	$(PYTEST)

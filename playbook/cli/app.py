@@ -25,6 +25,7 @@ COMMANDS = {
     "config": ("train", "Configurations: list recipes, export to other trainers."),
     "calibrate": ("train", "Measure what one GPU reaches on the kernels of a step."),
     "train": ("train", "Train, or say what each rank would hold."),
+    "demo": ("confirm", "See four claims tested on this machine's CPU in minutes."),
     "confirm": ("confirm", "Test claims by matched runs on this machine or a cluster."),
     "bench": ("bench", "Cases: run one, replay a record, measure noise, trace."),
     "gate": ("gate", "Compare the working tree with a commit on one case."),

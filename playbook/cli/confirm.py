@@ -1,7 +1,9 @@
-"""`playbook confirm`: test claims by matched runs."""
+"""`playbook confirm` and `playbook demo`: test claims by matched runs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -28,8 +30,9 @@ from playbook.cli.options import (
     commands,
 )
 from playbook.cli.options import seconds as to_seconds
-from playbook.cli.output import print_json
+from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
+from playbook_bench.machine import detect
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
 
@@ -94,3 +97,54 @@ def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outc
     if as_json:
         print_json(report.as_json(outcomes))
     raise typer.Exit(harness.exit_code(outcomes))
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------------------
+
+DEMO = ("moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m", "vlm-real-data/V3", "vlm-real-data/T1")
+"""Two claims that one count of bytes settles, then two about speed."""
+
+DEMO_S = 270.0
+"""After so many seconds no launch is started any more, so that the demo ends within five minutes."""
+
+
+class DemoProgress(report.TerminalProgress):
+    """A block for each claim: what it says, then what was found."""
+
+    def finished(self, outcome: harness.Outcome) -> None:
+        """Print the block."""
+        self.close()
+        claim = outcome.evidence.measured.claim
+        if claim is not None:
+            self.out.print(f"\n{claim.card}/{claim.id}: {claim.statement}", markup=False)
+        super().finished(outcome)
+
+
+@app.command()
+def demo(
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="CARD/CLAIM", help="Other claims than the four; the CPU must be able to test them.")
+    ] = None,
+    results: Results = None,
+) -> None:
+    """Test four claims on this machine's CPU, within five minutes; exit code 0 once each has a verdict of any kind."""
+    chosen = targets or list(DEMO)
+    out = report.console()
+    say(f"{len(chosen)} claims from the cards, each tested here and now: a tiny model trains twice on the CPU, with one thing changed.")
+    say("Bytes are counted once and take seconds. Speed is noisy: its claims need 18 launches and more, a minute or two for each claim.")
+    progress = DemoProgress(out)
+    try:
+        outcomes = harness.run(chosen, profile=detect.CPU, results=results, progress=progress, fork=True, budget_s=DEMO_S)
+    finally:
+        progress.close()
+    lacking, known = harness.count_inapplicable(detect.CPU)
+    playbook = "playbook" if shutil.which("playbook") else os.path.relpath(sys.argv[0])
+    last = outcomes[-1]
+    claim = last.evidence.measured.claim
+    say(f"\n{lacking} of {known} claims need GPUs or another machine; there, `{playbook} confirm CARD` tests them in the same way.")
+    say("Three things to do next:")
+    say(f"  {playbook} search 'all-to-all takes a third of the step'   find the card for what you see")
+    say(f"  {playbook} cards show {claim.card if claim else 'vlm-real-data'}   read what to set, why, and what was measured where")
+    say(f"  {playbook} evidence show {last.path}   look at what the last verdict rests on")
+    failed = [o for o in outcomes if o.status == "error"]
+    raise typer.Exit(harness.exit_code(failed) if failed else 0)

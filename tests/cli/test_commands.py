@@ -58,8 +58,18 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     found = list(walk(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
-        *("version", "calibrate", "train", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
-        *("cards check", "cards list", "cards rules", "cards show", "evidence accept", "evidence list", "evidence show"),
+        *("version", "calibrate", "train", "demo", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
+        *(
+            "cards check",
+            "cards list",
+            "cards rules",
+            "cards show",
+            "evidence accept",
+            "evidence import",
+            "evidence list",
+            "evidence show",
+            "evidence table",
+        ),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench check", "bench trace"),
         *("layout check", "layout memory", "layout traffic", "config export", "config list"),
         *("skills check", "skills export", "skills index", "skills list", "skills report", "mcp"),

@@ -291,6 +291,19 @@ def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) 
     return any(not metrics.get(m).deterministic for m in named)
 
 
+def count_inapplicable(profile: str) -> tuple[int, int]:
+    """How many claims of all cards a profile of this machine cannot test, and how many claims there are; mechanism checks are not counted."""
+    machine = detect.detect()
+    options = Options(profile, store.DEFAULT_RESULTS, None, None, None, LocalLauncher(), "")
+    tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.claim and t.claim.mechanism_of is None]
+    lacking = 0
+    for task in tasks:
+        case = load_case(task.case) if task.case else None
+        fits = requirements.choose_profile(case, machine, profile) if case and case.profiles else None
+        lacking += bool(_preflight(task, case, machine, fits, options).missing)
+    return lacking, len(tasks)
+
+
 Settled = tuple[Measured, Derived, Seconds, bool]
 """What a record is made of, and whether a second command with the same journal goes on with the series."""
 
