@@ -8,12 +8,13 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, ClassVar, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from playbook import schemas
 from playbook.errors import FileError, Finding
 
 MAX_BYTES = 2_000_000
@@ -28,6 +29,8 @@ class Strict(BaseModel):
     """The base of every record in a file: unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    SCHEMA: ClassVar[str | None] = None
+    """The exported schema through which its files come; None for what is part of other files."""
 
 
 # The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `on` is a boolean, `1e-4` a string and 2026-04 may become a date.
@@ -168,10 +171,15 @@ def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
     """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`."""
     if not isinstance(data, Mapping):
         raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
+    door = getattr(model, "SCHEMA", None)
+    refused = schemas.check(data, door) if door else []
     try:
-        return model.model_validate(data)
-    except ValidationError as e:
+        value = model.model_validate(data)
+    except ValidationError as e:  # the model has the plainer words for what the schema refuses too
         raise FileError([_finding(error, marks, model, name) for error in e.errors(include_url=False)]) from e
+    if refused:
+        raise FileError([Finding(name, *locate(marks, r.path), f"'{'.'.join(map(str, r.path))}': {r.message}") for r in refused])
+    return value
 
 
 def locate(marks: Marks, path: Path_) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from playbook.lint import table as lint
 from playbook.paths import data_root
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
-from playbook.records.read import Record, read, speaks_for
+from playbook.records.read import Reader, Record, speaks_for
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
@@ -102,7 +102,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
 def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return read([folder]), []
+        return Reader(thorough=True).read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 

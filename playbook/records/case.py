@@ -137,6 +137,7 @@ class Factor(Strict):
 class Case(Strict):
     """One matched pair, sweep, interaction, arithmetic statement or invariant."""
 
+    SCHEMA = "case"
     id: str = Slug
     kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
     summary: str

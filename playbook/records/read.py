@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from playbook import schemas
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
 from playbook.errors import FileError, Finding, PlaybookError
 from playbook.records.consistency import contradictions
@@ -246,9 +247,13 @@ def _revised(runs: Iterable[Run], configs: Mapping[str, Mapping[str, Any]], revi
 
 
 class Reader:
-    """Reads folders of records, each file once as long as it does not change: a server answers many questions from the same files."""
+    """Reads folders of records, each file once as long as it does not change: a server answers many questions from the same files.
 
-    def __init__(self) -> None:
+    `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all records.
+    """
+
+    def __init__(self, thorough: bool = False) -> None:
+        self._thorough = thorough
         self._known: dict[Path, tuple[tuple[int, int], Record | None]] = {}
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
@@ -285,7 +290,7 @@ class Reader:
             raise ValueError(f"cannot be read: {e.strerror or e}") from e
         stamp = about.st_mtime_ns, about.st_size
         if path not in self._known or self._known[path][0] != stamp:
-            self._known[path] = stamp, _record(path)
+            self._known[path] = stamp, _record(path, self._thorough)
         return self._known[path][1]
 
 
@@ -310,9 +315,9 @@ def read_file(path: Path, claims: Claims | None = None, present: Present | None 
     return replace(record, present=present or Present(), foreign=_foreign(record, claims), machine=_labels([record])[record.kind])
 
 
-def _record(path: Path) -> Record | None:
+def _record(path: Path, thorough: bool = False) -> Record | None:
     try:
-        content, sha = parse(path)
+        content, sha = parse(path, thorough)
     except OSError as e:
         raise ValueError(f"cannot be read: {e.strerror or e}") from e
     if isinstance(content, Baseline):
@@ -323,8 +328,8 @@ def _record(path: Path) -> Record | None:
     return Record(path, content, sha, tuple(problems))
 
 
-def parse(path: Path) -> tuple[Content, str]:
-    """What a file holds, by its own `schema_version`, and the hash that it should carry.
+def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
+    """What a file holds, by its own `schema_version`, and the hash that it should carry; `thorough` as in `Reader`.
 
     Raises:
         OSError: it cannot be read.
@@ -341,6 +346,8 @@ def parse(path: Path) -> tuple[Content, str]:
     model = MODELS.get(version) if isinstance(version, str) else None
     if model is None:
         raise ValueError(f"has schema_version {str(version)[:40]!r}; expected one of {', '.join(MODELS)}")
+    if thorough and model.SCHEMA and (refused := schemas.check(data, model.SCHEMA)):
+        raise ValueError(f"has {'.'.join(map(str, refused[0].path))}: {refused[0].message}")
     try:
         return model.model_validate(data), stored_sha(data)
     except ValidationError as e:

@@ -56,6 +56,7 @@ class Container(Strict):
 class Cluster(Strict):
     """A cluster: where jobs go, what they run in, and which variables its platform wants."""
 
+    SCHEMA = "cluster"
     partition: Line | None = None
     account: Line | None = None
     qos: Line | None = None
