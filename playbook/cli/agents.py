@@ -170,7 +170,7 @@ def library_here() -> Library:
 
 def plan(card: Card) -> Plan:
     """What `playbook confirm CARD` would run on each profile, from files alone; no machine is looked at."""
-    from playbook_bench.run.confirm import tasks_of_card
+    from playbook_bench.run.targets import tasks_of_card
 
     named: dict[str, list[tuple[str, str]]] = {}
     without = []

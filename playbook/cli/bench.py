@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,8 +15,13 @@ from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, 
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import complain, print_json, print_table, print_trace, say
 from playbook.records.case import list_cases, load_case
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import aa, prove, replay, report, store
 from playbook_bench.run import confirm as harness
+from playbook_bench.run.options import Options
+from playbook_bench.run.store import DEFAULT_RESULTS
+from playbook_bench.run.targets import tasks_of_card
 
 app = commands()
 bench_app = commands()
@@ -35,12 +40,9 @@ def bench_run(
     as_json: AsJson = False,
 ) -> None:
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
-    limits: dict[str, Any] = {"pairs": pairs, "budget_s": to_seconds(budget), "seed": seed, "fork": fork}
-
-    def run(progress: report.TerminalProgress) -> list[harness.Outcome]:
-        return harness.bench_run(case, profile=profile, results=results, progress=progress, **limits)
-
-    show_outcomes(run, as_json)
+    runs_by = ForkLauncher() if fork else LocalLauncher()
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by)
+    show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
 
 
 @bench_app.command("list")
@@ -48,7 +50,7 @@ def bench_list(as_json: AsJson = False) -> None:
     """List the cases, with the claims that name them."""
     named: dict[str | None, list[str]] = {}
     for card in load_all().values():
-        for task in harness.tasks_of_card(card):
+        for task in tasks_of_card(card):
             named.setdefault(task.case, []).append(task.claim.id if task.claim else "")
     rows = [
         {"id": c.id, "kind": c.kind, "claims": named.get(c.id, []), "profiles": list(c.profiles), "metric": c.metric, "summary": c.summary}
@@ -114,7 +116,7 @@ def bench_aa(
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     try:
-        noise = aa.run(case, profile=profile, results=results, pairs=pairs, progress=progress)
+        noise = aa.run(case, Options(profile, results or DEFAULT_RESULTS, pairs), progress)
     finally:
         progress.close()
     report.print_noise(noise, out)

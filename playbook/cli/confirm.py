@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,9 +32,14 @@ from playbook.cli.options import (
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
+from playbook_bench.run.options import Options
+from playbook_bench.run.store import DEFAULT_RESULTS
+from playbook_bench.run.targets import tasks_of
 
 app = commands()
 
@@ -56,6 +61,7 @@ def confirm(
     job: JobId = None,
     journal: JournalFolder = None,
     fork: Fork = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --all, list what does not apply here instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims on this machine, or on the nodes of a job of Slurm: matched runs of the trainer, a verdict with evidence for each."""
@@ -70,29 +76,24 @@ def confirm(
         raise PlaybookError(f"--fork has no meaning with --launcher {launcher}; leave one of them out")
     if launcher == "slurm":
         for target in chosen:
-            harness.tasks_of(target)  # a mistake is told now, not by a job that waited its turn
+            tasks_of(target)  # a mistake is told now, not by a job that waited its turn
         words = slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(slurm.confirm(words, results, request, journal))
+    runs_by = allocation or (ForkLauncher() if fork else LocalLauncher())
     kept = slurm.journal(journal, allocation, fork)
-
-    def run(progress: report.TerminalProgress) -> list[harness.Outcome]:
-        limits: dict[str, Any] = {"pairs": pairs, "budget_s": seconds, "seed": seed, "fork": fork}
-        return harness.run(chosen, profile=profile, results=results, progress=progress, slurm=allocation, journal=kept, **limits)
-
-    show_outcomes(run, as_json)
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept)
+    show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
 
 
-def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outcome]], as_json: bool) -> None:
-    """Run with progress, print every verdict, and leave with the exit code that they add up to."""
+def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outcome]], as_json: bool, counts: bool = False) -> None:
+    """Run with progress, print every verdict, and leave with the exit code that they add up to; `counts` what does not apply here."""
     out = report.console(sys.stderr if as_json else None)
-    progress = report.TerminalProgress(out)
+    progress = report.TerminalProgress(out, counts)
     try:
         outcomes = run(progress)
     finally:
         progress.close()
-    if len(outcomes) > 1:
-        out.print()
-        report.print_table(outcomes, out)
+    report.print_table(outcomes, out, counts)
     report.print_summary(outcomes, out)
     if as_json:
         print_json(report.as_json(outcomes))
@@ -133,8 +134,9 @@ def demo(
     say(f"{len(chosen)} claims from the cards, each tested here and now: a tiny model trains twice on the CPU, with one thing changed.")
     say("Bytes are counted once and take seconds. Speed is noisy: its claims need 18 launches and more, a minute or two for each claim.")
     progress = DemoProgress(out)
+    options = Options(detect.CPU, results or DEFAULT_RESULTS, budget_s=DEMO_S, launcher=ForkLauncher())
     try:
-        outcomes = harness.run(chosen, profile=detect.CPU, results=results, progress=progress, fork=True, budget_s=DEMO_S)
+        outcomes = harness.run(chosen, options, progress)
     finally:
         progress.close()
     lacking, known = harness.count_inapplicable(detect.CPU)

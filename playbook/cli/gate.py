@@ -11,11 +11,15 @@ import typer
 
 from playbook.cli.options import AsJson, Budget, MorePairs, Profile, Results, commands
 from playbook.cli.options import seconds as to_seconds
+from playbook.cli.options import share as to_share
 from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
+from playbook_bench.judge.slowdown import ALLOWABLE
 from playbook_bench.run import bisect as bisection
 from playbook_bench.run import gate as harness
 from playbook_bench.run import report
+from playbook_bench.run.options import Options
+from playbook_bench.run.store import DEFAULT_RESULTS
 
 app = commands()
 
@@ -28,14 +32,26 @@ def gate(
     results: Results = None,
     pairs: MorePairs = None,
     budget: Budget = None,
+    limit: Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")] = "3%",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PERCENT", help=f"Allow this much of {', '.join(ALLOWABLE)}: an exact metric may get worse, losses may differ."
+        ),
+    ] = None,
+    anchor: Annotated[
+        str | None,
+        typer.Option(metavar="REF", help="An older commit whose speed was accepted; the repository's file names it, if not given."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the working tree with a commit on one case: pass, regression, undecided or error. What cannot be judged does not pass."""
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
-    seconds = to_seconds(budget)
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget))
+    limits = harness.Limits(to_share(limit, "--limit"), dict(_allowance(text) for text in allow or []))
     try:
-        result = harness.run(case, baseline, profile=profile, results=results, pairs=pairs, budget_s=seconds, progress=progress)
+        result = harness.run(case, baseline, options, limits, progress, anchor=anchor)
     finally:
         progress.close()
     report.print_gate(result, out)
@@ -68,7 +84,7 @@ def bisect(
         if minutes is not None and not 0 < minutes < math.inf:
             raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
         budget = None if minutes is None else 60 * minutes
-        found = bisection.run(case, good, bad, profile=profile, results=results, pairs=pairs, budget_s=budget, progress=progress, told=told)
+        found = bisection.run(case, good, bad, Options(profile, results or DEFAULT_RESULTS, pairs, budget), progress, told)
     finally:
         progress.close()
     if as_json:
@@ -84,3 +100,9 @@ def bisect(
         for commit in found.suspects:
             say(f"  {bisection.subject(commit)}")
     raise typer.Exit(found.exit_code)
+
+
+def _allowance(text: str) -> tuple[str, float]:
+    """`memory=5%` as a name and a share."""
+    name, _, percent = text.partition("=")
+    return name, to_share(percent, f"--allow {name}")

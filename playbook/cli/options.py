@@ -56,3 +56,15 @@ def seconds(budget: str | None) -> float | None:
     if match is None:
         raise PlaybookError(f"--budget is '{budget}'; expected a number and s, m or h, such as 10m")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def share(text: str, option: str) -> float:
+    """A percentage such as `3%` or `0.5%` as a share.
+
+    Raises:
+        PlaybookError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?%", text)
+    if match is None:
+        raise PlaybookError(f"{option} is '{text}'; expected a percentage, such as 3%")
+    return float(match[1]) / 100

@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gate import FAKE, case, repo, worktrees  # noqa: F401
+from test_gate import case, options, repo, worktrees  # noqa: F401
 
 from playbook.errors import ConfigError, LaunchError
 from playbook_bench.launch import local
@@ -22,15 +23,7 @@ EXACT = "dispatch_bytes_per_token_layer"
 
 
 def run(repo: Any, tmp_path: Path, good: str, bad: str = "HEAD", metric: str = EXACT) -> bisect.Found:  # noqa: F811
-    return bisect.run(
-        case(metric),
-        *(good, bad),
-        profile="cpu",
-        results=tmp_path / "results",
-        command=FAKE,
-        root=repo.root,
-        seed=1,
-    )
+    return bisect.run(case(metric), good, bad, options(tmp_path), root=repo.root)
 
 
 @pytest.mark.parametrize(("plant", "trouble"), [({"slower": 0.3}, "slower"), ({"fault": "oom"}, "oom"), ({"fault": "crash"}, "crash")])
@@ -58,29 +51,30 @@ def test_what_cannot_be_judged_leaves_suspects_and_what_is_well_leaves_none(repo
 
 
 def test_a_commit_that_the_gate_leaves_undecided_is_passed_over() -> None:
-    open_ = gate.GateResult("undecided", "s", "c", "r", "cpu", 0.01, None, [], [])
+    open_ = gate.GateResult("undecided", "s", "c", "r", "cpu", 0.01)
     assert bisect.trouble_of(open_) == bisect.UNKNOWN
     assert bisect.trouble_of(dataclasses.replace(open_, status="pass")) == bisect.NONE
 
 
-def test_a_signal_between_two_gates_leaves_no_worktree(repo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_signal_between_two_gates_leaves_no_files(repo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     repo({"n": 1})
     seen = []
 
     def ended(*_: Any, **__: Any) -> gate.GateResult:
-        seen.append(len(worktrees(repo.root)))
+        seen.append(len(list(tmp_path.glob("playbook-gate-*"))))
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was not heard")
 
     monkeypatch.setattr(gate, "run", ended)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or without a handler of bisect's own it would end this process
     try:
         with pytest.raises(local.Interrupted):
             run(repo, tmp_path, "HEAD~1")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert seen == [2]
-    assert len(worktrees(repo.root)) == 1
+    assert seen == [1]
+    assert not list(tmp_path.glob("playbook-gate-*"))
 
 
 def test_a_good_commit_that_fails_is_an_error(repo: Any, tmp_path: Path) -> None:  # noqa: F811

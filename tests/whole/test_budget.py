@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from planted_case import bench
@@ -50,8 +51,7 @@ class Stretched(local.LocalLauncher):
 def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
     plant()
     monkeypatch.setattr(Stretched, "first", first)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    found = bench(case(), tmp_path, budget_s=290.0)
+    found = bench(case(), tmp_path, launcher=Stretched, budget_s=290.0)
     measured = found.evidence.measured
     assert found.status == verdict
     assert len(measured.runs) + len(measured.aa.runs if measured.aa else []) == launches
@@ -63,11 +63,9 @@ def test_a_series_that_time_cut_goes_on_from_its_journal(case, tmp_path, plant, 
     plant()
     monkeypatch.setattr(Stretched, "first", 90)
     monkeypatch.setattr(Stretched, "which", which)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
     path = case(steps=STEPS)
-    cut = bench(path, tmp_path, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
+    cut = bench(path, tmp_path, launcher=Stretched, budget_s=80.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(cut.evidence.measured.plan.order) == (2 if which == "013-" else 0)
-    monkeypatch.setattr(confirm, "LocalLauncher", local.LocalLauncher)
     # Enough for two launches of 90 s, and for nothing if what the first command has spent were taken off: a budget is for its own command.
     whole = bench(path, tmp_path, budget_s=190.0, journal=Journal(tmp_path / "journal", ["here"]))
     assert (whole.status, len(whole.evidence.measured.plan.order)) == ("measured", 4)
@@ -79,8 +77,7 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     plant()
     noting = Noting()
     monkeypatch.setattr(Stretched, "first", 100)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
-    bench(case(), tmp_path, budget_s=250.0, progress=noting)
+    bench(case(), tmp_path, launcher=Stretched, budget_s=250.0, progress=noting)
     (note,) = [n for n in noting.notes if "16 launches to the first look" in n]
     assert note.endswith("; with `playbook confirm --journal FOLDER` a second one goes on"), "`playbook bench run` has no journal"
 
@@ -110,20 +107,20 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
 
 
 def stopped_at_launch_14(path, tmp_path, monkeypatch, exported=None):
-    """The folders of all launches, of this command and of the next."""
-    launched = []
+    """The launcher that did so, with the folders of all launches, of this command and of the next."""
 
     class StopsOnce(local.LocalLauncher):
+        launched: ClassVar[list[str]] = []
+
         def run(self, spec, on_step=None):
-            launched.append(spec.folder.name)
-            if len(launched) == 14:
+            self.launched.append(spec.folder.name)
+            if len(self.launched) == 14:
                 raise local.Interrupted(signal.SIGTERM)
             return super().run(spec, on_step)
 
-    monkeypatch.setattr(confirm, "LocalLauncher", StopsOnce)
     with pytest.raises(local.Interrupted):
-        bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"], exported))
-    return launched
+        bench(path, tmp_path, launcher=StopsOnce, journal=Journal(tmp_path / "journal", ["here"], exported))
+    return StopsOnce
 
 
 @pytest.mark.full
@@ -146,8 +143,9 @@ def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(ca
 def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
     plant(candidate={"slower": 0.2})
     path = case(steps=STEPS)
-    launched = stopped_at_launch_14(path, tmp_path, monkeypatch)
-    found = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    stops_once = stopped_at_launch_14(path, tmp_path, monkeypatch)
+    launched = stops_once.launched
+    found = bench(path, tmp_path, launcher=stops_once, journal=Journal(tmp_path / "journal", ["here"]))
     measured = found.evidence.measured
     assert found.status == "measured"
     assert len(launched) == 14 + 6, "two burn-ins, eight of the noise and one pair are kept; the pair that was cut is whole"
@@ -156,10 +154,10 @@ def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkey
     assert [r.position for r in measured.runs] == list(range(len(measured.runs)))
     assert replay.replay(found.path) == (True, [])
     before = len(launched)
-    bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    bench(path, tmp_path, launcher=stops_once, journal=Journal(tmp_path / "journal", ["here"]))
     assert len(launched) == before, "a settled case is not run again"
     found.path.unlink()
-    again = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    again = bench(path, tmp_path, launcher=stops_once, journal=Journal(tmp_path / "journal", ["here"]))
     assert (again.status, len(launched)) == ("measured", before), "where its record is gone, the kept runs are judged again"
 
 
@@ -228,19 +226,18 @@ def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, pl
     plant()
     noting = Noting()
     monkeypatch.setattr(Stretched, "first", 290)
-    monkeypatch.setattr(confirm, "LocalLauncher", Stretched)
     path = case()
-    cut = bench(path, tmp_path, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
+    cut = bench(path, tmp_path, launcher=Stretched, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert cut.evidence.derived.verdict.reason == "budget"
     assert noting.notes == [
         "the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"
     ]
-    assert bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
+    assert bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
     with Path(path).open("r+") as f:
         text = f.read().replace("minutes: 5", "minutes: 50")
         f.seek(0)
         f.write(text)
-    whole = bench(path, tmp_path, journal=Journal(tmp_path / "journal", ["here"]))
+    whole = bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"]))
     assert {r.run_id for r in cut.evidence.measured.runs} <= {r.run_id for r in whole.evidence.measured.runs}
     assert len(whole.evidence.measured.runs) > len(cut.evidence.measured.runs)
 

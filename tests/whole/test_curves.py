@@ -1,7 +1,7 @@
 """Sweeps and interactions with planted runs, told apart by the seed in their configuration: each rule gets the verdict that was planted."""
 
 import pytest
-from planted_case import FAKE, only
+from planted_case import only, options
 
 from playbook_bench.run import confirm, replay, report
 
@@ -55,8 +55,8 @@ claims:
     return write
 
 
-def confirmed(card, tmp_path, **options):
-    return only(confirm.run([card], results=tmp_path / "results", command=FAKE, seed=3, **options))
+def confirmed(card, tmp_path, **more):
+    return only(confirm.run([card], options(tmp_path, seed=3, **more)))
 
 
 def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_path, plant):

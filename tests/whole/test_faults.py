@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from planted_case import FAKE, REAL, bench, only
+from planted_case import FAKE, REAL, bench, only, options
 
 from playbook.errors import PlaybookError
 from playbook_bench.machine.telemetry import Ticks
@@ -82,14 +82,14 @@ def test_a_series_runs_burn_in_noise_and_pairs_and_its_evidence_replays(case, tm
 @pytest.mark.sample("<=--3--0.2-refuted", "<=--3-0.2-confirmed", "within-10-0.0-confirmed")
 def test_a_planted_effect_gets_the_verdict_it_deserves(card, tmp_path, plant, op, margin, slower, status):
     plant(candidate={"slower": slower})
-    found = only(confirm.run([card(op, margin)], results=tmp_path / "results", command=FAKE, seed=3))
+    found = only(confirm.run([card(op, margin)], options(tmp_path, seed=3)))
     assert (found.status, found.name) == (status, "Z1")
     assert replay.replay(found.path)[0]
 
 
 def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plant):
     plant()
-    found = only(confirm.run([card("<=", 0, "dispatch_bytes_per_token_layer")], results=tmp_path / "results", command=FAKE))
+    found = only(confirm.run([card("<=", 0, "dispatch_bytes_per_token_layer")], options(tmp_path)))
     assert found.status == "confirmed"
     assert len(found.evidence.measured.runs) == 2
     assert found.evidence.measured.aa is None
@@ -109,7 +109,7 @@ def test_a_deterministic_metric_takes_one_pair_and_no_noise(card, tmp_path, plan
 )
 def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fault, outcome, reason, code):
     plant(candidate={"fault": fault})
-    found = only(confirm.run([card("<=", 5)], results=tmp_path / "results", command=FAKE))
+    found = only(confirm.run([card("<=", 5)], options(tmp_path)))
     bad = [r for r in found.evidence.measured.runs if r.outcome != "ok"]
     assert [r.outcome for r in bad] == [outcome]
     assert found.evidence.derived.verdict.reason == reason
@@ -121,7 +121,7 @@ def test_a_failing_run_is_an_outcome_and_never_slower(card, tmp_path, plant, fau
 @pytest.mark.parametrize("seed", [0, 4])
 def test_what_fits_is_judged_alike_in_either_order(card, tmp_path, plant, seed):
     plant(baseline={"fault": "oom"})
-    found = only(confirm.run([card(">=", 100, "fits", "points")], results=tmp_path / "results", command=FAKE, seed=seed))
+    found = only(confirm.run([card(">=", 100, "fits", "points")], options(tmp_path, seed=seed)))
     assert found.evidence.measured.plan.order == {0: ["BA"], 4: ["AB"]}[seed]
     assert sorted((r.variant, r.outcome) for r in found.evidence.measured.runs) == [("baseline", "oom"), ("candidate", "ok")]
     assert (found.status, found.evidence.derived.verdict.reason) == ("confirmed", "exact")
@@ -167,21 +167,21 @@ def test_a_metric_that_the_runs_do_not_report_is_an_error(case, tmp_path, plant)
 def test_the_noise_of_a_metric_that_the_runs_do_not_report_is_refused(case, tmp_path, plant):
     plant()
     with pytest.raises(PlaybookError, match="baseline reported no mfu"):
-        aa.run(case("mfu"), results=tmp_path / "results", command=FAKE, profile="cpu")
+        aa.run(case("mfu"), options(tmp_path, profile="cpu"))
     assert not list((tmp_path / "results").rglob("*.json"))
 
 
 @pytest.mark.full
 def test_stored_noise_of_another_metric_does_not_hide_that_one_is_missing(case, tmp_path, plant):
     plant()
-    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    aa.run(case(), options(tmp_path, profile="cpu"))
     found = bench(case("mfu"), tmp_path)
     assert (found.status, len(found.evidence.measured.runs)) == ("error", 4)
 
 
 def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, plant):
     plant(candidate={"fault": "disable", "slower": 0.3})
-    found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
+    found = only(confirm.run([card("<=", -3)], options(tmp_path)))
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
     assert [r.role for r in found.evidence.measured.runs] == ["burn_in", "burn_in"], "no pair is spent on what the first runs show"
     assert replay.replay(found.path) == (True, [])
@@ -189,7 +189,7 @@ def test_a_feature_that_did_not_run_is_an_error_not_a_slowdown(card, tmp_path, p
 
 def test_losses_that_are_apart_end_a_series_with_the_first_run_of_each(card, tmp_path, plant):
     plant(candidate={"loss": 0.5, "slower": 0.3})
-    found = only(confirm.run([card("<=", -3)], results=tmp_path / "results", command=FAKE))
+    found = only(confirm.run([card("<=", -3)], options(tmp_path)))
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "invalid_pair")
     assert found.evidence.derived.verdict.sentence == (
         "the first run of each shows that they cannot be compared: loss: mean losses differ by 9.2 %, at most 1 % is allowed"
@@ -231,7 +231,7 @@ def test_a_drift_is_not_steady_after_one_extension(case, tmp_path, plant):
 
 def test_a_spent_budget_is_said(card, tmp_path, plant):
     plant()
-    found = only(confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, budget_s=0.4))
+    found = only(confirm.run([card(">=", 5)], options(tmp_path, budget_s=0.4)))
     assert (found.status, found.evidence.derived.verdict.reason) == ("inconclusive", "budget")
 
 
@@ -312,16 +312,20 @@ def test_a_run_that_failed_keeps_the_clocks_of_its_whole_launch(case, tmp_path, 
 @pytest.mark.full
 def test_a_limit_below_the_first_look_gives_no_verdict(card, tmp_path, plant):
     plant(candidate={"slower": -0.5})
-    found = only(
-        confirm.run([card(">=", 5)], results=tmp_path / "results", command=FAKE, pairs=2, seed=5)
-    )  # an order whose planted noise has no drift by chance
+    found = only(confirm.run([card(">=", 5)], options(tmp_path, pairs=2, seed=5)))  # an order whose planted noise has no drift by chance
     assert found.evidence.derived.verdict.reason == "budget"
     assert found.evidence.derived.comparison.pairs == 2
 
 
 # Interruptions: a harness of its own, so that it can be stopped.
 
-HARNESS = "import sys; from playbook_bench.run import confirm; confirm.bench_run(sys.argv[1], results=sys.argv[2], command=sys.argv[3:], profile='cpu')"
+HARNESS = """
+import sys
+from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.run import confirm
+from playbook_bench.run.options import Options
+confirm.bench_run(sys.argv[1], Options(results=sys.argv[2], launcher=LocalLauncher(sys.argv[3:]), profile="cpu"))
+"""
 
 
 def start(case, tmp_path, mark, plant):

@@ -15,6 +15,7 @@ from playbook_bench.launch import forked
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher, Spec
 from playbook_bench.run import confirm
+from playbook_bench.run.options import Options
 from playbook_trainer.config.tree import load, parse_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +133,7 @@ def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
 
 
 def test_evidence_says_that_ranks_were_forked(tmp_path):
-    (found,) = confirm.bench_run("moe-dispatch-bytes", results=tmp_path, profile="cpu", fork=True)
+    (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()))
     assert found.status in ("confirmed", "refuted")
     measured = found.evidence.measured
     assert {s["launch"] for s in measured.strict.values()} == {"fork"}
@@ -156,7 +157,7 @@ class Late(confirm.Quiet):
 def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, monkeypatch, number, ways, detail):
     """A series of forked ranks and fresh ones has no verdict; one of fresh ones alone is as good as any."""
     progress = Late(monkeypatch, number)
-    (found,) = confirm.bench_run("moe-dispatch-bytes", results=tmp_path, profile="cpu", fork=True, progress=progress)
+    (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()), progress)
     derived = found.evidence.derived
     assert {s.get("launch") for s in found.evidence.measured.strict.values()} == ways
     (gate,) = [g for g in derived.gates if g.name == "environment"]

@@ -5,17 +5,18 @@ import io
 import json
 
 import pytest
-from planted_case import FAKE, bench
+from planted_case import FAKE, bench, options
 from typer.testing import CliRunner
 
 from playbook.cli.app import app
 from playbook_bench.launch import local
 from playbook_bench.run import aa, replay, report
+from playbook_bench.run import options as defaults
 
 
 def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
     plant()
-    noise = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    noise = aa.run(case(), options(tmp_path, profile="cpu"))
     assert 0 < noise.deviation < 0.05
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == noise.baseline
@@ -24,10 +25,10 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
 
 @pytest.mark.full
 def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monkeypatch):
-    """The launches that A B B A calls A are slower, as beside a neighbour that comes and goes."""
-    monkeypatch.setattr(aa, "LocalLauncher", functools.partial(local.LocalLauncher, FAKE))
+    """The first run of each pair is slower, as beside a neighbour that comes and goes."""
+    monkeypatch.setattr(defaults, "LocalLauncher", functools.partial(local.LocalLauncher, FAKE))
     words = ["bench", "aa", case(), "--profile", "cpu", "--results", str(tmp_path / "results")]
-    plant(baseline={"slower": 0.1, "launches": [1, 4, 5, 8]})
+    plant(baseline={"slower": 0.1, "launches": [1, 3, 5, 7]})
     disturbed = CliRunner().invoke(app, words)
     assert disturbed.exit_code == 3, disturbed.output
     assert "contaminated" in disturbed.output
@@ -43,7 +44,7 @@ def test_a_disturbed_noise_is_not_stored_and_says_so(case, tmp_path, plant, monk
 @pytest.mark.full
 def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(case, tmp_path, plant):
     plant()
-    stored = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    stored = aa.run(case(), options(tmp_path, profile="cpu"))
     plant(candidate={"slower": 0.5}, baseline={"slower": 0.1, "launches": [2]})
     found = bench(case(), tmp_path)
     now = found.evidence.measured.aa
@@ -57,9 +58,9 @@ def test_a_fresh_pair_that_contradicts_the_stored_noise_has_it_measured_anew(cas
 @pytest.mark.full
 def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise_is_stored(case, tmp_path, plant):
     plant()
-    quiet = aa.run(case(), results=tmp_path / "quiet", command=FAKE, profile="cpu")
+    quiet = aa.run(case(), options(tmp_path / "quiet", profile="cpu"))
     plant(baseline={"slower": 0.1, "launches": [4]})
-    odd = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    odd = aa.run(case(), options(tmp_path, profile="cpu"))
     assert [r.pair for r in odd.baseline.runs] == [0, 0, None, None, 2, 2, 3, 3, 4, 4], "what was set aside stays on record"
     assert odd.path is not None
     assert odd.deviation < 2 * quiet.deviation
@@ -77,7 +78,7 @@ def test_the_pair_of_a_launch_that_stands_out_is_measured_again_before_the_noise
 def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tmp_path, plant):
     """Two odd launches in ten are what this machine does: the floor has to hold them."""
     plant(baseline={"slower": 0.1, "launches": [4, 9]})
-    found = aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    found = aa.run(case(), options(tmp_path, profile="cpu"))
     assert [r.pair for r in found.baseline.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert found.deviation > 0.04
 
@@ -86,7 +87,7 @@ def test_pairs_stay_where_a_launch_of_the_repetition_stands_out_as_well(case, tm
 def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_next_series(case, tmp_path, plant):
     """A noise of before the rule, or of a series whose fresh pair was odd, would else hide effects until it expires."""
     plant()
-    aa.run(case(), results=tmp_path / "results", command=FAKE, profile="cpu")
+    aa.run(case(), options(tmp_path, profile="cpu"))
     plant(baseline={"slower": 0.1, "launches": [2]})
     assert bench(case(), tmp_path).evidence.derived.comparison.floor > 0.03, "the series that saw it keeps it"
     plant()

@@ -81,6 +81,8 @@ class Spec:
     threads: int = 1
     output: Path | None = None
     """Where the trainer writes, if not into `folder`."""
+    resolved: Mapping[str, Any] | None = None
+    """The configuration as another commit's code resolved it, which is written in place of `config`."""
 
     @property
     def written(self) -> Path:
@@ -463,7 +465,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def write_config(spec: Spec) -> Path:
     """The resolved configuration, as JSON: every JSON text is YAML, and no value changes its type on the way."""
-    data = trainer_config.dump(spec.config) | {"output": str(spec.written)}
+    data = {**(trainer_config.dump(spec.config) if spec.resolved is None else spec.resolved), "output": str(spec.written)}
     path = spec.folder / "resolved.yaml"
     try:
         spec.folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -195,6 +196,11 @@ def context() -> dict[str, Any]:
     slurm = {k: os.environ[f"SLURM_JOB_{v}"] for k, v in (("job", "ID"), ("nodes", "NODELIST")) if f"SLURM_JOB_{v}" in os.environ}
     about = {"commit": commit(), "host": socket.gethostname(), "kernel": platform.release(), "python": platform.python_version()}
     return {**about, **slurm, "env": _steering(os.environ)}
+
+
+def digest_of(texts: Sequence[str]) -> str:
+    """A hash of texts in their order."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def commit(folder: Path | None = None) -> str | None:

@@ -17,10 +17,10 @@ from playbook.records.evidence import Baseline, Run, Variant, noise_key
 from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
-from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import schedule, series, store
+from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
 
@@ -39,31 +39,24 @@ class Noise:
     contaminated: bool
 
 
-def run(
-    case_id: str,
-    *,
-    profile: str | None = None,
-    results: Path | str | None = None,
-    pairs: int = schedule.AA_PAIRS,
-    progress: Progress | None = None,
-    command: Sequence[str] | None = None,
-) -> Noise:
+def run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> Noise:
     """Measure a case's baseline, or its first variant, against itself and store it under `<results>/baselines/<machine>/`, unless it is contaminated.
 
     Raises:
         ConfigError: the case cannot run here, or fewer than four pairs are asked for.
         LaunchError: a run failed, or does not give the case's metric.
     """
+    options = options or Options()
+    pairs = schedule.AA_PAIRS if options.pairs is None else options.pairs
     if pairs < schedule.AA_PAIRS:
         raise ConfigError(f"an A/A of {pairs} pairs is too few to know a deviation; expected at least {schedule.AA_PAIRS}")
     case = load_case(case_id)
     machine = detect.detect()
     if case.kind not in LAUNCHED_KINDS:
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; there is no noise to measure")
-    chosen = requirements.require_profile(case, machine, profile)
+    chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
-    folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
-    work = local.new_folder(folder / "work", f"{case.id}-aa")
+    work = local.new_folder(options.results / "work", f"{case.id}-aa")
     with local.interruptible(), Telemetry(machine, chosen, work) as telemetry:
         running = Series(
             case=case,
@@ -71,9 +64,9 @@ def run(
             machine=requirements.restrict(machine, chosen),
             variants=resolve_all(case, chosen),
             plan=schedule.plan(case, secrets.randbelow(2**31), None, None),
-            launcher=LocalLauncher() if command is None else LocalLauncher(tuple(command)),
+            launcher=options.launcher,
             work=work,
-            cache=folder / "cache",
+            cache=options.results / "cache",
             progress=progress or Silent(),
             deadline=time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS),
             telemetry=telemetry,
@@ -90,7 +83,7 @@ def run(
     differences = guards.aa_differences(runs, row)
     mean = sum(differences) / len(differences)
     baseline, contaminated = _baseline(running, runs), statistics.contaminated(differences, None)
-    path = None if contaminated else store.write_baseline(baseline, folder / "baselines")
+    path = None if contaminated else store.write_baseline(baseline, options.results / "baselines")
     return Noise(baseline, path, row.name, statistics.aa_deviation(differences), mean, contaminated)
 
 

@@ -6,8 +6,9 @@ the configuration, fails in another way than the bad one, or differs by too litt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
 from playbook.records.case import Case
 from playbook_bench.launch import local
-from playbook_bench.run import gate
+from playbook_bench.run import checkout, gate
+from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress
 
 NONE, SLOWER, UNKNOWN = "none", "slower", "unknown"
@@ -57,44 +59,29 @@ def run(
     case: str | Case,
     good: str,
     bad: str,
-    *,
-    profile: str | None = None,
-    results: Path | str | None = None,
-    pairs: int | None = None,
-    budget_s: float | None = None,
+    options: Options | None = None,
     progress: Progress | None = None,
     told: Callable[[Judged, int], None] | None = None,
-    command: Sequence[str] | None = None,
     root: Path | None = None,
-    seed: int | None = None,
 ) -> Found:
     """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
 
-    `budget_s` is for each commit. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
+    The budget is for each commit. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
 
     Raises:
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
         LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
-    tree = gate.checkout(root)
-    history, reference = commits(tree, good, bad), gate.resolve(tree, good)  # a name such as HEAD~3 means another commit in each worktree
+    options = options or Options()
+    repository = checkout.repository(root)
+    history, reference = commits(repository, good, bad), checkout.commit_of(repository, good)
 
     done: list[Judged] = []
 
     def judge(commit: str) -> Judged:
-        with gate.worktree(tree, commit) as other:
-            found = gate.run(
-                case,
-                reference,
-                profile=profile,
-                results=results,
-                pairs=pairs,
-                budget_s=budget_s,
-                progress=progress,
-                command=command,
-                root=other,
-                seed=seed,
-            )
+        with checkout.files_of(repository, commit) as files:
+            fresh = replace(options, began=time.monotonic())
+            found = gate.run(case, reference, fresh, progress=progress, root=repository, judged=files)
         try:
             trouble = trouble_of(found)
         except LaunchError:
@@ -104,7 +91,7 @@ def run(
         done.append(Judged(commit, trouble, found.sentence))
         return done[-1]
 
-    with local.interruptible():  # between two gates too, or SIGTERM would leave the commit's worktree behind
+    with local.interruptible():  # between two gates too, or SIGTERM would leave the commit's files behind
         return search(history, judge, told)
 
 
@@ -139,7 +126,7 @@ def trouble_of(found: gate.GateResult) -> str:
         LaunchError: the good commit's own runs fail, so that nothing can be compared with it.
     """
     if found.status != "error":
-        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN}[found.status]
+        return {"regression": SLOWER, "pass": NONE, "undecided": UNKNOWN, "too_noisy": UNKNOWN}[found.status]
     failed = next((r for r in found.runs if r.outcome != "ok"), None)
     if failed is not None and failed.variant == "baseline":
         raise LaunchError(f"the good commit fails itself, so nothing can be compared with it: {found.sentence}")
@@ -152,15 +139,15 @@ def commits(root: Path, good: str, bad: str) -> list[str]:
     Raises:
         ConfigError: one of them is no commit, or `bad` does not follow `good`.
     """
-    first, last = gate.resolve(root, good), gate.resolve(root, bad)
-    if first == last or gate.git(root, ["merge-base", "--is-ancestor", first, last]).returncode:
+    first, last = checkout.commit_of(root, good), checkout.commit_of(root, bad)
+    if first == last or checkout.git(root, ["merge-base", "--is-ancestor", first, last]).returncode:
         raise ConfigError(f"'{bad}' does not follow '{good}'; name the older, good commit first")
-    return gate.git(root, ["rev-list", "--reverse", "--first-parent", last, f"^{first}"]).stdout.split()
+    return checkout.git(root, ["rev-list", "--reverse", "--first-parent", last, f"^{first}"]).stdout.split()
 
 
 def subject(commit: str, root: Path | None = None) -> str:
     """The commit's short hash and first line."""
-    return gate.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
+    return checkout.git((root or repo_root()).resolve(), ["log", "-1", "--format=%h %s", commit]).stdout.strip() or commit
 
 
 def as_json(found: Found) -> dict[str, Any]:

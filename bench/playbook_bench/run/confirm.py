@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import shlex
 import shutil
@@ -11,29 +10,28 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from playbook.cards import load as validate
 from playbook.cards import model
-from playbook.errors import ConfigError, FileError
-from playbook.records.case import LAUNCHED_KINDS, Case, beside, load_case
-from playbook.records.evidence import CaseRef, ClaimRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
-from playbook.yaml_files import did_you_mean, load
-from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
+from playbook.errors import ConfigError
+from playbook.records.case import LAUNCHED_KINDS, Case, load_case
+from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
+from playbook_bench.judge import curve, curve_rules, guards, metrics, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
-from playbook_bench.launch.local import Launcher, LocalLauncher
-from playbook_bench.launch.slurm import SrunLauncher
+from playbook_bench.launch.local import Launcher
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, schedule, series, store
-from playbook_bench.run.journal import Journal, answers, cut_by_time
+from playbook_bench.run.journal import answers, cut_by_time
+from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
+from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.run.variants import resolve_all
 
 EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
-_TARGET = re.compile(r"(?P<card>[a-z0-9][a-z0-9-]*)(?:/(?P<claim>[A-Z][0-9]{1,3}(?:\.[a-z])?))?\Z")
 
 
 class Progress(series.Progress, Protocol):
@@ -79,82 +77,35 @@ class Outcome:
         return self.evidence.derived.verdict.status
 
 
-@dataclass(frozen=True)
-class Task:
-    """One claim, or mechanism check, and the case that settles it."""
-
-    claim: ClaimRef | None
-    case: str | None
-    asked: bool = True
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says."""
-
-    profile: str | None
-    results: Path
-    pairs: int | None
-    deadline: float | None
-    seed: int | None
-    launcher: Launcher
-    command: str
-    nodes: int = 1
-    journal: Journal | None = None
-
-
-def run(
-    targets: Sequence[str],
-    *,
-    profile: str | None = None,
-    results: Path | str | None = None,
-    pairs: int | None = None,
-    budget_s: float | None = None,
-    progress: Progress | None = None,
-    command: Sequence[str] | None = None,
-    seed: int | None = None,
-    slurm: SrunLauncher | None = None,
-    journal: Journal | None = None,
-    fork: bool = False,
-) -> list[Outcome]:
-    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim. With `fork`, ranks are forked: see `playbook_bench.launch.forked`.
+def run(targets: Sequence[str], options: Options | None = None, progress: Progress | None = None) -> list[Outcome]:
+    """Test the claims of cards: `CARD` or `CARD/CLAIM` each. One evidence record per claim.
 
     Raises:
-        PlaybookError: a target, card, case or option is invalid, or evidence cannot be written.
+        PlaybookError: a target, card or case is invalid, or evidence cannot be written.
         Interrupted: Ctrl-C or SIGTERM, after every run has been ended.
     """
+    options = options or Options()
     tasks = [task for target in targets for task in tasks_of(target)]
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
-    shown = shlex.join(["playbook", "confirm", *targets, *_flags(profile, pairs, budget_s, fork)]) if from_file else ""
-    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
-    return _run_all(tasks, options, progress or Quiet())
+    command = _words(["confirm", *targets], options) if from_file else ""
+    return _run_all(tasks, options, progress or Quiet(), command)
 
 
-def bench_run(
-    case_id: str,
-    *,
-    profile: str | None = None,
-    results: Path | str | None = None,
-    pairs: int | None = None,
-    budget_s: float | None = None,
-    progress: Progress | None = None,
-    command: Sequence[str] | None = None,
-    seed: int | None = None,
-    slurm: SrunLauncher | None = None,
-    journal: Journal | None = None,
-    fork: bool = False,
-) -> list[Outcome]:
+def bench_run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> list[Outcome]:
     """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
     """
+    options = options or Options()
     case = load_case(case_id)
     tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
-    shown = shlex.join(["playbook", "bench", "run", case_id, *_flags(profile, pairs, budget_s, fork)])
-    options = _options(profile, results, pairs, budget_s, seed, _launcher(slurm, command, fork), shown, journal)
-    return _run_all(tasks, options, progress or Quiet(), {case.id: case, case_id: case})
+    return _run_all(tasks, options, progress or Quiet(), _words(["bench", "run", case_id], options), {case.id: case, case_id: case})
+
+
+def _words(command: Sequence[str], options: Options, limits: bool = True, fork: bool = True) -> str:
+    return shlex.join(["playbook", *command, *options.flags(limits), *["--fork"] * (fork and options.forks)])
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -163,62 +114,9 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
 
 
-def tasks_of(target: str) -> list[Task]:
-    """The claims, with their mechanism checks, that a target names.
-
-    Raises:
-        ConfigError: there is no such card or claim.
-        FileError: the card is invalid.
-    """
-    if target.endswith((".yaml", ".yml")):
-        return _tasks_of_file(Path(target))
-    match = _TARGET.match(target)
-    known = validate.load_all()
-    if match is None:
-        name = f"{card}/{target}" if (card := validate.card_of(target, known)) else "for example moe-dispatcher-choice/W9"
-        raise ConfigError(f"'{target}' is neither a card nor CARD/CLAIM; write {name}")
-    if match["card"] not in known:
-        raise ConfigError(f"card '{match['card']}' is not known{did_you_mean(match['card'], known)}")
-    tasks = tasks_of_card(known[match["card"]])
-    if match["claim"] is None:
-        return tasks
-    ids = [t.claim.id for t in tasks if t.claim]
-    chosen = [t for t in tasks if t.claim and match["claim"] in (t.claim.id, t.claim.mechanism_of)]
-    if not chosen:
-        raise ConfigError(f"card '{match['card']}' has no claim '{match['claim']}'{did_you_mean(match['claim'], ids)}")
-    return [replace(t, asked=t.claim is not None and t.claim.id == match["claim"]) for t in chosen]
-
-
-def tasks_of_card(card: model.Card) -> list[Task]:
-    """Each claim of a card, followed by its mechanism check."""
-    sha = digest(card.model_dump(mode="json"), 16)
-    out = []
-    for claim in card.claims:
-        own: dict[str, Any] = {f: getattr(claim, f) for f in ("kind", "scope", "label", "cpu_scope")}
-        out.append(Task(ClaimRef(card=card.id, card_sha=sha, **_shared(claim), **own), claim.case))
-        check = claim.mechanism_check
-        if check is not None:
-            ref = ClaimRef(card=card.id, card_sha=sha, **_shared(check), kind="pair", mechanism_of=claim.id)
-            out.append(Task(ref, check.case))
-    return out
-
-
-def _shared(claim: model.Claim | model.MechanismCheck) -> dict[str, Any]:
-    return {f: getattr(claim, f) for f in ("id", "statement", "metric", "expect", "comparison")}
-
-
-def _tasks_of_file(path: Path) -> list[Task]:
-    """The tasks of a card outside the playbook; its cases may lie beside it, in `../bench/cases/`."""
-    found, card = [], load(path, model.Card)[0]
-    if taken := validate.clashes(path):
-        raise FileError(taken)
-    for task in tasks_of_card(card):
-        own = beside(path, task.case) if task.case else None
-        found.append(Task(task.claim, str(own)) if own else task)
-    return found
-
-
-def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known: dict[str, Case] | None = None) -> list[Outcome]:
+def _run_all(
+    tasks: Sequence[Task], options: Options, progress: Progress, command: str, known: dict[str, Case] | None = None
+) -> list[Outcome]:
     """Every task, grouped by case so that claims of one case share its runs; verdicts come back in the order of the tasks."""
     machine = detect.over_nodes(detect.detect(), options.nodes)
     requirements.restrict(machine, options.profile)  # a profile that is mistyped, or of other hardware, is a mistake and no verdict
@@ -246,7 +144,7 @@ def _run_all(tasks: Sequence[Task], options: Options, progress: Progress, known:
             for i, (measured, derived, seconds, cut) in zip(
                 group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
             ):
-                evidence = store.evidence_of(measured, derived, options.command or _repeat(measured, options), seconds)
+                evidence = store.evidence_of(measured, derived, command or _repeat(measured, options), seconds)
                 outcomes[i] = Outcome(evidence, store.write(evidence, options.results), tasks[i].asked)
                 progress.finished(outcomes[i])
                 goes_on |= cut or outcomes[i].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
@@ -278,8 +176,10 @@ def _key(task: Task) -> str:
 
 def _repeat(measured: Measured, options: Options) -> str:
     """The command that tests this claim alone, wherever it was one of many."""
-    claim, fork = measured.claim, bool(measured.runs) and isinstance(options.launcher, ForkLauncher)
-    return shlex.join(["playbook", "confirm", f"{claim.card}/{claim.id}" if claim else "", *_flags(measured.profile, None, None, fork)])
+    claim = measured.claim
+    return _words(
+        ["confirm", f"{claim.card}/{claim.id}" if claim else ""], replace(options, profile=measured.profile), False, bool(measured.runs)
+    )
 
 
 def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
@@ -294,13 +194,12 @@ def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) 
 def count_inapplicable(profile: str) -> tuple[int, int]:
     """How many claims of all cards a profile of this machine cannot test, and how many claims there are; mechanism checks are not counted."""
     machine = detect.detect()
-    options = Options(profile, store.DEFAULT_RESULTS, None, None, None, LocalLauncher(), "")
     tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.claim and t.claim.mechanism_of is None]
     lacking = 0
     for task in tasks:
         case = load_case(task.case) if task.case else None
         fits = requirements.choose_profile(case, machine, profile) if case and case.profiles else None
-        lacking += bool(_preflight(task, case, machine, fits, options).missing)
+        lacking += bool(_preflight(task, case, machine, fits, Options(profile)).missing)
     return lacking, len(tasks)
 
 
@@ -439,7 +338,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    return verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
+    return curve.steady(running.runs, running.alive, guards.step_deviation(running.aa))
 
 
 def _judge(running: Series, record: Measured) -> Settled:
@@ -462,7 +361,7 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
     if claim is None or case is None or case.kind not in LAUNCHED_KINDS:
         return
     row = metrics.get(claim.metric)
-    effects.threshold(row, claim.expect.margin)
+    verdict.threshold(row, claim.expect.margin)
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")
@@ -472,37 +371,6 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
     for variant in ("baseline", "candidate"):
         if getattr(claim.comparison, variant) != getattr(case, variant):
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
-
-
-def _options(
-    profile: str | None,
-    results: Path | str | None,
-    pairs: int | None,
-    budget_s: float | None,
-    seed: int | None,
-    launcher: Launcher,
-    shown: str,
-    journal: Journal | None,
-) -> Options:
-    schedule.check_limits(pairs, budget_s)
-    deadline = None if budget_s is None else time.monotonic() + budget_s
-    nodes = len(launcher.allocation.hosts) if isinstance(launcher, SrunLauncher) else 1
-    folder = Path(results) if results is not None else store.DEFAULT_RESULTS
-    return Options(profile, folder.resolve(), pairs, deadline, seed, launcher, shown, nodes, journal)
-
-
-def _launcher(slurm: SrunLauncher | None, command: Sequence[str] | None, fork: bool = False) -> Launcher:
-    """The launcher of the runs; `command` replaces the trainer in all but the one that forks."""
-    if slurm is not None:
-        return slurm if command is None else replace(slurm, command=tuple(command))
-    if fork:
-        return ForkLauncher()
-    return LocalLauncher() if command is None else LocalLauncher(tuple(command))
-
-
-def _flags(profile: str | None, pairs: int | None, budget_s: float | None, fork: bool = False) -> list[str]:
-    given = {"--profile": profile, "--pairs": pairs, "--budget": None if budget_s is None else f"{budget_s:g}s"}
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))] + ["--fork"] * fork
 
 
 def _remove_if_empty(work: Path) -> None:

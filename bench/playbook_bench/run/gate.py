@@ -1,142 +1,179 @@
-"""The regression gate: a case's baseline configuration at two commits, run as matched pairs. It fails closed."""
+"""The regression gate: a case's baseline configuration at two commits, run as matched pairs. It fails closed.
+
+The commit that is compared with runs again in the same series: figures of another day are no baseline. Each tree resolves the trainer's file and
+the case's overrides with its own code. Where the case has an anchor, an older commit whose speed was accepted, the tree is compared with that too,
+so that small slowdowns add up.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import repo_root
+from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
-from playbook.records.evidence import Comparison, Curve, Gate, Plan, Run, canonical
-from playbook_bench.judge import effects, metrics, statistics, verdict
-from playbook_bench.judge import guards as gates
+from playbook.records.evidence import Comparison, Gate, Plan, Run, canonical
+from playbook.yaml_files import Strict, load
+from playbook_bench.judge import guards, metrics, receipt, slowdown, statistics, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
-from playbook_bench.launch.local import LocalLauncher, Result, Spec
+from playbook_bench.launch.local import Launcher, Result, Spec
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, schedule, series, store
+from playbook_bench.run import aa, checkout, schedule, series
+from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import resolve_variant
+from playbook_bench.run.variants import Resolved, differing, overrides, resolve_variant, trainer_path
+from playbook_trainer.config.hashing import flatten
 
-EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "error": 5}
-LEAST = 0.01
-"""A slowdown below 1 % is never called a regression."""
-NOISE_FACTOR = 2.0
-MOST_PAIRS = 100
-"""More are never asked for: a slowdown that so many cannot tell from the limit lies at the limit."""
-_GIT_TIMEOUT_S = 120
+EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
+Status = Literal["pass", "regression", "undecided", "too_noisy", "error"]
+_WORST_FIRST: tuple[Status, ...] = ("error", "regression", "too_noisy", "undecided", "pass")
+ANCHORS = "gate-anchors.yaml"
+"""In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
+
+
+class Anchor(Strict):
+    """A commit whose speed was accepted, and why it is this one."""
+
+    commit: str
+    reason: str
+
+
+class Anchors(Strict):
+    """The file of anchors."""
+
+    anchors: dict[str, Anchor]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What two commits may differ by.
+
+    Raises:
+        ConfigError: it is no share, or of something that has no allowance.
+    """
+
+    limit: float = slowdown.LIMIT
+    """A slowdown above it is a regression, as a share of the step's time."""
+    allowed: Mapping[str, float] = field(default_factory=dict)
+    """Stated allowances, as shares: of an exact metric, of memory, of losses and gradient norms, of the process's time."""
+
+    def __post_init__(self) -> None:
+        for name, value in {"--limit": self.limit, **self.allowed}.items():
+            if not 0 <= value < 10 or (name == "--limit" and value == 0):
+                raise ConfigError(f"{name} is {100 * value:g} %; expected more than 0 and less than 1000 %")
+        if unknown := [n for n in self.allowed if n not in slowdown.ALLOWABLE]:
+            raise ConfigError(f"--allow {unknown[0]} is not known; expected one of {', '.join(slowdown.ALLOWABLE)}")
 
 
 @dataclass(frozen=True)
 class GateResult:
     """What the gate says, and on what grounds."""
 
-    status: Literal["pass", "regression", "undecided", "error"]
+    status: Status
     sentence: str
     case: str
     reference: str
     profile: str
-    limit: float | None
-    """A slowdown above it is a regression, one below it passes, each for certain, as a share; what is neither is undecided."""
-    comparison: Comparison | None
-    gates: list[Gate]
-    runs: list[Run]
+    limit: float
+    comparison: Comparison | None = None
+    gates: list[Gate] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     pairs_needed: int | None = None
     """About how many pairs would settle what is undecided; None where no sensible number does."""
+    differences: list[str] = field(default_factory=list)
+    """What the two trees resolve the case's configuration to, where they differ."""
+    anchor: GateResult | None = None
+    """The same against the anchor, where the case has one."""
 
     @property
     def exit_code(self) -> int:
-        """0 passed, 1 regression, 3 undecided, 5 error."""
+        """0 passed, 1 regression, 3 undecided or too noisy, 5 error."""
         return EXIT_CODES[self.status]
 
 
 @dataclass(frozen=True)
-class _TwoTrees:
-    """A launcher that runs each variant from its own tree; the folder's name tells the variant."""
+class _Trees:
+    """A launcher that runs each variant from its own tree; the run folder's name tells the variant."""
 
-    trees: Mapping[str, Path]
-    inner: LocalLauncher
+    paths: Mapping[str, str]
+    inner: Launcher
 
     def run(self, spec: Spec, on_step: Any = None) -> Result:
         """Run it with the variant's sources first on the path."""
-        variant = "baseline" if "-baseline-" in spec.folder.name else "candidate"
-        path = os.pathsep.join([*_sources(self.trees[variant]), *self._others()])
-        return self.inner.run(replace(spec, environment={**spec.environment, "PYTHONPATH": path}), on_step)
-
-    def _others(self) -> list[str]:
-        """What else is on this process's path, such as a checkout of megatron-core; not the sources of either tree, or of the one that runs this."""
-        ours = {path for tree in (*self.trees.values(), repo_root()) for path in _sources(tree)}
-        given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        return [p for p in given if p not in ours]
-
-
-def _sources(tree: Path) -> list[str]:
-    """Where a tree's packages lie."""
-    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
+        variant = next(v for v in self.paths if f"-{v}-" in spec.folder.name)
+        return self.inner.run(replace(spec, environment={**spec.environment, "PYTHONPATH": self.paths[variant]}), on_step)
 
 
 def run(
     case_id: str | Case,
-    baseline_ref: str,
-    *,
-    profile: str | None = None,
-    results: Path | str | None = None,
-    pairs: int | None = None,
-    budget_s: float | None = None,
+    baseline: str,
+    options: Options | None = None,
+    limits: Limits | None = None,
     progress: Progress | None = None,
-    command: Sequence[str] | None = None,
+    *,
     root: Path | None = None,
-    seed: int | None = None,
+    judged: Path | None = None,
+    anchor: str | None = None,
 ) -> GateResult:
-    """Compare `baseline_ref` with the working tree on the case's baseline configuration.
-
-    The baseline commit runs again in the same series: stored figures of another day are no baseline. Both trees get the same
-    resolved configuration; a commit that cannot read it is an error, not a pass. `pairs` above the case's last look adds looks.
+    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with the files in `judged`, on the case's baseline configuration.
 
     Raises:
-        ConfigError: the reference or the case does not fit.
-        LaunchError: the worktree cannot be made.
+        ConfigError: a reference or the case does not fit.
+        LaunchError: git cannot write a commit's files.
     """
-    schedule.check_limits(pairs, budget_s)
-    if pairs is not None and pairs > MOST_PAIRS:
-        raise ConfigError(f"--pairs is {pairs}; expected at most {MOST_PAIRS}")
+    options, limits, progress = options or Options(), limits or Limits(), progress or Silent()
+    if options.pairs is not None and options.pairs > slowdown.MOST_PAIRS:
+        raise ConfigError(f"--pairs is {options.pairs}; expected at most {slowdown.MOST_PAIRS}")
     case = _as_gate_case(case_id if isinstance(case_id, Case) else load_case(case_id))
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
-    chosen = requirements.require_profile(case, machine, profile)
-    folder = (Path(results) if results is not None else store.DEFAULT_RESULTS).resolve()
-    tree = checkout(root)
-    work = local.new_folder(folder / "work", f"{case.id}-gate")
-    shared = resolve_variant(case, "baseline", chosen)
-    with local.interruptible(), worktree(tree, baseline_ref) as other, Telemetry(machine, chosen, work) as telemetry:
-        inner = LocalLauncher() if command is None else LocalLauncher(tuple(command))
-        running = Series(
-            case=case,
-            profile=chosen,
-            machine=requirements.restrict(machine, chosen),
-            variants={"baseline": shared, "candidate": replace(shared, variant="candidate")},
-            plan=_plan(case, secrets.randbelow(2**31) if seed is None else seed, pairs, budget_s),
-            launcher=_TwoTrees({"baseline": other, "candidate": tree}, inner),
-            work=work,
-            cache=folder / "cache",
-            progress=progress or Silent(),
-            deadline=time.monotonic() + (budget_s or 60 * case.budget.minutes),
-            telemetry=telemetry,
-        )
-        _measure(running, metric)
-    return _judge(running, metric, baseline_ref, chosen)
+    profile = requirements.require_profile(case, machine, options.profile)
+    repository = checkout.repository(root)
+    anchor = anchor or (_anchor_of(case.id) if root is None else None)
+    if anchor and checkout.commit_of(repository, anchor) == checkout.commit_of(repository, baseline):
+        anchor = None
+    references = {"baseline": baseline, **({"anchor": anchor} if anchor else {})}
+    with local.interruptible(), _files(repository, references) as trees:
+        trees["candidate"] = judged or repository
+        paths = {v: checkout.import_path(t, list(trees.values())) for v, t in trees.items()}
+        blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
+        try:
+            variants = _resolve(case, profile, trees, paths)
+        except LaunchError as e:
+            return replace(blank, sentence=str(e))
+        blank = replace(blank, differences=_differences(variants))
+        if blank.differences:
+            progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
+        work = local.new_folder(options.results / "work", f"{case.id}-gate")
+        with Telemetry(machine, profile, work) as telemetry:
+            running = _series(case, profile, machine, variants, options, progress, work, telemetry)
+            running.launcher = _Trees(paths, options.launcher)
+            _measure(running, metric, limits)
+    return _judge_all(running, metric, limits, blank, anchor)
+
+
+@contextlib.contextmanager
+def _files(root: Path, references: Mapping[str, str]) -> Iterator[dict[str, Path]]:
+    """The files of each commit, by its variant."""
+    with contextlib.ExitStack() as stack:
+        yield {variant: stack.enter_context(checkout.files_of(root, reference)) for variant, reference in references.items()}
+
+
+def _anchor_of(case: str) -> str | None:
+    """The commit that the repository's file of anchors names for the case."""
+    path = data_root("baselines") / ANCHORS
+    if not path.is_file():
+        return None
+    found = load(path, Anchors)[0].anchors.get(case)
+    return found.commit if found else None
 
 
 def _as_gate_case(case: Case) -> Case:
@@ -145,7 +182,7 @@ def _as_gate_case(case: Case) -> Case:
         raise ConfigError(f"case '{case.id}' is of kind {case.kind} and launches nothing; the gate needs runs")
     band = case.guardrails.loss.relative or Loss().relative
     first, delta = next(iter(case.variants.items()))
-    receipt, environment = case.activation.of(first), case.delta.environment.get(first, {})
+    activation, environment = case.activation.of(first), case.delta.environment.get(first, {})
     own = {p: {"baseline": v[first], "candidate": v[first]} for p, v in case.variant_profiles.items() if first in v}
     return case.model_copy(
         update={
@@ -157,211 +194,214 @@ def _as_gate_case(case: Case) -> Case:
             "candidate": dict(delta),
             "variant_profiles": own,
             "delta": Delta(environment={"baseline": environment, "candidate": environment}),
-            "activation": Activation(baseline=receipt, candidate=receipt),
+            "activation": Activation(baseline=activation, candidate=activation),
             "guardrails": Guardrails(loss=Loss(relative=band)),
         }
     )
 
 
-def _plan(case: Case, seed: int, pairs: int | None, budget_s: float | None) -> Plan:
+def _resolve(case: Case, profile: str, trees: Mapping[str, Path], paths: Mapping[str, str]) -> dict[str, Resolved]:
+    """Each tree's own configuration, from its own trainer file and the case's overrides.
+
+    Raises:
+        LaunchError: a tree does not read them, or trains another number of steps.
+    """
+    shared = resolve_variant(case, "baseline", profile)
+    trainer = trainer_path(case).relative_to(data_root("configs").resolve())
+    found = {}
+    for variant in sorted(trees, reverse=True):  # candidate, baseline, anchor: the order of the launches is the schedule's own
+        try:
+            dump = checkout.resolve_in(trees[variant], paths[variant], trainer, overrides(case, "baseline", profile)[0])
+        except LaunchError as e:
+            raise LaunchError(f"the {variant} cannot be run: {e}") from e
+        train, wanted = dump.get("train", {}), shared.config.train
+        if (train.get("steps"), train.get("warmup_steps")) != (wanted.steps, wanted.warmup_steps):
+            raise LaunchError(f"the {variant} trains {train.get('steps')} steps and not {wanted.steps}; name them in the case's profile")
+        found[variant] = replace(shared, variant=variant, resolved=dump)
+    return {v: found[v] for v in ("baseline", "candidate", "anchor") if v in found}
+
+
+def _differences(variants: Mapping[str, Resolved]) -> list[str]:
+    """`key: before -> now` for what the baseline and the tree resolve differently."""
+    before, now = variants["baseline"].dump, variants["candidate"].dump
+    old, new = flatten(before), flatten(now)
+    return [f"{k}: {old.get(k, 'no such key')} -> {new.get(k, 'no such key')}" for k in differing(before, now)]
+
+
+def _series(
+    case: Case,
+    profile: str,
+    machine: Any,
+    variants: dict[str, Resolved],
+    options: Options,
+    progress: Progress,
+    work: Path,
+    telemetry: Telemetry,
+) -> Series:
+    own = options.began + 60 * case.budget.minutes if options.deadline is None else options.deadline
+    return Series(
+        case=case,
+        profile=profile,
+        machine=requirements.restrict(machine, profile),
+        variants=variants,
+        plan=_plan(case, secrets.randbelow(2**31) if options.seed is None else options.seed, options),
+        launcher=options.launcher,
+        work=work,
+        cache=options.results / "cache",
+        progress=progress,
+        deadline=own,
+        telemetry=telemetry,
+    )
+
+
+def _plan(case: Case, seed: int, options: Options) -> Plan:
     """The case's looks, and further ones at the same distance where more pairs were asked for; fixed before the data, like the others."""
-    plan = schedule.plan(case, seed, pairs, budget_s)
+    plan = schedule.plan(case, seed, options.pairs, options.budget_s)
     step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
-    return plan.model_copy(update={"looks": [*plan.looks, *range(plan.looks[-1] + step, (pairs or 0) + 1, step)]})
+    return plan.model_copy(update={"looks": [*plan.looks, *range(plan.looks[-1] + step, (options.pairs or 0) + 1, step)]})
 
 
-def _measure(running: Series, metric: Metric) -> None:
-    looks, limit = running.plan.looks, running.plan.pairs_limit
+def _measure(running: Series, metric: Metric, limits: Limits) -> None:
+    """One discarded launch of each commit, the older one against itself, then pairs. What cannot be used ends it at the first launch that shows it."""
+    looks, count = running.plan.looks, len(running.variants)
     aa_pairs = 0 if metric.deterministic else schedule.AA_PAIRS
-    running.expected = schedule.launches(looks, limit, aa_pairs)
+    running.expected = schedule.launches(looks, running.plan.pairs_limit, aa_pairs, count) if aa_pairs else count
     running.progress.series(f"gate {running.case.id}", running.expected)
     if metric.deterministic:
         series.measure_pairs(running, lambda s, n: True)
         return
-    if any(running.run(spec).outcome != "ok" for spec in schedule.burn_in()):
-        return
+    for spec in schedule.burn_in(running.variants):
+        ended = running.run(spec)
+        if ended.outcome != "ok" or guards.complete(ended, metric):
+            return
     # The A/A is this series' own, of the reference commit: noise is what the two trees have in common.
     noise = aa.measure(running, metric, aa_pairs)
     if len(noise) < 2 * aa_pairs or noise[-1].outcome != "ok":
         return
-    series.measure_pairs(running, lambda s, n: n in looks and _settled(s, metric))
+    others = [v for v in running.variants if v != "candidate"]
+    series.measure_pairs(running, lambda s, n: n in looks and all(_settled(s, metric, limits, v) for v in others))
 
 
-def _settled(running: Series, metric: Metric) -> bool:
-    slowdown, limit = _slowdown(running, metric)
-    return slowdown is None or slowdown[0] > limit or slowdown[1] < limit
+def _settled(running: Series, metric: Metric, limits: Limits, reference: str) -> bool:
+    found = _slowdown(running, metric, limits, _against(running.runs, reference))
+    return found is None or found.answer != "undecided"
 
 
-def _slowdown(running: Series, metric: Metric) -> tuple[tuple[float, float] | None, float]:
-    """The interval of the slowdown on the metric's scale, and the limit."""
-    pairs = gates.pairs_of(running.runs)
-    noise = gates.aa_differences(running.runs, metric)
-    floor = statistics.aa_deviation(noise) if noise else math.inf
-    limit = max(LEAST, NOISE_FACTOR * floor)
-    values = [(metric.value(a), metric.value(b)) for a, b in pairs]
-    if len(values) < 2 or not math.isfinite(floor) or any(x is None for pair in values for x in pair):
-        return None, limit
-    low, high = effects.bounds(_effect(running, metric))[0]
-    return (-high, -low), limit
+def _against(runs: Sequence[Run], reference: str) -> list[Run]:
+    """The runs as a comparison with one of the older commits, which takes the place of the baseline. The A/A is the baseline's in any case."""
+    if reference == "baseline":
+        return [r for r in runs if r.variant != "anchor"]
+    kept = [r for r in runs if r.variant != "baseline" or r.role == "aa"]
+    return [r.model_copy(update={"variant": "baseline"}) if r.variant == reference else r for r in kept]
 
 
-def _effect(running: Series, metric: Metric) -> Curve:
-    blocks = gates.blocks_of(running.runs, schedule.PAIR)
-    noise = gates.aa_differences(running.runs, metric)
-    return effects.measure(verdict.rules_of(running.plan), running.runs, running.case, metric, None, running.plan, blocks, noise)
+def _slowdown(running: Series, metric: Metric, limits: Limits, runs: Sequence[Run]) -> slowdown.Slowdown | None:
+    noise = guards.aa_differences(runs, metric)
+    values = [(metric.value(a), metric.value(b)) for a, b in guards.pairs_of(runs)]
+    if len(values) < 2 or len(noise) < 2 or any(x is None for pair in values for x in pair):
+        return None
+    worse = [-guards.compare(metric, a, b) for a, b in values if a is not None and b is not None]
+    limit = math.log1p(limits.limit) if metric.scale == "log_ratio" else limits.limit
+    return slowdown.judge_slowdown(worse, noise, limit, running.plan.looks)
 
 
-def _judge(running: Series, metric: Metric, reference: str, profile: str) -> GateResult:
-    def result(status: Any, sentence: str, limit: float | None = None, found: Comparison | None = None, conditions: Any = ()) -> GateResult:
-        return GateResult(status, sentence, running.case.id, reference, profile, limit, found, list(conditions), list(running.runs))
+def _judge_all(running: Series, metric: Metric, limits: Limits, blank: GateResult, anchor: str | None) -> GateResult:
+    """The answer against the baseline, and against the anchor; the worse of the two counts."""
+    found = _judge(running, metric, limits, blank, "baseline")
+    if anchor is None or found.status == "error":
+        return found
+    since = _judge(running, metric, limits, replace(blank, reference=anchor, differences=[]), "anchor")
+    status = min((found.status, since.status), key=_WORST_FIRST.index)
+    needed = [r.pairs_needed for r in (found, since) if r.status == "undecided"]
+    more = None if not needed or None in needed else max(n for n in needed if n is not None)
+    return replace(
+        found,
+        status=status,
+        sentence=f"{found.sentence}; since the anchor {anchor[:12]}: {since.sentence}",
+        anchor=since,
+        pairs_needed=more,
+    )
 
-    measured = running.measured()
-    problem = _problem(running, metric)
-    if problem:
-        return result("error", problem)
-    pairs, first = gates.pairs_of(running.runs), running.plan.looks[0]
+
+def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, reference: str) -> GateResult:
+    runs = _against(running.runs, reference)
+    blank = replace(blank, runs=list(running.runs))
+    if problem := _problem(running, runs, metric):
+        return replace(blank, sentence=problem)
+    pairs, first = guards.pairs_of(runs), running.plan.looks[0]
     cut = f"stopped after {len(pairs)} of the {first} pairs that the gate needs, without a failure; raise --budget (or --pairs)"
     if not pairs:
-        return result("undecided", cut)
-    conditions = verdict.pair_gates(measured, running.case, metric, pairs, allowed=gates.SOURCE_KEYS)
-    broken = [f"{g.name}: {g.detail}" for g in conditions if not g.ok]
-    if broken:
-        return result("error", f"the two commits cannot be compared: {'; '.join(broken)}", conditions=conditions)
+        return replace(blank, status="undecided", sentence=cut)
+    alike, cost = _alike(running, runs, metric, limits, pairs, reference), slowdown.same_cost(pairs, runs, limits.limit, limits.allowed)
+    blank = replace(blank, gates=[*alike, *cost])
+    if broken := [f"{g.name}: {g.detail}" for g in alike if not g.ok]:
+        return replace(blank, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
+    dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
-        curve = _effect(running, metric)
-        found = effects.as_pair(curve, verdict.rules_of(running.plan), metric, None)
-        worse = effects.as_effect(metric, effects.bounds(curve)[0][0]) < -LEAST
-        return result("regression" if worse else "pass", f"{metric.name} {effects.show_effect(found)}", LEAST, found, conditions)
-    slowdown, limit = _slowdown(running, metric)
-    curve = _effect(running, metric)
-    found = effects.as_pair(curve, verdict.rules_of(running.plan), metric, None)
-    if slowdown is None or found.pairs < first:
-        return result("undecided", cut, limit, found, conditions)
-    shown, above = f"{metric.name} {effects.show_effect(found, between=True)}", f"a slowdown above {100 * limit:.1f} %"
-    if slowdown[0] > limit:
-        return result("regression", f"{shown}: {above} is certain", limit, found, conditions)
-    if slowdown[1] < limit:
-        return result("pass", f"{shown}: {above} is ruled out", limit, found, conditions)
-    need = _pairs_needed(running.plan, curve, limit)
+        return _judge_exact(metric, limits, blank, pairs, dearer)
+    found = _slowdown(running, metric, limits, runs)
+    floor = statistics.aa_deviation(guards.aa_differences(runs, metric))
+    comparison = verdict.compare_launches(metric, pairs, floor, running.plan, None)
+    blank = replace(blank, comparison=comparison)
+    if dearer:
+        return replace(blank, status="regression", sentence=dearer)
+    if found is None or len(pairs) < first:
+        return replace(blank, status="undecided", sentence=cut)
+    sentence, needed = _sentence(found, metric, limits, runs, len(pairs))
+    return replace(blank, status=found.answer, sentence=sentence, pairs_needed=needed)
+
+
+def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, pairs: Sequence[guards.Pair], dearer: str) -> GateResult:
+    found, allowed = verdict.exact(metric, pairs), limits.allowed.get("metric", 0.0)
+    worse = slowdown.exact_worse(metric, found.baseline, found.candidate, allowed)
+    shown = f"{metric.name} {verdict.show_effect(found)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
+    status: Status = "regression" if worse or dearer else "pass"
+    return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
+
+
+def _sentence(found: slowdown.Slowdown, metric: Metric, limits: Limits, runs: Sequence[Run], pairs: int) -> tuple[str, int | None]:
+    """The answer in words, and how many pairs would settle it."""
+    log = metric.scale == "log_ratio"
+    mean, low, high = (100 * (math.expm1(v) if log else v) for v in (found.mean, found.low, found.high))
+    unit = "%" if log else "points"
+    shown = f"{metric.name}: slower by {mean:+.1f} {unit} [{low:+.1f}, {high:+.1f}]"
+    above = f"a slowdown above {100 * limits.limit:g} {unit}"
+    if found.answer == "regression":
+        return f"{shown}: {above} is certain", None
+    if found.answer == "pass":
+        return f"{shown}: {above} is ruled out", None
+    if found.answer == "too_noisy":
+        cause = slowdown.cause_of_noise(runs, guards.aa_differences(runs, metric))
+        return (
+            f"{shown}: too noisy to see {above} even with {slowdown.MOST_PAIRS} pairs: {cause}; quieten the machine, or raise --limit",
+            None,
+        )
+    need = found.pairs_needed
     more = f"about {need} pairs would settle it (--pairs {need}, and a --budget for them)" if need else "it lies about there"
-    open_ = result(
-        "undecided", f"{shown}: {above} is neither shown nor ruled out after {found.pairs} pairs; {more}", limit, found, conditions
-    )
-    return replace(open_, pairs_needed=need)
+    return f"{shown}: {above} is neither shown nor ruled out after {pairs} pairs; {more}", need
 
 
-def _pairs_needed(plan: Plan, curve: Curve, limit: float) -> int | None:
-    """The first look, beyond those taken, that would probably settle a slowdown as large as the one that was seen."""
-    c = curve.contrasts[0]
-    if c.mean is None or c.used is None or curve.alpha_contrast is None:
-        return None
-    need = statistics.pairs_needed(-c.mean - limit, c.used, curve.alpha_contrast)
-    step = plan.looks[-1] - plan.looks[-2] if len(plan.looks) > 1 else plan.looks[0]
-    if need is None:
-        return None
-    whole = math.ceil(need / step) * step
-    return whole if whole <= MOST_PAIRS else None
+def _alike(
+    running: Series, runs: Sequence[Run], metric: Metric, limits: Limits, pairs: Sequence[guards.Pair], reference: str
+) -> list[Gate]:
+    """What makes runs of two commits comparable. Their configurations may differ, which is said first; since the anchor, training may have changed too."""
+    if reference == "anchor":
+        return [guards.work(running.case, metric, pairs)]
+    measured = running.measured().model_copy(update={"runs": list(runs)})
+    found = verdict.pair_gates(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
+    return [*(g for g in found if g.name != "configuration"), *slowdown.same_training(pairs, runs, limits.allowed)]
 
 
-def _problem(running: Series, metric: Metric) -> str:
+def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     """Why the figures cannot be used, or nothing."""
-    bad = next((r for r in running.runs if r.outcome != "ok"), None)
+    bad = next((r for r in runs if r.outcome != "ok"), None)
     if bad is not None:
         return f"a {bad.variant} run ended as {bad.outcome}: {bad.message[:500]}"
-    for run in running.runs:
-        problem = None if run.role == "burn_in" else gates.complete(run, metric)
-        if problem:
+    for each in runs:
+        if problem := guards.complete(each, metric):
             return f"a run cannot be used: {problem}"
-    from playbook_bench.judge import receipt
-
-    dead = next((c for c in receipt.judge_runs(running.case.activation, running.runs) if not c.ok), None)
+    dead = next((c for c in receipt.judge_runs(running.case.activation, runs) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
-
-
-@contextlib.contextmanager
-def worktree(root: Path, reference: str) -> Iterator[Path]:
-    """The commit's files in a temporary folder, gone afterwards.
-
-    Raises:
-        ConfigError: the reference is no commit of this repository.
-        LaunchError: git cannot make the worktree.
-    """
-    commit = resolve(root, reference)
-    folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
-    tree = folder / "tree"
-    try:
-        made = git(root, ["worktree", "add", "--detach", "--quiet", str(tree), commit])
-        if made.returncode:
-            raise LaunchError(f"git cannot make a worktree of {reference}: {made.stderr.strip()[:500]}")
-        yield tree
-    finally:
-        git(root, ["worktree", "remove", "--force", str(tree)])
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def checkout(root: Path | None) -> Path:
-    """The tree that is judged: the one given, or that of this code.
-
-    Raises:
-        ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
-    """
-    tree = (root or repo_root()).resolve()
-    top, here = _top(tree), None if root else _top(Path.cwd())
-    if top not in (None, tree):
-        raise ConfigError(
-            f"playbook runs from {tree}, which is no checkout of its own but a folder in {top}; both commits would run what is "
-            "installed. Install it from the checkout that is to be judged: pip install -e"
-        )
-    if here not in (None, tree):
-        raise ConfigError(
-            f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
-            "start it there, or install it from this checkout: pip install -e"
-        )
-    return tree
-
-
-def _top(folder: Path) -> Path | None:
-    """The top folder of the repository that a folder lies in; None where git knows of none."""
-    found = git(folder, ["rev-parse", "--show-toplevel"])
-    return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None
-
-
-def resolve(root: Path, reference: str) -> str:
-    """The hash of a commit.
-
-    Raises:
-        ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
-    """
-    found = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
-    if found is not None and found.returncode == 0:
-        return found.stdout.strip()
-    if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
-        raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
-    shallow = git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
-    advice = (
-        "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
-    )
-    raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
-
-
-def git(root: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """What git says of a repository, whatever its exit code.
-
-    Raises:
-        LaunchError: git cannot be run, or does not end.
-    """
-    try:
-        return subprocess.run(
-            ["git", "-C", str(root), *words],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-            start_new_session=True,
-            env=detect.git_environment(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as e:
-        raise LaunchError(f"git cannot be run: {e}") from e
 
 
 def as_json(result: GateResult) -> dict[str, Any]:
@@ -376,9 +416,11 @@ def as_json(result: GateResult) -> dict[str, Any]:
         "profile": result.profile,
         "limit": result.limit,
         "pairs_needed": result.pairs_needed,
+        "differences": result.differences,
         "comparison": result.comparison.model_dump(mode="json") if result.comparison else None,
         "gates": [g.model_dump(mode="json") for g in result.gates],
         "launches": len(result.runs),
+        "anchor": as_json(result.anchor) if result.anchor else None,
     }
     canonical(data)  # no NaN leaves the gate
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
@@ -14,9 +15,10 @@ from rich.text import Text
 
 from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
-from playbook.records.evidence import Check, Curve, Evidence, Machine, Run
+from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
 from playbook.text import count, plain
-from playbook_bench.judge import effects, metrics, receipt
+from playbook_bench.judge import curve as curves
+from playbook_bench.judge import metrics, receipt, verdict
 from playbook_bench.run import confirm, schedule
 from playbook_bench.run.aa import Noise
 from playbook_bench.run.confirm import Outcome
@@ -47,8 +49,10 @@ def console(stream: TextIO | None = None) -> Console:
 class TerminalProgress:
     """One line that is redrawn while a series runs; without a terminal nothing is drawn, and verdicts alone are printed."""
 
-    def __init__(self, out: Console | None = None) -> None:
+    def __init__(self, out: Console | None = None, counts: bool = False) -> None:
         self.out = out or console()
+        self._counts = counts
+        """Whether what does not apply here is counted at the end, and not printed."""
         self._live: Live | None = None
         self._label = ""
         self._began = time.monotonic()
@@ -85,7 +89,8 @@ class TerminalProgress:
     def finished(self, outcome: Outcome) -> None:
         """End the line and print the claim's three."""
         self.close()
-        print_outcome(outcome, self.out)
+        if not (self._counts and outcome.status == "not_applicable"):
+            print_outcome(outcome, self.out)
 
     def close(self) -> None:
         """Take the line away."""
@@ -119,7 +124,7 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
-    shown = effects.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
+    shown = verdict.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
@@ -151,7 +156,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
     if curve.look is None and any(c.low is not None for c in curve.contrasts):
-        out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_BETWEEN}"))
+        out.print(Text(f"{_INDENT}{curves.show(curve, between=True)}{_BETWEEN}"))
     checks = evidence.derived.receipts
     if checks:
         bad = sum(not c.ok for c in checks)
@@ -174,13 +179,34 @@ def print_summary(outcomes: Sequence[Outcome], out: Console) -> None:
         out.print(Text(f"replay   playbook bench replay {path}"))
 
 
-def print_table(outcomes: Sequence[Outcome], out: Console) -> None:
-    """All verdicts below each other, one line each."""
-    for outcome in outcomes:
+def print_table(outcomes: Sequence[Outcome], out: Console, counts: bool = False) -> None:
+    """All verdicts below each other, one line each. What does not apply was printed when that was found, or is counted now."""
+    tested = [o for o in outcomes if o.status != "not_applicable"]
+    if len(tested) > 1:
+        out.print()
+    for outcome in tested if len(tested) > 1 else []:
         evidence = outcome.evidence
         card = evidence.measured.claim.card if evidence.measured.claim else ""
         word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=COLOURS[outcome.status])
         out.print(Text(f"{card:<26}{outcome.name:<{_NAME - 1}} ").append(word).append(_sentence(outcome)))
+    if counts:
+        _print_inapplicable(outcomes, out)
+
+
+def _print_inapplicable(outcomes: Sequence[Outcome], out: Console) -> None:
+    """How many claims this machine cannot test, by what it lacks, in one line."""
+    lacks = Counter(_lack(o.evidence.measured) for o in outcomes if o.status == "not_applicable")
+    if lacks:
+        parts = ", ".join(f"{number} {what}" for what, number in lacks.most_common())
+        out.print(Text(f"not applicable here: {count(lacks.total(), 'claim')} ({parts}); --verbose lists them"))
+
+
+def _lack(measured: Measured) -> str:
+    reasons = {m.reason for m in measured.missing}
+    if not measured.machine.gpus and reasons & {"scope", "profile"}:
+        return "need GPUs"
+    words = {"package": "need a package", "scope": "have another scope", "profile": "have no profile for it", "no_case": "have no case"}
+    return next((text for reason, text in words.items() if reason in reasons), "for other reasons")
 
 
 def print_noise(noise: Noise, out: Console) -> None:
@@ -197,7 +223,7 @@ def print_noise(noise: Noise, out: Console) -> None:
 
 def print_gate(result: GateResult, out: Console) -> None:
     """The gate's answer in one line."""
-    style = {"pass": "green", "regression": "red", "undecided": "yellow", "error": "bold red"}[result.status]
+    style = {"pass": "green", "regression": "red", "undecided": "yellow", "too_noisy": "yellow", "error": "bold red"}[result.status]
     out.print(
         Text(f"gate {result.case} against {result.reference} ({result.profile})  ")
         .append(Text(result.status, style=style))

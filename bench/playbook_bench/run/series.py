@@ -37,7 +37,6 @@ from playbook_bench.run import schedule
 from playbook_bench.run.journal import Kept, SeriesJournal
 from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.variants import Resolved, extended
-from playbook_trainer.config import tree as trainer_config
 
 MAX_LINES = 100_000
 
@@ -122,7 +121,15 @@ class Series:
         self.progress.launch(number, max(self.expected, number), spec)
         steps, before = resolved.config.train.steps, ticks()
         result = self.launcher.run(
-            Spec(resolved.config, resolved.ranks, folder, environment, self.case.budget.launch_timeout_s, threads=threads),
+            Spec(
+                resolved.config,
+                resolved.ranks,
+                folder,
+                environment,
+                self.case.budget.launch_timeout_s,
+                threads=threads,
+                resolved=resolved.resolved,
+            ),
             lambda step: self.progress.step(step, steps),
         )
         self._took[spec.variant] = result.wall_s
@@ -142,7 +149,7 @@ class Series:
     def _again(self, kept: Kept, resolved: Resolved) -> Run:
         """A run of before, in its new place."""
         run = kept.run.model_copy(update={"position": len(self.runs)})
-        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         if run.strict_sha:
             self.strict[run.strict_sha] = kept.strict
         self._took[run.variant] = run.wall_s
@@ -209,7 +216,7 @@ class Series:
         self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
     ) -> Run:
         train = resolved.config.train
-        self.configs[resolved.sha] = trainer_config.dump(resolved.config) | {"output": ""}
+        self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         base: dict[str, Any] = {
             "run_id": folder.name,
             "variant": spec.variant,
@@ -316,7 +323,7 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
 def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
     """Its pairs, or blocks of all variants, in the order that its seed gives."""
     seed = series.plan.seed
-    return schedule.measured(seed) if series.case.kind == "pair" else schedule.rounds(seed, list(series.variants))
+    return schedule.measured(seed) if tuple(series.variants) == schedule.PAIR else schedule.rounds(seed, list(series.variants))
 
 
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:

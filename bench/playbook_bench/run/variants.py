@@ -10,13 +10,13 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
-from playbook.records.evidence import Variant
-from playbook.renamed_keys import modern_key
+from playbook.records.evidence import Variant, digest
 from playbook.yaml_files import did_you_mean
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha, flatten
+from playbook_trainer.config.renamed import modern_key
 from playbook_trainer.config.tree import TrainerConfig
 
 _CONFIG_PREFIX = "trainer/configs/"
@@ -32,11 +32,18 @@ class Resolved:
     ranks: int
     environment: dict[str, str]
     target: Target = field(default_factory=Target)
+    resolved: Mapping[str, Any] | None = None
+    """The configuration as another commit's code resolved it; the gate launches that."""
+
+    @property
+    def dump(self) -> Mapping[str, Any]:
+        """The configuration as plain data."""
+        return trainer_config.dump(self.config) if self.resolved is None else self.resolved
 
     @property
     def sha(self) -> str:
         """The configuration's hash on the machine that it is meant for."""
-        return config_sha(self.config, self.target)
+        return config_sha(self.config, self.target) if self.resolved is None else digest(self.resolved, 16)
 
 
 def trainer_path(case: Case) -> Path:
@@ -58,12 +65,11 @@ def trainer_path(case: Case) -> Path:
     return path
 
 
-def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
-    """The variant's configuration: trainer file < profile < the variant's delta < the variant's delta for this profile.
+def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
+    """What a variant sets on top of the trainer's file, later ones first: profile, its delta, its delta for this profile. And its number of ranks.
 
     Raises:
         ConfigError: the case has no such profile, or `ranks` is not a positive whole number.
-        FileError: the configuration does not fit the trainer's tree.
     """
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
@@ -74,6 +80,17 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
     if profile == "cpu":
         merged.setdefault("train.device", "cpu")
+    return merged, ranks
+
+
+def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
+    """The variant's configuration: the trainer's file with its overrides.
+
+    Raises:
+        ConfigError: as `overrides`.
+        FileError: the configuration does not fit the trainer's tree.
+    """
+    merged, ranks = overrides(case, variant, profile)
     config, target = trainer_config.load(trainer_path(case), merged), automatic.here(None if profile == "cpu" else profile)
     return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
 

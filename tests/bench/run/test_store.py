@@ -13,7 +13,9 @@ from stored import long_run, record
 from playbook import paths
 from playbook.errors import StoreError
 from playbook.records.evidence import Plan, seal
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, replay, report, store
+from playbook_bench.run.options import Options
 
 
 def test_ids_sort_by_time_and_differ():
@@ -168,7 +170,7 @@ def test_where_a_claim_is_named_its_mechanism_check_does_not_speak_for_it(tmp_pa
     """Its verdict is there, and in the exit code where it was named itself, or with its whole card."""
 
     def tested(target):
-        out = confirm.run([target], results=tmp_path, command=["false"], profile="cpu")
+        out = confirm.run([target], Options(results=tmp_path, launcher=LocalLauncher(["false"]), profile="cpu"))
         return {o.name: o.status for o in out}, confirm.exit_code(out), report.as_json(out)["exit_code"]
 
     assert tested("moe-dispatcher-choice/W9") == ({"W9": "not_applicable", "W9.m": "error"}, 4, 4)

@@ -6,7 +6,8 @@ PLANT is JSON: per variant (told by the dispatcher in the configuration) a mappi
   computing: share of the step, in percent, in which its GPU would compute
   bytes: the bytes that it reports to have sent
   late: seconds that the first launch takes before its ranks do anything
-  loss: what is added to its losses
+  loss: what is added to its losses;  stands: the loss of every step;  grad_norm, memory: of every step;  skips: every second step is skipped
+  noise: standard deviation of its launches, as a share
   slower: share by which its steps take longer;  at: the step of the fault;  rank: whose;  launches: only those launches, from 0
 """
 
@@ -64,7 +65,7 @@ def fake(config, planted):
     launch = random.Random(
         out.name.rpartition("-")[0]
     )  # without the name's random end: the same noise in every run of a test, so that a rule with a rate of error cannot err now and then
-    factor = (1 + planted.get("slower", 0.0)) * (1 + launch.gauss(0, 0.003))
+    factor = (1 + planted.get("slower", 0.0)) * (1 + launch.gauss(0, planted.get("noise", 0.003)))
     fault, at = planted.get("fault"), planted.get("at", 5)
     mine = rank == planted.get("rank", 0)
     if fault == "silent":
@@ -88,9 +89,11 @@ def fake(config, planted):
             row = {
                 "step": step,
                 "timed": step > train["warmup_steps"],
-                "loss": None if nan else 5.0 - 0.01 * step + planted.get("loss", 0.0),
+                "loss": None if nan else planted.get("stands", 5.0 - 0.01 * step + planted.get("loss", 0.0)),
                 **({"nan": True} if nan else {}),
-                "grad_norm": 1.0,
+                **({"nan": True, "loss": None} if step % 2 and planted.get("skips") else {}),
+                "grad_norm": planted.get("grad_norm", 1.0),
+                "peak_memory_bytes": planted.get("memory", 1 << 20),
                 "lr": 0.1,
                 "seconds": STEP_S * factor * (1 + launch.gauss(0, 0.01)) + planted.get("drift", 0.0) * step,
                 "useful_tokens": 1000,

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm
+from playbook_bench.run.options import Options
 
 HERE = Path(__file__).parent
 FAKE = (sys.executable, str(HERE / "planted.py"))
@@ -30,5 +32,9 @@ def only(outcomes):
     return outcomes[0]
 
 
-def bench(case, tmp_path, command=FAKE, **options):
-    return only(confirm.bench_run(case, results=tmp_path / "results", command=command, profile="cpu", seed=1, **options))
+def options(tmp_path, command=FAKE, launcher=LocalLauncher, **more):
+    return Options(results=tmp_path / "results", launcher=launcher(command), **more)
+
+
+def bench(case, tmp_path, progress=None, **more):
+    return only(confirm.bench_run(case, options(tmp_path, profile="cpu", seed=1, **more), progress))

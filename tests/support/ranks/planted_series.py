@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from playbook_bench.launch import cluster
 from playbook_bench.run import confirm
+from playbook_bench.run.options import Options
 
 PLANTED = (sys.executable, str(Path(__file__).with_name("planted.py")))
 
@@ -38,7 +40,7 @@ def main():
         if plant in ("cancel", "node"):
             threading.Thread(target=strike, args=(plant, folder), daemon=True).start()
         slurm = cluster.launcher(cluster.Cluster(platform="cpu"), 0)
-        (found,) = confirm.bench_run(case, results=folder, command=PLANTED, profile="cpu", seed=1, slurm=slurm)
+        (found,) = confirm.bench_run(case, Options(results=folder, launcher=replace(slurm, command=PLANTED), profile="cpu", seed=1))
         outcomes = [(r.outcome, r.message) for r in found.evidence.measured.runs]
         print(json.dumps({"status": found.status, "outcomes": outcomes, "path": str(found.path)}), flush=True)
 

@@ -14,7 +14,9 @@ from ranks import SUPPORT
 
 from playbook.paths import repo_root
 from playbook.records.read import read
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.run import confirm, replay, store
+from playbook_bench.run.options import Options
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -100,7 +102,7 @@ def test_a_matched_series_over_two_nodes_gives_the_record_of_a_local_one(environ
     path = case("useful_tokens_per_s_per_gpu")
     (found,) = in_an_allocation(environment, tmp_path, path, str(tmp_path / "results"), plant)
     monkeypatch.setenv("PLANT", plant)
-    (local,) = confirm.bench_run(path, results=tmp_path / "local", command=PLANTED, profile="cpu", seed=1)
+    (local,) = confirm.bench_run(path, Options(results=tmp_path / "local", launcher=LocalLauncher(PLANTED), profile="cpu", seed=1))
     record = store.load(Path(found["path"]))
     assert found["status"] == local.status == "measured"
     assert record.derived.comparison.effect == pytest.approx(-0.2 / 1.2, abs=0.02)
@@ -144,6 +146,8 @@ LOCKS = """
 import os, socket, sys, time
 from pathlib import Path
 from playbook import files as locks
+from playbook_bench.run.options import Options
+from playbook_bench.launch.local import LocalLauncher
 socket.gethostname = lambda: os.environ["SLURMD_NODENAME"]
 who = locks.take(Path(sys.argv[1]))
 print(f"{os.environ['SLURMD_NODENAME']}: {who or 'took it'}", flush=True)

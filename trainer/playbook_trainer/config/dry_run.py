@@ -20,7 +20,7 @@ from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import memory as arithmetic
 
 MASTER_BYTES = 4
-"""Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
+"""Of a master weight, whole or in two halves. Source: `playbook_trainer.torch.build`, `playbook_trainer.torch.split_weights`."""
 
 LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
@@ -77,7 +77,7 @@ def _options(config: TrainerConfig) -> Options:
 def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
     """Bytes of a master weight and its gradient: float32, or bfloat16 as reduced where the weight is in two halves and a step reduces once."""
     once = plan.microbatches == 1 and plan.pp == 1
-    return MASTER_BYTES + (2 if config.optimizer.master_weights == "remainder" and once else 4)
+    return MASTER_BYTES + (2 if config.optimizer.master == "split" and once else 4)
 
 
 def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:

@@ -1,0 +1,194 @@
+"""Two commits of one trainer: whether the newer one is slower by more than a limit, and whether it still trains the same way at the same cost.
+
+The limit is the user's and nothing raises it: noise makes an answer undecided, never a pass. Both errors are spent across the looks:
+a slowdown as large as the limit passes at most once in a thousand series, and is called a regression at most in 25 of a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics as plain
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats as sps
+
+from playbook.records.evidence import Gate, Run, Sample
+from playbook_bench.judge import metrics, receipt, statistics
+from playbook_bench.judge.guards import Pair
+from playbook_bench.judge.metrics import timed
+
+LIMIT = 0.03
+"""A slowdown above 3 % is a regression, where nothing else is said."""
+PASS_ERROR = 0.001
+REGRESSION_ERROR = 0.025
+MOST_PAIRS = 100
+"""More are never asked for."""
+NOISIER = 0.2
+"""One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, they speak for themselves."""
+EXACT = 1e-9
+ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
+"""What `--allow NAME=SHARE` may name."""
+_REPEATS = 4.0
+"""Two commits may differ by this many times what launches of one commit do."""
+_ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
+"""Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
+_MEMORY = 0.02
+
+Answer = Literal["pass", "regression", "undecided", "too_noisy"]
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """How much slower the newer commit is, on a log scale for ratios, and what follows at this look."""
+
+    answer: Answer
+    mean: float
+    low: float
+    """Above it but for REGRESSION_ERROR, over all looks."""
+    high: float
+    """Below it but for PASS_ERROR, over all looks."""
+    pairs_needed: int | None = None
+    """About how many pairs would settle what is undecided; None where no number up to MOST_PAIRS does."""
+
+
+def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float, looks: Sequence[int]) -> Slowdown:
+    """What the pairs at one look say.
+
+    `worse` has one value for each pair of commits, positive where the newer one is slower; `noise` one for each pair of launches of the older
+    commit. Both estimate the deviation of a pair, unless pairs of two commits vary more: a commit may be noisier than the one before it.
+
+    Raises:
+        ValueError: fewer than two pairs of either, or a value that is not finite.
+    """
+    n, m = len(worse), len(noise)
+    if n < 2 or m < 2:
+        raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
+    own = statistics.interval(worse, REGRESSION_ERROR)
+    alone = statistics.aa_deviation(noise)
+    if not math.isfinite(alone):
+        raise ValueError("a difference is not finite")
+    own_freedom, freedom = n - 1, n - 1 + m
+    deviation = math.sqrt((own_freedom * own.deviation**2 + m * alone**2) / freedom)
+    if own.deviation > math.sqrt(float(sps.f.ppf(1 - NOISIER, own_freedom, m))) * alone:
+        deviation, freedom = own.deviation, own_freedom
+    error = deviation / math.sqrt(n)
+    low = own.mean - float(sps.t.ppf(1 - REGRESSION_ERROR / len(looks), freedom)) * error
+    high = own.mean + float(sps.t.ppf(1 - PASS_ERROR / len(looks), freedom)) * error
+    if low > limit:
+        return Slowdown("regression", own.mean, low, high)
+    if high < limit:
+        return Slowdown("pass", own.mean, low, high)
+    need = _pairs_needed(own.mean, deviation, limit, m, looks)
+    hopeless = _pairs_needed(0.0, deviation, limit, m, looks) is None
+    return Slowdown("too_noisy" if hopeless else "undecided", own.mean, low, high, need)
+
+
+def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int, looks: Sequence[int]) -> int | None:
+    """The first look, beyond those planned, that would probably settle a slowdown of `mean`."""
+    step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    error = PASS_ERROR if mean < limit else REGRESSION_ERROR
+    likely = float(sps.norm.ppf(statistics.POWER))
+    for pairs in range(looks[0], MOST_PAIRS + 1, step):
+        every = len([*looks, *range(looks[-1] + step, pairs + 1, step)])
+        quantile = float(sps.t.ppf(1 - error / every, pairs - 1 + noise_pairs))
+        if (quantile + likely) * deviation / math.sqrt(pairs) <= abs(limit - mean):
+            return pairs
+    return None
+
+
+def cause_of_noise(runs: Sequence[Run], noise: Sequence[float]) -> str:
+    """Why launches differ, as far as the runs tell."""
+    causes = [f"launches of one commit differ by {100 * statistics.aa_deviation(noise):.1f} %"] if noise else []
+    shares = [s for v in ("baseline", "candidate") if (s := receipt.computing(runs, v)) is not None]
+    if shares and min(shares) < 80:
+        causes.append(f"the GPU computes in only {min(shares):.0f} % of the step, so the host is what is timed")
+    stolen = [float(s) for r in runs if isinstance(s := r.telemetry.get("stolen_percent"), int | float)]
+    if stolen and plain.median(stolen) >= 2:
+        causes.append(f"other machines on this hardware had {plain.median(stolen):.0f} % of its processor time")
+    return "; ".join(causes)
+
+
+def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:
+    """Whether an exact metric got worse by more than the allowance that was stated, as a share of the baseline."""
+    loss = baseline - candidate if metric.better == "higher" else candidate - baseline
+    return loss > allowed * abs(baseline) + EXACT * max(abs(baseline), abs(candidate))
+
+
+def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Gate]:
+    """Two commits with one seed train alike: no step more is skipped, and losses and gradient norms agree step by step."""
+    return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
+
+
+def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], limit: float, allowed: Mapping[str, float]) -> list[Gate]:
+    """What a step's time does not show: memory, and the time of the process outside its steps."""
+    return [_memory(pairs, runs, allowed.get("memory", _MEMORY)), _process(pairs, runs, allowed.get("process", limit))]
+
+
+def _skipped(pairs: Sequence[Pair]) -> Gate:
+    most = [max(sum(s.nan or s.loss is None for s in run.samples) for run in side) for side in zip(*pairs, strict=True)]
+    ok = most[1] <= most[0]
+    return Gate(name="skipped_steps", ok=ok, detail="" if ok else f"{most[1]} steps without a finite loss, {most[0]} before")
+
+
+def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Gate:
+    """A quantity of each step, against what launches of the older commit differ by at that step or before it."""
+    read: Callable[[Sample], float | None] = lambda sample: getattr(sample, name)  # noqa: E731
+    repeats = [r for r in runs if r.variant == "baseline" and r.outcome == "ok"]
+    least, alone = _ROUNDING[name]
+    spread, worst, where = 0.0, 0.0, 0
+    for step in range(min(len(r.samples) for pair in pairs for r in pair)):
+        seen = [v for r in repeats if len(r.samples) > step and (v := read(r.samples[step])) is not None]
+        spread = max(spread, (max(seen) - min(seen)) / max(abs(v) for v in seen) if any(seen) else 0.0)
+        limit = allowed if allowed is not None else max(least, _REPEATS * spread) if len(repeats) > 1 else alone
+        for a, b in pairs:
+            left, right = read(a.samples[step]), read(b.samples[step])
+            if left is None or right is None:
+                continue
+            over = abs(left - right) / max(abs(left), abs(right), 1e-30) / max(limit, 1e-30)
+            if over > max(1.0, worst):
+                worst, where = over, step
+    if worst <= 1:
+        return Gate(name=name, ok=True)
+    before, after = (read(r.samples[where]) for r in next(p for p in pairs if _differs(p, where, read)))
+    return Gate(
+        name=name,
+        ok=False,
+        detail=f"{name} of step {where + 1} is {after:.6g}, and {before:.6g} before: {worst:.3g} times more than is explained by rounding",
+    )
+
+
+def _differs(pair: Pair, step: int, read: Callable[[Sample], float | None]) -> bool:
+    return read(pair[0].samples[step]) != read(pair[1].samples[step])
+
+
+def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Gate:
+    """Peak memory of the device, against the most that any launch of the older commit had."""
+    before = [max((s.peak_memory_bytes for s in timed(r)), default=0) for r in runs if r.variant == "baseline" and r.outcome == "ok"]
+    after = [max((s.peak_memory_bytes for s in timed(b)), default=0) for _, b in pairs]
+    if not before or not max(before):
+        return Gate(name="memory", ok=True, detail="" if not max(after, default=0) else "not compared: the older commit reports none")
+    grown = plain.median(after) / max(before) - 1
+    return Gate(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
+
+
+def _process(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Gate:
+    """Seconds of the process outside its steps: what moved from inside a step to between two of them is not gained."""
+    name = "process"
+    before = [_outside(r) for r in runs if r.variant == "baseline" and r.outcome == "ok" and r.role != "burn_in"]
+    after = [_outside(b) for _, b in pairs]
+    if len(before) < 3 or min(before) < 0:
+        return Gate(name=name, ok=True, detail="not compared: too few launches, or steps that take longer than their process")
+    inside = plain.median(math.fsum(s.seconds for s in a.samples) for a, _ in pairs)
+    slack = max(allowed * inside, _REPEATS / 2 * (max(before) - min(before)))
+    more = plain.median(after) - plain.median(before)
+    return Gate(
+        name=name,
+        ok=more <= slack,
+        detail="" if more <= slack else f"the process takes {more:.1f} s longer outside its steps, at most {slack:.1f} s is explained",
+    )
+
+
+def _outside(run: Run) -> float:
+    return run.wall_s - math.fsum(s.seconds for s in run.samples)

@@ -1,0 +1,160 @@
+"""The files of commits, for the gate and for bisecting: which repository is judged, and a commit's files in a folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from playbook.errors import ConfigError, LaunchError
+from playbook.paths import repo_root
+from playbook_bench.machine import detect
+
+_GIT_TIMEOUT_S = 120
+_CONFIGS = Path("trainer/configs")
+_RESOLVE = """
+import json, sys
+from pathlib import Path
+try:
+    from playbook_trainer.config import tree
+except ImportError:
+    from playbook_trainer import config as tree
+print(json.dumps(tree.load(Path(sys.argv[1]), json.loads(sys.argv[2])).model_dump(mode="json")))
+"""
+"""Run in a tree of any age; the configuration was a module before it was a package."""
+
+
+def repository(root: Path | None) -> Path:
+    """The checkout that is judged: the one given, or that of this code.
+
+    Raises:
+        ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
+    """
+    tree = (root or repo_root()).resolve()
+    top, here = _top(tree), None if root else _top(Path.cwd())
+    if top not in (None, tree):
+        raise ConfigError(
+            f"playbook runs from {tree}, which is no checkout of its own but a folder in {top}; both commits would run what is "
+            "installed. Install it from the checkout that is to be judged: pip install -e"
+        )
+    if here not in (None, tree):
+        raise ConfigError(
+            f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
+            "start it there, or install it from this checkout: pip install -e"
+        )
+    return tree
+
+
+@contextlib.contextmanager
+def files_of(root: Path, reference: str) -> Iterator[Path]:
+    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree, so a process that is killed leaves none.
+
+    Raises:
+        ConfigError: the reference is no commit of this repository.
+        LaunchError: git cannot write the files.
+    """
+    commit = commit_of(root, reference)
+    folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
+    tree, index = folder / "tree", {"GIT_INDEX_FILE": str(folder / "index")}
+    try:
+        tree.mkdir()
+        for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
+            made = git(root, words, index)
+            if made.returncode:
+                raise LaunchError(f"git cannot write the files of {reference}: {made.stderr.strip()[:500]}")
+        yield tree
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def commit_of(root: Path, reference: str) -> str:
+    """The hash of a commit.
+
+    Raises:
+        ConfigError: git cannot read the repository, or the reference is no commit of it, or of what a shallow clone has of it.
+    """
+    found = None if reference.startswith("-") else git(root, ["rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}"])
+    if found is not None and found.returncode == 0:
+        return found.stdout.strip()
+    if found is not None and found.stderr.strip():  # no repository, or one of another user, as is usual in a container of CI
+        raise ConfigError(f"git cannot read {root}: {' '.join(found.stderr.split())[:500]}")
+    shallow = git(root, ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "true"
+    advice = (
+        "this clone is shallow, get the rest of its history with git fetch --unshallow" if shallow else "name a branch, a tag or a hash"
+    )
+    raise ConfigError(f"'{reference}' is no commit of {root}; {advice}")
+
+
+def state_of(root: Path) -> str:
+    """A hash of the working tree: the commit, and what is changed or new in it."""
+    words = (["rev-parse", "HEAD"], ["diff", "HEAD", "--no-ext-diff", "--binary"], ["status", "--porcelain", "--untracked-files=all"])
+    return detect.digest_of([git(root, w).stdout for w in words])
+
+
+def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What git says of a repository, whatever its exit code.
+
+    Raises:
+        LaunchError: git cannot be run, or does not end.
+    """
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+            env={**detect.git_environment(), **(environment or {})},
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise LaunchError(f"git cannot be run: {e}") from e
+
+
+def sources(tree: Path) -> list[str]:
+    """Where a tree's packages lie."""
+    return [str((tree / part).resolve()) for part in (".", "bench", "trainer")]
+
+
+def import_path(tree: Path, others: Sequence[Path]) -> str:
+    """PYTHONPATH for a tree: its own sources, then what else is on this process's path, such as a checkout of megatron-core.
+
+    Not the sources of `others`, or of the tree that runs this.
+    """
+    ours = {path for other in (*others, repo_root()) for path in sources(other)}
+    given = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join([*sources(tree), *(p for p in given if p not in ours)])
+
+
+def resolve_in(tree: Path, path: str, trainer: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that a tree's own code makes of its own trainer file and the overrides. `path` is the tree's PYTHONPATH.
+
+    Raises:
+        LaunchError: it refuses them, or has no such file.
+    """
+    command = [sys.executable, "-c", _RESOLVE, str(tree / _CONFIGS / trainer), json.dumps(overrides)]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, timeout=_GIT_TIMEOUT_S, check=False)
+        if done.returncode == 0:
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+        why = done.stderr
+    except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as e:
+        why = str(e)
+    last = next((line.strip() for line in reversed(why.splitlines()) if line.strip()), "no message")
+    raise LaunchError(f"its code does not read {_CONFIGS / trainer} with the case's overrides: {last[:500]}")
+
+
+def _top(folder: Path) -> Path | None:
+    """The top folder of the repository that a folder lies in; None where git knows of none."""
+    found = git(folder, ["rev-parse", "--show-toplevel"])
+    return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None

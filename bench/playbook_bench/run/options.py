@@ -1,0 +1,66 @@
+"""What a command says about its series, as one object from the command line down to the launches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import Launcher, LocalLauncher
+from playbook_bench.launch.slurm import SrunLauncher
+from playbook_bench.run import schedule, store
+from playbook_bench.run.journal import Journal
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one command.
+
+    Raises:
+        ConfigError: a limit leaves room for nothing.
+    """
+
+    profile: str | None = None
+    """Machine class, such as `h200x4`; None takes the largest that fits."""
+    results: Path = store.DEFAULT_RESULTS
+    """Folder of evidence, noise estimates, run folders and compile caches."""
+    pairs: int | None = None
+    """At most this many pairs of launches."""
+    budget_s: float | None = None
+    """At most this many seconds, counted from when these options were made."""
+    seed: int | None = None
+    """Seed of the order of launches; None draws one."""
+    launcher: Launcher = field(default_factory=lambda: LocalLauncher())
+    journal: Journal | None = None
+    """What an earlier, stopped command with these options has left."""
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        schedule.check_limits(self.pairs, self.budget_s)
+        object.__setattr__(self, "results", Path(self.results).resolve())
+
+    @property
+    def deadline(self) -> float | None:
+        """When the budget is spent, on the monotonic clock."""
+        return None if self.budget_s is None else self.began + self.budget_s
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the launcher starts ranks on."""
+        return len(self.launcher.allocation.hosts) if isinstance(self.launcher, SrunLauncher) else 1
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forked from a process that has imported everything."""
+        return isinstance(self.launcher, ForkLauncher)
+
+    def flags(self, limits: bool = True) -> list[str]:
+        """These options as words of a command line; without `limits`, those alone that choose what runs."""
+        given = {"--profile": self.profile}
+        if limits:
+            given |= {
+                "--pairs": None if self.pairs is None else str(self.pairs),
+                "--budget": None if self.budget_s is None else f"{self.budget_s:g}s",
+            }
+        return [word for flag, value in given.items() if value is not None for word in (flag, value)]
