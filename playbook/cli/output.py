@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 
 USAGE = 2
+_ANY_WIDTH = 1 << 16
+_FOLDED = 20
+"""The narrowest that a folded column may be."""
 
 
 def say(text: str) -> None:
@@ -39,11 +42,24 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns without lines; the last one is as wide as it needs."""
-    cells = [list(columns), *([", ".join(v) if isinstance(v := row[c], list) else str(v) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    """A table without lines. Each row is one line; on a terminal the last column is folded where there is room for it."""
+    from rich.console import Console  # takes as long as the whole of `playbook --help`
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    cells = [[plain(", ".join(v) if isinstance(v := row[c], list) else str(v)) for c in columns] for row in rows]
+    for column in columns:
+        table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
     for line in cells:
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        table.add_row(*map(Text, line))
+    before_last = sum(max(map(len, column)) + 2 for column in list(zip(columns, *cells, strict=True))[:-1])
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal or console.width < before_last + _FOLDED:
+        console.width = _ANY_WIDTH
+    with console.capture() as shown:
+        console.print(table)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in shown.get().splitlines()))
 
 
 def print_findings(findings: Sequence[Finding], head: Mapping[str, Any], read: str, *, strict: bool, as_json: bool) -> None:

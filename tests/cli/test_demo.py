@@ -1,0 +1,66 @@
+"""`playbook demo`: what it runs, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from in_process import run
+
+from playbook.cards.load import load_all
+from playbook.cli import confirm
+from playbook.cli.output import print_table
+from playbook_bench.run import confirm as harness
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_four_claims_can_be_tested_on_a_cpu():
+    cards = load_all()
+    for target in confirm.DEMO:
+        card, _, claim = target.partition("/")
+        (found,) = [c for c in cards[card].claims if claim in (c.id, c.mechanism_check and c.mechanism_check.id)]
+        assert claim == found.mechanism_check.id if claim.endswith(".m") else found.cpu_scope
+
+
+def test_a_block_for_each_claim_then_what_to_do_next(capsys, elsewhere):
+    code, out, _ = run(capsys, "demo", "long-context-cp-sizing/L2")
+    statement = next(c.statement for c in load_all()["long-context-cp-sizing"].claims if c.id == "L2")
+    assert code == 0
+    assert f"long-context-cp-sizing/L2: {statement}\nL2 " in out
+    lacking, known = harness.count_inapplicable("cpu")
+    assert 0 < lacking < known
+    assert out.count(f"{lacking} of {known} claims need") == 1
+    commands = [line for line in out.partition("to do next:")[2].splitlines() if line]
+    assert len(commands) == 3
+    assert (elsewhere / commands[-1].split()[3]).is_file()
+
+
+@pytest.mark.parametrize(("claim", "verdict", "code"), [("T8", "refuted", 1), ("T5", "not applicable", 4)])
+def test_a_verdict_of_any_kind_is_a_success(capsys, claim, verdict, code):
+    assert run(capsys, "confirm", f"vlm-real-data/{claim}", "--profile", "cpu")[0] == code
+    ended, out, _ = run(capsys, "demo", f"vlm-real-data/{claim}")
+    assert ended == 0
+    assert verdict in out
+
+
+def test_on_a_terminal_the_last_column_of_a_table_is_folded_and_elsewhere_no_line_is(monkeypatch):
+    rows = [{"id": "a-long-name-of-a-claim", "statement": "words " * 30}, {"id": "b", "statement": "\x1b[2J"}]
+    shown = {}
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "xterm")
+        print_table(rows, ("id", "statement"))
+        shown[terminal] = re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines()
+    assert [line.split()[0] for line in shown[False]] == ["id", "a-long-name-of-a-claim", "b"]
+    assert len(shown[True]) > 3
+    assert max(map(len, shown[True])) <= 80
+    assert shown[True][1].startswith("a-long-name-of-a-claim  words")
+    assert "\x1b" not in "".join(shown[True] + shown[False])
