@@ -113,7 +113,7 @@ var PlaybookLayout = (function () {
   }
 
   function chunks(p) {
-    const found = [], layers = p.shape.layers, count = p.pp * p.vpp, uneven = p.options.uneven;
+    const found = [], layers = p.shape.layers, count = p.pp * p.vpp, uneven = p.options.uneven !== false;
     if (uneven && count > layers + 2)
       found.push(`${layers} layers, embedding and output do not fill pp ${p.pp} x vpp ${p.vpp} = ${count} chunks; change pp`);
     else if (!uneven && layers % count)
@@ -315,8 +315,9 @@ var PlaybookLayout = (function () {
     const rows = p.mbs * floorDiv(gpus, degrees.tp * degrees.cp * degrees.pp) * (degrees.vpp > 1 ? degrees.pp : 1);
     let distance = DEGREES.reduce((sum, k) => sum + apart(p[k], degrees[k]), 0), uneven = p.options.uneven, gbs = p.gbs;
     if (gpus !== p.gpus) distance += apart(p.gpus, gpus) + tables.nearest.other_gpus;
-    if (p.shape.layers % (degrees.pp * degrees.vpp) && !uneven) {
-      uneven = true;
+    const moved = degrees.pp !== p.pp || degrees.vpp !== p.vpp || uneven === false;
+    if (p.shape.layers % (degrees.pp * degrees.vpp) && !uneven && moved) {
+      uneven = uneven === false ? true : uneven;
       distance += tables.nearest.uneven;
     }
     if (gbs % rows) {
@@ -345,7 +346,7 @@ var PlaybookLayout = (function () {
       const plan = {...p, ...settings, options: {...p.options, uneven}};
       if (broken(tables, plan).length) continue;
       const changed = ["gpus", ...DEGREES, "gbs"].filter((k) => plan[k] !== p[k]).map((k) => [k, plan[k]]);
-      if (uneven && !p.options.uneven) changed.push(["uneven", true]);
+      if (uneven && p.options.uneven === false) changed.push(["uneven", true]);
       found.push({plan, distance, changes: Object.fromEntries(changed)});
       if (found.length === (count || 3)) break;
     }

@@ -103,7 +103,7 @@ var PlaybookMemory = (function (layout) {
 
   function inFlight(pp, stage, microbatches, vpp, overlap, sizes) {
     const extra = overlap ? 1 : 0;
-    if (vpp === 1) return [Math.min(microbatches, pp - stage + extra)];
+    if (vpp === 1) return [Math.min(microbatches, pp - stage + (pp > 1 ? extra : 0))];
     const alive = Math.min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + extra), order = [];
     const count = Math.min(microbatches, alive + 2 * pp);
     for (let start = 0; start < count; start += pp)
@@ -171,14 +171,15 @@ var PlaybookMemory = (function (layout) {
     return found;
   }
 
+  // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
-    const all = saved(t, p, index);
-    if (p.options.recompute.includes("full")) return all["attention norm in"];
-    const freed = p.options.recompute.flatMap((module) => t.freed[module] || []);
-    return sum(Object.keys(all).filter((name) => !freed.includes(name)).map((name) => all[name]));
+    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = all["attention norm in"], o = p.options;
+    if (o.recompute.includes("full")) return {stays: entry, sent: 0, again: whole - entry};
+    const freed = o.recompute.flatMap((module) => t.freed[module] || []);
+    const stay = Object.fromEntries(Object.entries(all).filter(([name]) => !freed.includes(name))), left = sum(Object.values(stay));
+    const sent = o.offload ? left : sum(o.offload_modules.map((m) => stay[t.offloaded[m]] || 0));
+    return {stays: left - sent, sent, again: whole - left};
   }
-
-  const replayed = (t, p, index) => sum(Object.values(saved(t, p, index))) - kept(t, p, index);
 
   // --- memory ----------------------------------------------------------------------------------------------------------------------
 
@@ -209,16 +210,20 @@ var PlaybookMemory = (function (layout) {
   function stageOf(t, p, stage, chunks) {
     const held = weights(p, stage, chunks), last = stage === p.pp - 1;
     const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers - 1)] : c);
-    const sizes = depths.map((chunk) => sum(chunk.map((index) => kept(t, p, index))));
+    const chunked = depths.map((chunk) => chunk.map((index) => kept(t, p, index))), all = chunked.flat();
+    const sizes = chunked.map((chunk) => sum(chunk.map((x) => x.stays)));
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
+    const over = (field) => sum(alive.map((n, i) => n * sum(chunked[i].map((x) => x[field]))));
+    const away = over("sent"), resident = Math.min(away, t.resident_layers * Math.max(0, ...all.map((x) => x.sent)));
     const gathered = ["fsdp", "fsdp2"].includes(p.options.sharding) ? 2 * t.param_bytes * held.largest : 0;
-    const loss = last ? t.losses[p.loss] * tokens(p) * p.shape.vocab / p.tp : 0;
+    const state = states(t, p, held), shared = state.parameters / (t.param_bytes * Math.max(1, held.dense + held.experts));
     const found = {
-      stage, layers: chunks.flat().length, in_flight: alive, ...states(t, p, held),
-      fp8_weights: t.fp8_copies[p.options.fp8] * held.linear, gathered,
-      activations: sum(alive.map((n, i) => n * sizes[i])),
-      transient: Math.max(loss, ...depths.flat().map((index) => replayed(t, p, index))), workspace: t.workspace_bytes,
+      stage, layers: chunks.flat().length, in_flight: alive, ...state,
+      fp8_weights: t.fp8_copies[p.options.fp8] * held.linear * shared, gathered, activations: over("stays") + resident,
+      loss: last ? t.losses[p.loss] * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
+      replayed: Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident,
     };
+    found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;
     found.peak = found.states + found.gathered + found.activations + found.transient + found.workspace;
     return found;

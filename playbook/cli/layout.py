@@ -12,7 +12,7 @@ from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.text import count
 
 if TYPE_CHECKING:
-    from playbook.planner.memory import Stage
+    from playbook.planner.memory import StageBytes
     from playbook.planner.plan import Plan
     from playbook.planner.search import Near
 
@@ -115,9 +115,9 @@ def _explain(broken: list[str], near: list[Near]) -> None:
         say(f"  {changes}    ({_line(found.plan)})")
 
 
-def _row(stage: Stage) -> dict[str, str]:
+def _row(stage: StageBytes) -> dict[str, str]:
     """A stage in GiB; columns that are zero everywhere still show, so that nothing seems forgotten."""
-    parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace", "peak")
+    parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace", "peak", "host")
     figures = stage.row()
     flying = "+".join(map(str, stage.in_flight))
     return {"stage": str(stage.stage), "layers": str(stage.layers), "in flight": flying} | {k: f"{figures[k] / GIB:.2f}" for k in parts}

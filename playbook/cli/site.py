@@ -155,7 +155,7 @@ def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
 
 def peak_gib(report: Report) -> float:
     """The fullest rank's peak."""
-    return max(stage.peak_bytes for stage in report.stages) / GIB
+    return max(stage.peak for stage in report.stages) / GIB
 
 
 def _word(value: Any) -> str:

@@ -17,7 +17,7 @@ from playbook.errors import ConfigError, PlaybookError
 from playbook.yaml_files import did_you_mean
 
 if TYPE_CHECKING:
-    from playbook_trainer.config.stage_memory import Stage
+    from playbook.planner.memory import StageBytes
     from playbook_trainer.config.tree import TrainerConfig
     from playbook_trainer.megatron.probe import Built
 
@@ -148,23 +148,21 @@ def show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, bui
         raise e if gpus else ConfigError(f"{e}; --gpus N says on how many, without it one is taken") from None
     gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
-    most = max(report.stages, key=lambda s: s.peak_bytes)
+    most = max(report.stages, key=lambda s: s.peak)
     if as_json:
         stages = [s.row() for s in report.stages]
-        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak_bytes": most.peak_bytes, "stage": most.stage}
+        totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak": most.peak, "stage": most.stage}
         print_json({"legal": True, "layout": report.layout, **totals, "stages": stages, **({"built": asdict(built)} if built else {})})
         return
 
-    def cells(stage: Stage) -> dict[str, str]:
-        figures = ("state", "gathered", "activation", "vision", "loss", "replayed", "workspace", "peak", "host")
-        own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.parameters / 1e9:.3f} B"}
-        return own | {name: f"{getattr(stage, f'{name}_bytes') / GIB:.2f}" for name in figures}
+    def cells(stage: StageBytes) -> dict[str, str]:
+        figures = ("states", "gathered", "activations", "vision", "loss", "replayed", "workspace", "peak", "host")
+        own = {"stage": str(stage.stage), "layers": str(stage.layers), "parameters": f"{stage.held / 1e9:.3f} B"}
+        return own | {name: f"{getattr(stage, name) / GIB:.2f}" for name in figures}
 
     say(f"can run: {'  '.join(f'{k} {v}' for k, v in report.layout.items())}")
     print_table([cells(s) for s in report.stages], tuple(cells(most)))
-    say(
-        f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak_bytes / GIB:.1f} GiB, columns in GiB"
-    )
+    say(f"{report.num_parameters / 1e9:.3f} B parameters; a rank of stage {most.stage} holds {most.peak / GIB:.1f} GiB, columns in GiB")
     say(
         "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
     )

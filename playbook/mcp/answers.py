@@ -116,15 +116,21 @@ class StageMemory(BaseModel):
     layers: int
     in_flight: list[int]
     """Microbatches whose activations are held at once, per chunk."""
+    held: int
+    """Parameters of the stage before data parallelism shards them."""
     parameters: float
     gradients: float
     optimizer: float
+    activations: float
     fp8_weights: float
     gathered: float
-    activations: float
-    transient: float
+    vision: float
+    loss: float
+    replayed: float
     workspace: float
+    host: float
     states: float
+    transient: float
     peak: float
 
 

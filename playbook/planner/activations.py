@@ -7,12 +7,25 @@ and the recompute modules of `transformer_config.py`; Reducing Activation Recomp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from playbook.errors import ConfigError
 from playbook.planner.parameters import is_linear
 from playbook.planner.plan import LOSSES, Plan
 
 BF16 = 2
 FP32 = 4
+
+OFFLOADED = {
+    "attn_norm": "attention norm in",
+    "qkv_linear": "attention norm out",
+    "core_attn": "q, k, v",
+    "attn_proj": "attention out",
+    "mlp_norm": "mlp norm in",
+    "expert_fc1": "dispatched tokens",
+    "moe_act": "expert fc1 out",
+}
+"""The tensor that each module of fine-grained offloading sends away: its input. Source: `megatron/core/transformer/transformer_config.py`."""
 
 FREED = {
     "layernorm": frozenset({"attention norm out", "mlp norm out"}),
@@ -23,6 +36,15 @@ FREED = {
     "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts"}),
 }
 """What each recompute module frees; `core_attn` frees nothing that flash or fused attention would keep."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a layer between its passes: on the GPU, in host memory, and what comes back when it is run again."""
+
+    stays: float
+    sent: float = 0.0
+    again: float = 0.0
 
 
 def tokens(plan: Plan) -> int:
@@ -52,16 +74,27 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     }
 
 
-def kept(plan: Plan, index: int) -> float:
-    """Bytes that a layer keeps from its forward to its backward pass, with the plan's recompute."""
+def layer(plan: Plan, index: int) -> Kept:
+    """What a layer keeps from its forward to its backward pass, with the plan's recompute and offload."""
+    found = saved(plan, index)
     if "full" in plan.options.recompute:
-        return saved(plan, index)["attention norm in"]
-    return sum(size for name, size in saved(plan, index).items() if name not in freed(plan))
+        stays = found["attention norm in"]
+        return Kept(stays, 0.0, sum(found.values()) - stays)
+    stay = {name: size for name, size in found.items() if name not in freed(plan)}
+    whole = sum(stay.values())
+    sent = whole if plan.options.offload else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
+    return Kept(whole - sent, sent, sum(found.values()) - whole)
+
+
+def kept(plan: Plan, index: int) -> float:
+    """Bytes that a layer keeps from its forward to its backward pass, on the GPU or the host."""
+    found = layer(plan, index)
+    return found.stays + found.sent
 
 
 def replayed(plan: Plan, index: int) -> float:
     """Bytes that come back while a layer is recomputed in its backward pass."""
-    return sum(saved(plan, index).values()) - kept(plan, index)
+    return layer(plan, index).again
 
 
 def freed(plan: Plan) -> frozenset[str]:
@@ -70,8 +103,12 @@ def freed(plan: Plan) -> frozenset[str]:
 
 
 def loss(plan: Plan) -> float:
-    """Bytes of the logits and of what the loss adds, on the last stage only."""
-    return LOSSES[plan.loss] * tokens(plan) * plan.shape.vocab / plan.tp
+    """Bytes of the logits and of what the loss adds, on the last stage only.
+
+    Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at once.
+    Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` (`_postprocess`), `multi_token_prediction.py` (`MTPLossAutoScaler`).
+    """
+    return LOSSES[plan.loss] * (1 + plan.shape.mtp) * tokens(plan) * plan.shape.vocab / plan.tp
 
 
 def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:

@@ -64,7 +64,7 @@ def check(
         etp,
         vpp,
         shape,
-        options or Options(),
+        options or Options(uneven=False),
     )
     table = rules.LAYOUT if options is None else (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *rules.EXCLUSIONS)
     if options is None and shape is not None:

@@ -6,10 +6,12 @@ Sources: Megatron-LM, `docs/source/api-guide/dist_optimizer.md` (bytes per param
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from playbook.planner import activations, parameters, pipeline
+from playbook.planner import parameters, pipeline
+from playbook.planner.activations import Kept, layer, loss
 from playbook.planner.plan import Plan
 
 GIB = 1 << 30
@@ -34,20 +36,32 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The breakdown of one pipeline stage. Units: bytes on each of its ranks."""
+class StageBytes:
+    """What a rank of one pipeline stage holds, whoever estimates it. Units: bytes on each of its ranks, but for the counts."""
 
     stage: int
     layers: int
     in_flight: list[int]
+    """Micro-batches whose activations are held at once, per chunk."""
+    held: int
+    """Parameters of this stage before data parallelism shards them."""
     parameters: float
     gradients: float
     optimizer: float
-    fp8_weights: float
-    gathered: float
     activations: float
-    transient: float
-    workspace: float
+    fp8_weights: float = 0.0
+    """Row-wise and column-wise copies of weights for 8-bit products."""
+    gathered: float = 0.0
+    """Layers gathered at once under full sharding."""
+    vision: float = 0.0
+    """Activations of the vision tower, at most: of rows in which every token is an image's."""
+    loss: float = 0.0
+    replayed: float = 0.0
+    """What recompute brings back of a layer; it is not there at the same time as the loss."""
+    workspace: float = 0.0
+    """Workspaces and communication buffers, where a backend's were measured."""
+    host: float = 0.0
+    """In host memory, with offload."""
 
     @property
     def states(self) -> float:
@@ -55,16 +69,48 @@ class Stage:
         return self.parameters + self.gradients + self.optimizer + self.fp8_weights
 
     @property
+    def transient(self) -> float:
+        """What lives for a moment: the logits with their loss, or a layer that is run again."""
+        return max(self.loss, self.replayed)
+
+    @property
     def peak(self) -> float:
-        """The most that is allocated at once."""
-        return self.states + self.gathered + self.activations + self.transient + self.workspace
+        """The most that is allocated at once on the GPU."""
+        return self.states + self.gathered + self.activations + self.vision + self.transient + self.workspace
 
     def row(self) -> dict[str, Any]:
         """All figures, by name."""
-        return {**asdict(self), "states": self.states, "peak": self.peak}
+        return {**asdict(self), "states": self.states, "transient": self.transient, "peak": self.peak}
 
 
-def estimate(plan: Plan) -> list[Stage]:
+@dataclass(frozen=True)
+class Alive:
+    """Activations of a stage at its peak: on the GPU, in host memory, and the most that one layer brings back."""
+
+    in_flight: list[int]
+    on_gpu: float
+    host: float
+    again: float
+
+
+RESIDENT_LAYERS = 3
+"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way."""
+
+
+def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]]) -> Alive:
+    """What the layers of a stage's chunks keep of all micro-batches in flight."""
+    flying = pipeline.in_flight(
+        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
+        sizes=[sum(layer.stays for layer in chunk) for chunk in chunks],
+    )  # fmt: skip
+    layers = [(n, layer) for n, chunk in zip(flying, chunks, strict=True) for layer in chunk]
+    away = sum(n * layer.sent for n, layer in layers)
+    resident = min(away, RESIDENT_LAYERS * max((layer.sent for _, layer in layers), default=0.0))
+    stays = sum(n * layer.stays for n, layer in layers)
+    return Alive(flying, stays + resident, away - resident, max((layer.again for _, layer in layers), default=0.0))
+
+
+def estimate(plan: Plan) -> list[StageBytes]:
     """The breakdown of each stage; a vision tower counts with its states, split over TP, and its activations not at all.
 
     Raises:
@@ -130,30 +176,33 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     return PARAM_BYTES * split, plan.grad_bytes * split, (plan.master_bytes + 2 * plan.moment_bytes) * state
 
 
-def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
-    held = weights(plan, stage, chunks)
+def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
+    held, last = weights(plan, stage, chunks), stage == plan.pp - 1
     params, grads, optimizer = state_bytes(plan, held)
-    last = stage == plan.pp - 1
-    extra = [plan.shape.layers - 1] * plan.shape.mtp if last else []
-    depths = [*chunks[:-1], [*chunks[-1], *extra]]
-    sizes = [sum(activations.kept(plan, i) for i in chunk) for chunk in depths]
-    alive = pipeline.in_flight(
-        pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap, sizes=sizes
-    )  # fmt: skip
-    replay = max((activations.replayed(plan, i) for chunk in depths for i in chunk), default=0.0)
-    return Stage(
+    depths = [plan.shape.layers - 1] * plan.shape.mtp if last else []
+    found = alive(plan, stage, [[layer(plan, i) for i in chunk] for chunk in [*chunks[:-1], [*chunks[-1], *depths]]])
+    return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),
-        in_flight=alive,
+        in_flight=found.in_flight,
+        held=held.dense + held.experts,
         parameters=params,
         gradients=grads,
         optimizer=optimizer,
-        fp8_weights=fp8_copies(plan.options.fp8) * held.linear,
-        gathered=_gathered(plan, held),
-        activations=sum(n * size for n, size in zip(alive, sizes, strict=True)),
-        transient=max(replay, activations.loss(plan) if last else 0.0),
+        fp8_weights=fp8_weights(plan, held),
+        gathered=gathered(plan, held, PARAM_BYTES),
+        activations=found.on_gpu,
+        loss=loss(plan) if last else 0.0,
+        replayed=found.again,
         workspace=WORKSPACE_BYTES,
+        host=found.host,
     )
+
+
+def fp8_weights(plan: Plan, held: Weights) -> float:
+    """Bytes of the copies of a rank's weights for 8-bit products; full sharding shards them too."""
+    copies = fp8_copies(plan.options.fp8)
+    return copies * held.linear * state_bytes(plan, held)[0] / (PARAM_BYTES * max(1, held.dense + held.experts)) if copies else 0.0
 
 
 def fp8_copies(recipe: str) -> float:
@@ -164,9 +213,9 @@ def fp8_copies(recipe: str) -> float:
     return {"": 0.0, "mxfp8": 2 * 33 / 32}.get(recipe, 2.0)
 
 
-def _gathered(plan: Plan, held: Weights) -> float:
-    """Two layers gathered at once under full sharding: the one that computes and the next.
+def gathered(plan: Plan, held: Weights, width: float) -> float:
+    """Two layers gathered at once under full sharding: the one that computes and the next. `width` is in bytes per weight.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """
-    return 2 * PARAM_BYTES * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0
+    return 2 * width * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0

@@ -47,7 +47,8 @@ def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: 
     that a microbatch keeps in each chunk of the stage: where they differ, the peak may come later, once more microbatches are in the large ones.
     """
     if vpp == 1:
-        return [min(microbatches, pp - stage + (1 if overlap else 0))]
+        # Without a pipeline, the next micro-batch's forward pass fills what this one's backward pass frees, layer by layer.
+        return [min(microbatches, pp - stage + (1 if overlap and pp > 1 else 0))]
     alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + (1 if overlap else 0))
     # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
     order = _order(min(microbatches, alive + 2 * pp), vpp, pp)

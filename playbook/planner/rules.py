@@ -38,11 +38,12 @@ class Options:
     """What is chosen beside the degrees. The defaults are silent: a rule about something that nobody chose is not checked.
 
     `sharding` says what data parallelism shards: `none`, the `optimizer` state, or everything by Megatron-FSDP (`fsdp`) or torch's
-    `fsdp2`. `uneven` is an explicit pipeline layout. `graphs` are modules; `full_iteration` stands alone.
+    `fsdp2`. `uneven` is a pipeline layout that lists the layers of each
+    stage; unless it is refused, one is found where the layers do not divide. `graphs` are modules; `full_iteration` stands alone.
     """
 
     sp: bool | None = None
-    uneven: bool = False
+    uneven: bool | None = None
     overlap_p2p: bool = True
     rank_order: str = "tp-cp-ep-dp-pp"
     dispatcher: str = ""
@@ -266,11 +267,11 @@ LAYOUT = (
         lambda c: f"{c.kv_heads} key-value heads and tp {c.tp}: one must be a multiple of the other", "change {tp}",
     ),
     Rule(
-        "chunks-listed", lambda c: c.o.uneven and c.chunks > c.layers + 2, "layers uneven",
+        "chunks-listed", lambda c: c.o.uneven is not False and c.chunks > c.layers + 2, "layers uneven",
         lambda c: f"{c.layers} layers, embedding and output do not fill pp {c.pp} x vpp {c.vpp} = {c.chunks} chunks", "change {pp}",
     ),
     Rule(
-        "chunks", lambda c: not c.o.uneven and c.layers % c.chunks > 0, "layers uneven",
+        "chunks", lambda c: c.o.uneven is False and c.layers % c.chunks > 0, "layers uneven",
         lambda c: f"{c.layers} layers do not divide into pp {c.pp} x vpp {c.vpp} = {c.chunks} chunks", "change {pp}",
     ),
     Rule("vpp-alone", lambda c: c.vpp > 1 and c.pp == 1, "vpp pp", lambda c: f"vpp {c.vpp} needs pp > 1", "set {vpp} to 1 or raise {pp}"),

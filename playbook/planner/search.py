@@ -18,7 +18,7 @@ OTHER_GPUS = 1.0
 """Added for another number of GPUs, in doublings: machines are harder to change than degrees."""
 
 UNEVEN = 0.5
-"""Added for listing the layers of each stage instead of cutting them evenly."""
+"""Added for stages of unlike numbers of layers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Candidate:
     gpus: int
     degrees: tuple[int, ...]
     gbs: int
-    uneven: bool
+    uneven: bool | None
 
     def plan(self, asked: Plan) -> Plan:
         """The plan that these settings make of the one asked for."""
@@ -78,8 +78,9 @@ def _candidate(plan: Plan, size: int, degrees: tuple[int, ...]) -> _Candidate:
     distance += _apart(plan.gpus, size) + OTHER_GPUS if size != plan.gpus else 0
     # The interleaved schedule takes micro-batches in groups of pp.
     uneven, batch, rows = plan.options.uneven, plan.gbs, plan.mbs * (size // (tp * cp * pp)) * (pp if vpp > 1 else 1)
-    if plan.shape.layers % (pp * vpp) and not uneven:
-        uneven, distance = True, distance + UNEVEN
+    moved = (pp, vpp) != (plan.pp, plan.vpp) or uneven is False
+    if plan.shape.layers % (pp * vpp) and not uneven and moved:
+        uneven, distance = None if uneven is None else True, distance + UNEVEN
     if batch % rows:
         batch = max(1, round(batch / rows)) * rows
         distance += _apart(plan.gbs, batch)
@@ -121,4 +122,4 @@ def _apart(a: int, b: int) -> float:
 def _changes(plan: Plan, found: Plan) -> dict[str, Any]:
     """Settings that differ, by name."""
     changed = {k: getattr(found, k) for k in ("gpus", *DEGREES, "gbs") if getattr(found, k) != getattr(plan, k)}
-    return changed | ({"uneven": True} if found.options.uneven and not plan.options.uneven else {})
+    return changed | ({"uneven": True} if found.options.uneven and plan.options.uneven is False else {})

@@ -112,6 +112,8 @@ def tables() -> dict[str, Any]:
         "nearest": {"choices": search.CHOICES, "other_gpus": search.OTHER_GPUS, "uneven": search.UNEVEN},
         "bf16": activations.BF16,
         "fp32": activations.FP32,
+        "offloaded": activations.OFFLOADED,
+        "resident_layers": memory.RESIDENT_LAYERS,
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
         "workspace_bytes": memory.WORKSPACE_BYTES,

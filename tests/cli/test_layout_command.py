@@ -13,7 +13,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_an_illegal_layout_is_explained_with_offers(capsys):
-    words = ["check", "--gpus", "256", "tp=1", "cp=32", "ep=32", "pp=8", "--model", "deepseek_v3"]
+    words = ["check", "--gpus", "256", "tp=1", "cp=32", "ep=32", "pp=8", "uneven=false", "--model", "deepseek_v3"]
     code, out, _ = run(capsys, *words)
     assert code == 2
     assert "61 layers do not divide into pp 8" in out
@@ -23,7 +23,7 @@ def test_an_illegal_layout_is_explained_with_offers(capsys):
     assert (code, found["legal"], len(found["broken"]), len(found["nearest"])) == (2, False, 1, 3)
     for offer in found["nearest"]:
         again = [f"{k}={v}".lower() for k, v in offer["changes"].items()]
-        kept = [w for w in ("tp=1", "cp=32", "ep=32", "pp=8", "gpus=256") if w.split("=")[0] not in offer["changes"]]
+        kept = [w for w in ("tp=1", "cp=32", "ep=32", "pp=8", "uneven=false", "gpus=256") if w.split("=")[0] not in offer["changes"]]
         assert run(capsys, "check", "--model", "deepseek_v3", *kept, *again)[0] == 0
 
 

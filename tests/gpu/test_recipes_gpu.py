@@ -30,7 +30,7 @@ def test_the_small_version_trains_and_holds_what_was_estimated(recipe, tmp_path)
         pytest.importorskip("megatron.core")
         pytest.importorskip("transformer_engine")
     settings = {**recipe.small, **SHORT, **(GRAPHS if load(path).train.cuda_graphs else {}), "output": str(tmp_path)}
-    estimate = dry_run(load(path, settings), recipes.SMALL_GPUS).stages[0].peak_bytes / GIB  # of rank 0, whose peak is in the summary
+    estimate = dry_run(load(path, settings), recipes.SMALL_GPUS).stages[0].peak / GIB  # of rank 0, whose peak is in the summary
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     command = [
         sys.executable,

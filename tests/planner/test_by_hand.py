@@ -96,7 +96,7 @@ def test_a_layer_keeps_each_of_its_tensors(plan: Plan, layer: int, tensors: dict
 def test_logits_are_held_as_the_loss_holds_them() -> None:
     """Half of the vocabulary on each of two TP ranks, for 4096 tokens."""
     for loss, size in (("te", 2), ("native", 2 + 4)):
-        assert activations.loss(replace(MLA, loss=loss)) == size * 4096 * 129280 / 2
+        assert activations.loss(replace(MLA, loss=loss)) == 2 * size * 4096 * 129280 / 2, "one depth beside the next token"
 
 
 # Weights of DeepSeek-V3 on 16 ranks, tp 2, pp 2, ep 2 x etp 2. What TP splits, what it repeats, and what the experts' grid of 4 splits:
@@ -230,7 +230,7 @@ def test_an_estimate_adds_up_what_a_rank_of_each_stage_has() -> None:
     assert first.fp8_weights == 2 * held(plan, 0).linear
     assert first.states == pytest.approx(states[0] + first.fp8_weights)
     assert (first.transient, first.gathered) == (tensors - kept, 0)
-    assert last.transient == max(tensors - kept, 2 * 4096 * 129280)
+    assert last.transient == max(tensors - kept, 2 * 2 * 4096 * 129280)  # logits of the next token, and of one depth
     for stage in (first, last):
         assert stage.peak == pytest.approx(stage.states + stage.activations + stage.transient + 2.2 * (1 << 30))
         assert stage.row()["peak"] == stage.peak

@@ -83,7 +83,7 @@ EDGES = [
     (A, "gpus=8 offload=true", []),
     (A, "gpus=8 pp=2 recompute=full", []),
     (A, "gpus=8 tp=8", []),  # 4 key-value heads, each on two ranks
-    (A, "gpus=50 pp=50", ["48 layers do not divide into pp 50 x vpp 1 = 50 chunks;"]),
+    (A, "gpus=50 pp=50 uneven=false", ["48 layers do not divide into pp 50 x vpp 1 = 50 chunks;"]),
     (A, "gpus=50 pp=50 uneven=true", []),
     (A, "gpus=51 pp=51 uneven=true", ["48 layers, embedding and output do not fill pp 51 x vpp 1 = 51 chunks;"]),
     (A, "gpus=1 vpp=2", ["vpp 2 needs pp > 1;"]),
@@ -162,10 +162,11 @@ def every(asked: Plan) -> list[float]:
             if gpus % (tp * cp * pp) or gpus % (ep * etp * pp) or max(degrees) > asked.gpus:
                 continue
             options = Options(uneven=SMALL.layers % (pp * vpp) > 0)
+            uneven = options.uneven and (asked.options.uneven is False or (pp, vpp) != (asked.pp, asked.vpp))
             plan = replace(asked, gpus=gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, options=options)
             if not plan.broken():
                 moved = sum(doublings(getattr(asked, k), getattr(plan, k)) for k in DEGREES)
-                found.append(moved + 0.5 * options.uneven + (1 + doublings(asked.gpus, gpus) if gpus != asked.gpus else 0))
+                found.append(moved + 0.5 * uneven + (1 + doublings(asked.gpus, gpus) if gpus != asked.gpus else 0))
     return sorted(found)
 
 

@@ -230,3 +230,30 @@ def test_traffic_of_data_parallelism_follows_the_sharding():
     assert traffic.data_parallel(sharded, held) == {"gradients": 2 * 4 * 750, "parameters": 2 * 2 * 2 * 750}
     whole = plan_of("gpus=4 sharding=none", "llama3_8b")
     assert traffic.data_parallel(whole, held) == {"gradients": 2 * 4 * 750, "parameters": 0}
+
+
+def test_copies_for_8_bit_products_are_sharded_with_the_weights():
+    spread, whole = (memory.estimate(plan_of(f"gpus=8 fp8=blockwise sharding={s}", "llama3_8b"))[0] for s in ("fsdp", "optimizer"))
+    assert spread.fp8_weights == pytest.approx(whole.fp8_weights / 8)
+
+
+def test_overlap_of_experts_holds_a_second_micro_batch_in_pipelines_alone():
+    plain, beside = (memory.estimate(plan_of(f"gpus=8 ep=8 gbs=64 {o}"))[0] for o in ("", "ep_overlap=true"))
+    assert beside == plain
+    assert pipeline.in_flight(pp=2, stage=1, microbatches=8, overlap=True) == [2]
+
+
+def test_offload_leaves_three_layers_on_the_gpu():
+    plain = memory.estimate(plan_of("gpus=8 ep=8"))[0]
+    layers = memory.estimate(plan_of("gpus=8 ep=8 offload=true"))[0]
+    assert layers.activations == pytest.approx(plain.activations * 3 / 48)
+    assert layers.host == pytest.approx(plain.activations * 45 / 48)
+    some = memory.estimate(plan_of("gpus=8 ep=8 offload_modules=expert_fc1,moe_act"))[0]
+    assert some.host == 45 * 4096 * 8 * (2048 + 2 * 768) * 2
+    assert some.activations + some.host == pytest.approx(plain.activations)
+
+
+def test_layers_that_do_not_divide_get_stages_of_unlike_lengths():
+    stages = memory.estimate(plan_of("gpus=64 ep=8 pp=4", "qwen3_235b_a22b"))
+    assert [s.layers for s in stages] == [23, 24, 24, 23]
+    assert parse("qwen3_235b_a22b", ["gpus=64", "pp=4", "uneven=false"]).broken()

@@ -24,7 +24,7 @@ BROKEN = [
     ("qwen3_30b_a3b", "gpus=8 pp=2 cp=2 ep=1 rank_order=tp-cp-pp-ep-dp", "needs edp = dp", "gpus=8 pp=2 rank_order=tp-cp-pp-ep-dp"),
     ("qwen3_30b_a3b", "gpus=2 pp=2 vpp=2 overlap_p2p=false", "on pp 2 needs overlap", "gpus=2 pp=2 vpp=2"),
     ("deepseek_v3", "gpus=64 pp=64 uneven=true", "do not fill", "gpus=32 pp=32 uneven=true"),
-    ("deepseek_v3", "gpus=8 pp=8", "do not divide into pp 8", "gpus=8 pp=8 uneven=true"),
+    ("deepseek_v3", "gpus=8 pp=8 uneven=false", "do not divide into pp 8", "gpus=8 pp=8"),
     ("qwen3_30b_a3b", "gpus=4 pp=4 vpp=2 gbs=5", "multiple of pp 4, and a step has 5", "gpus=4 pp=4 vpp=2 gbs=4"),
     ("qwen3_30b_a3b", "gpus=8 dispatcher=hybridep", "needs etp x ep > 1", "gpus=8 ep=2 dispatcher=hybridep"),
     ("qwen3_30b_a3b", "gpus=8 ep=2 dispatcher=deepep capacity=true", "excludes padding", "gpus=8 ep=2 dispatcher=deepep"),
@@ -139,7 +139,7 @@ def test_nearest_layouts_are_legal_ordered_and_differ_by_what_they_say(gpus, tp,
     for near in found:
         assert near.plan.broken() == []
         degrees = {k: v for k, v in near.changes.items() if k != "uneven"}
-        options = replace(plan.options, uneven="uneven" in near.changes)
+        options = replace(plan.options, uneven=True if "uneven" in near.changes else None)
         assert replace(plan, **degrees, options=options) == near.plan
         p = near.plan
         assert p.tp * p.cp * p.pp * p.dp == p.etp * p.ep * p.pp * p.edp == p.gpus
@@ -152,7 +152,7 @@ def test_the_nearest_to_one_wrong_degree_changes_that_degree():
     assert all(set(n.changes) <= {"ep", "gpus"} for n in nearest(plan, 2))
     batch = parse("qwen3_30b_a3b", ["gpus=8", "pp=4", "vpp=2", "gbs=26"])
     assert nearest(batch, 1)[0].changes == {"gbs": 24}
-    uneven = parse("deepseek_v3", ["gpus=256", "tp=1", "cp=32", "ep=32", "pp=8", "vpp=4"])
+    uneven = parse("deepseek_v3", ["gpus=256", "tp=1", "cp=32", "ep=32", "pp=8", "vpp=4", "uneven=false"])
     assert nearest(uneven, 1)[0].changes == {"uneven": True}
 
 

@@ -91,6 +91,8 @@ def offload_makes_it_fit(
 ) -> Statement:
     """Whether a layout exceeds the GPU as it is and fits once the optimizer's state lies in host memory; layers may divide unevenly.
 
+    Of the logits those of the next token count, and not those of prediction depths: so the claim's record has them.
+
     Raises:
         ConfigError: the layout breaks a rule.
     """
@@ -99,7 +101,8 @@ def offload_makes_it_fit(
         shape(model), model, gpus=gpus, tp=tp, cp=cp, pp=pp, ep=ep, vpp=vpp, gbs=global_batch_size, seq_len=seq_len, options=options
     )  # fmt: skip
     stages = memory.estimate(plan)
-    whole, without = max(s.peak for s in stages), max(s.peak - s.optimizer for s in stages)
+    peaks = [s.peak - s.transient + max(s.loss / (1 + plan.shape.mtp), s.replayed) for s in stages]
+    whole, without = max(peaks), max(peak - s.optimizer for peak, s in zip(peaks, stages, strict=True))
     sentence = (
         f"{model} at {seq_len} tokens on {gpus} GPUs of {gpu_gib:g} GiB: {whole / GIB:.1f} GiB allocated at peak,"
         f" {without / GIB:.1f} GiB with the optimizer's state in host memory"

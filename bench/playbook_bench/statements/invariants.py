@@ -48,7 +48,7 @@ def layouts_are_judged_by_dry_run(
     """
     path = data_root("configs") / f"{config}.yaml"
     report = dry_run(load(path, legal), gpus)
-    peak = max(s.peak_bytes for s in report.stages)
+    peak = max(s.peak for s in report.stages)
     said: dict[str, str | None] = {}
     for fault in illegal:
         name = ", ".join(f"{k}={v}" for k, v in fault.items())

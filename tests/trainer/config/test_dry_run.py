@@ -44,8 +44,8 @@ def test_the_parameters_are_those_of_the_model(name):
     held = sum(p.numel() for p in model.parameters())
     report = dry_run(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 4})}), 1)
     assert report.num_parameters == held
-    assert report.stages[0].parameters == held
-    assert report.stages[0].state_bytes == 16 * held  # parameter, gradient and two moments in float32
+    assert report.stages[0].held == held
+    assert report.stages[0].states == 16 * held  # parameter, gradient and two moments in float32
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_tiny", "qwen3_tiny", "qwen3_vl_moe_tiny", "qwen3_vl_tiny"])
@@ -55,7 +55,7 @@ def test_tensor_parallel_ranks_hold_their_share_of_the_decoder_and_the_whole_tow
         with torch.device("meta"):
             axes = Axes(tp=Axis("tp", 2, rank), etp=Axis("etp", 2, rank))
             model = Decoder(config.model, Options(axes=axes))
-        assert dry_run(config, 2).stages[0].parameters == sum(p.numel() for p in model.parameters())
+        assert dry_run(config, 2).stages[0].held == sum(p.numel() for p in model.parameters())
 
 
 def test_offload_moves_bytes_to_the_host_and_loses_none():
@@ -63,15 +63,15 @@ def test_offload_moves_bytes_to_the_host_and_loses_none():
         return dry_run(load(TEXT, {"model.num_layers": 8, **overrides}), 1).stages[0]
 
     plain, sent = stage(), stage(**{"offload.activations": True, "offload.optimizer": True})
-    assert plain.host_bytes == sent.state_bytes == 0
-    assert sent.activation_bytes == pytest.approx(plain.activation_bytes * 3 / 8)
-    assert sent.host_bytes + sent.activation_bytes == pytest.approx(plain.state_bytes + plain.activation_bytes)
+    assert plain.host == sent.states == 0
+    assert sent.activations == pytest.approx(plain.activations * 3 / 8)
+    assert sent.host + sent.activations == pytest.approx(plain.states + plain.activations)
 
 
 def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     def state(world, **overrides):
         stages = dry_run(load(TEXT, {"train.global_batch_size": 8, **overrides}), world).stages
-        return max(s.state_bytes for s in stages)
+        return max(s.states for s in stages)
 
     whole = state(1)
     assert state(4) == pytest.approx(whole / 4)
@@ -91,7 +91,7 @@ def test_copies_of_weights_that_stay_until_the_backward_pass_count():
 
     def gathered(world, **overrides):
         stage = dry_run(load(TEXT, overrides), world).stages[0]
-        return stage.gathered_bytes, stage.parameters
+        return stage.gathered, stage.held
 
     for world, words in ((1, {}), (2, {"parallel.fsdp": False}), (2, {"parallel.reshard_after_forward": False}), (2, {"parallel.tp": 2})):
         copies, held = gathered(world, **{"train.dtype": "bf16", **words})
@@ -110,20 +110,20 @@ def test_experts_of_their_own_width_and_cut_tokens_count():
     def stage(**overrides):
         return dry_run(load(TEXT, {"parallel.tp": 2, "parallel.fsdp": False, **overrides}), 2).stages[0]
 
-    assert stage(**{"parallel.etp": 1, "parallel.ep": 2}).state_bytes == stage().state_bytes
-    assert stage(**{"parallel.etp": 1}).state_bytes > stage().state_bytes
-    assert stage(**{"parallel.sequence_parallel": True}).activation_bytes < stage().activation_bytes
+    assert stage(**{"parallel.etp": 1, "parallel.ep": 2}).states == stage().states
+    assert stage(**{"parallel.etp": 1}).states > stage().states
+    assert stage(**{"parallel.sequence_parallel": True}).activations < stage().activations
 
 
 def test_recompute_and_context_parallelism_lower_the_activations():
     def kept(world=4, **overrides):
-        return dry_run(load(TEXT, {"train.global_batch_size": 8, "data.seq_len": 1024, **overrides}), world).stages[0].activation_bytes
+        return dry_run(load(TEXT, {"train.global_batch_size": 8, "data.seq_len": 1024, **overrides}), world).stages[0].activations
 
     selective = {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "moe_act"]}
     assert kept(**{"train.recompute": "full"}) < kept(**selective) < kept()
     assert kept(**{"parallel.cp": 4}) == pytest.approx(kept() / 4)
     first, *_, last = dry_run(load(TEXT, {"train.global_batch_size": 8, "parallel.pp": 4}), 4).stages
-    assert first.activation_bytes == pytest.approx(4 * last.activation_bytes)  # microbatches in flight
+    assert first.activations == pytest.approx(4 * last.activations)  # microbatches in flight
 
 
 def test_a_thousand_ranks_are_judged_without_torch():
@@ -138,7 +138,7 @@ def test_a_thousand_ranks_are_judged_without_torch():
     assert found["legal"]
     assert (found["layout"]["dp"], found["layout"]["edp"], found["layout"]["microbatches"]) == (64, 32, 8)
     assert len(found["stages"]) == 4
-    assert found["peak_bytes"] == max(s["peak_bytes"] for s in found["stages"])
+    assert found["peak"] == max(s["peak"] for s in found["stages"])
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_the_part_of_a_head_that_turns_is_even(capsys):
 
 
 def test_the_other_backend_is_counted_by_its_own_rules():
-    torch_state = dry_run(load(LARGE), 4).stages[0].state_bytes
+    torch_state = dry_run(load(LARGE), 4).stages[0].states
     found = dry_run(load(LARGE, {"backend": "megatron"}), 4).stages[0]
-    assert found.state_bytes > torch_state, "the distributed optimizer shards neither weights nor gradients"
+    assert found.states > torch_state, "the distributed optimizer shards neither weights nor gradients"
     with pytest.raises(ConfigError, match="belongs to the torch backend"):
         dry_run(load(LARGE, {"backend": "megatron", "train.fused_loss": True}), 4)
 

@@ -6,7 +6,8 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook_trainer.config.dry_run import dry_run
+from playbook.planner import memory
+from playbook_trainer.config.dry_run import dry_run, plan_of, stages
 from playbook_trainer.config.tree import load
 
 LARGE = data_root("configs") / "qwen3_30b_a3b_24l.yaml"
@@ -41,28 +42,28 @@ def report(world=4, file=LARGE, **overrides):
 )
 def test_measured_peaks_are_estimated_within_eight_percent(overrides, measured):
     stage = report(**overrides).stages[0]
-    assert stage.peak_bytes / GIB == pytest.approx(measured, rel=0.08)
+    assert stage.peak / GIB == pytest.approx(measured, rel=0.08)
 
 
 def test_each_strategy_shards_what_its_name_says():
     def state(strategy):
-        return report(**FSDP, **{"parallel.ep": 1, "megatron.sharding_strategy": strategy}).stages[0].state_bytes
+        return report(**FSDP, **{"parallel.ep": 1, "megatron.sharding_strategy": strategy}).stages[0].states
 
-    held = report(**{"parallel.ep": 1}).stages[0].parameters
+    held = report(**{"parallel.ep": 1}).stages[0].held
     per_parameter = {"no_shard": 2 + 2 + 12, "optim": 2 + 2 + 12 / 4, "optim_grads": 2 + 2 / 4 + 12 / 4, "optim_grads_params": 16 / 4}
     for strategy, expected in per_parameter.items():
         assert state(strategy) / held == pytest.approx(expected), strategy
     lean = report(**{**FSDP, **LEAN, "parallel.ep": 1}).stages[0]
-    assert lean.state_bytes / held == pytest.approx((2 + 2 + 4 + 4) / 4), "16-bit moments beside a whole master copy"
+    assert lean.states / held == pytest.approx((2 + 2 + 4 + 4) / 4), "16-bit moments beside a whole master copy"
     copies = report(**FSDP, **{"parallel.ep": 1, "parallel.dp_replicate": 2}).stages[0]
-    assert copies.state_bytes / held == pytest.approx(16 / 2), "two copies, each over two ranks"
+    assert copies.states / held == pytest.approx(16 / 2), "two copies, each over two ranks"
 
 
 def test_the_distributed_optimizer_keeps_weights_and_gradients_whole():
     plain, spread = report(**{"megatron.data_parallel": "ddp"}).stages[0], report().stages[0]
-    dense = plain.parameters - 24 * 128 // 4 * 3 * 2048 * 768
-    assert plain.state_bytes == pytest.approx(18 * plain.parameters)
-    assert plain.state_bytes - spread.state_bytes == pytest.approx(12 * dense * 3 / 4), "experts are spread over ep already"
+    dense = plain.held - 24 * 128 // 4 * 3 * 2048 * 768
+    assert plain.states == pytest.approx(18 * plain.held)
+    assert plain.states - spread.states == pytest.approx(12 * dense * 3 / 4), "experts are spread over ep already"
 
 
 def test_uneven_stages_hold_the_layers_that_the_layout_lists():
@@ -79,12 +80,12 @@ def test_full_recompute_keeps_inputs_and_brings_back_what_it_runs_again():
         return report(**{"train.recompute": "full", **overrides}).stages[0]
 
     entry = 4 * 4096 * 2048 * 2
-    assert stage().activation_bytes == 24 * entry
-    assert stage(**{"megatron.recompute_layers": 4}).activation_bytes == 6 * entry
-    assert stage(**{"megatron.recompute_layers": 4}).replayed_bytes > 3.9 * stage().replayed_bytes
+    assert stage().activations == 24 * entry
+    assert stage(**{"megatron.recompute_layers": 4}).activations == 6 * entry
+    assert stage(**{"megatron.recompute_layers": 4}).replayed > 3.9 * stage().replayed
     assert stage(**{"megatron.recompute_layers": 99}) == stage(**{"megatron.recompute_layers": 24})
-    half = stage(**{"megatron.recompute_method": "block", "megatron.recompute_layers": 12}).activation_bytes
-    assert half == pytest.approx((report().stages[0].activation_bytes + 24 * entry) / 2)
+    half = stage(**{"megatron.recompute_method": "block", "megatron.recompute_layers": 12}).activations
+    assert half == pytest.approx((report().stages[0].activations + 24 * entry) / 2)
 
 
 def test_block_recompute_leaves_multi_token_prediction_as_it_is():
@@ -92,28 +93,28 @@ def test_block_recompute_leaves_multi_token_prediction_as_it_is():
         small = {"model": "deepseek_v3_tiny", "parallel.pp": 2, "parallel.pipeline_layout": [3, 1], "model.mtp_layers": 1}
         return report(file=TINY, world=2, **small, **{"train.recompute": "full", "megatron.recompute_method": method}).stages[1]
 
-    assert last("block").activation_bytes > 2 * last("uniform").activation_bytes
+    assert last("block").activations > 2 * last("uniform").activations
 
 
 def test_offload_moves_bytes_to_the_host():
     plain = report().stages[0]
     away = report(**{"megatron.offload_modules": ["expert_fc1", "moe_act"]}).stages[0]
-    layer = away.host_bytes / 21  # all but three of 24
-    assert away.activation_bytes + away.host_bytes == pytest.approx(plain.activation_bytes)
+    layer = away.host / 21  # all but three of 24
+    assert away.activations + away.host == pytest.approx(plain.activations)
     assert layer == pytest.approx(4 * 4096 * 8 * (2048 + 2 * 768) * 2)
     half = report(**{"megatron.optimizer_offload_fraction": 0.5}).stages[0]
-    states = 12 * (plain.parameters - 24 * 32 * 3 * 2048 * 768) / 4 + 12 * 24 * 32 * 3 * 2048 * 768
+    states = 12 * (plain.held - 24 * 32 * 3 * 2048 * 768) / 4 + 12 * 24 * 32 * 3 * 2048 * 768
     # The host updates float32 copies that stay on the GPU, or with the precision-aware optimizer the weights; what stays there is in float32.
-    assert plain.state_bytes - half.state_bytes == pytest.approx(states / 2 * 8 / 12)
-    assert half.host_bytes == pytest.approx(states / 12 * 16 / 2)
+    assert plain.states - half.states == pytest.approx(states / 2 * 8 / 12)
+    assert half.host == pytest.approx(states / 12 * 16 / 2)
     lean = report(**{"megatron.optimizer_offload_fraction": 0.5, "megatron.precision_aware_optimizer": True}).stages[0]
-    assert plain.state_bytes - lean.state_bytes == pytest.approx(states / 2)
+    assert plain.states - lean.states == pytest.approx(states / 2)
 
 
 def test_8_bit_weights_have_whole_master_weights():
     narrow = {"precision.fp8": "blockwise", "megatron.fp8_param": True}
     plain, lean = report(**narrow).stages[0], report(**narrow, **{"megatron.precision_aware_optimizer": True}).stages[0]
-    assert lean.state_bytes == plain.state_bytes
+    assert lean.states == plain.states
 
 
 def test_images_are_bounded_by_rows_that_hold_nothing_else():
@@ -124,10 +125,32 @@ def test_images_are_bounded_by_rows_that_hold_nothing_else():
     config = load(IMAGES)
     tower, patches = config.model.vision, config.data.seq_len * config.model.vision.spatial_merge_size**2
     block = patches * (10 * tower.hidden_size + 2 * tower.ffn_size) * 2
-    assert stage().vision_bytes == tower.depth * block
-    assert stage(**{"parallel.cp": 2}).vision_bytes == stage().vision_bytes, "every context rank encodes all images of its rows"
-    assert dry_run(load(IMAGES, {"parallel.cp": 2}), 2).stages[0].vision_bytes == dry_run(load(IMAGES), 1).stages[0].vision_bytes
-    assert stage(**{"train.freeze": ["vision"]}).vision_bytes == 0
-    again = stage(**{"train.recompute": "selective", "train.recompute_modules": ["vision"]}).vision_bytes
+    assert stage().vision == tower.depth * block
+    assert stage(**{"parallel.cp": 2}).vision == stage().vision, "every context rank encodes all images of its rows"
+    assert dry_run(load(IMAGES, {"parallel.cp": 2}), 2).stages[0].vision == dry_run(load(IMAGES), 1).stages[0].vision
+    assert stage(**{"train.freeze": ["vision"]}).vision == 0
+    again = stage(**{"train.recompute": "selective", "train.recompute_modules": ["vision"]}).vision
     assert again == block + tower.depth * patches * tower.hidden_size * 2
-    assert stage(**{"data.kind": "text"}).vision_bytes == 0
+    assert stage(**{"data.kind": "text"}).vision == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"megatron.grad_reduce_dtype": "fp32"},
+        {"precision.fp8": "blockwise", "megatron.offload_modules": ["moe_act"], **AGAIN},
+        {
+            "model": "deepseek_v3",
+            "model.num_layers": 8,
+            "model.router_groups": 0,
+            "model.router_group_top_k": 0,
+            "parallel.pp": 2,
+            "parallel.ep": 2,
+        },
+    ],
+)
+def test_a_dry_run_and_the_planner_hold_the_same_bytes(overrides):
+    config = load(
+        LARGE, {"backend": "megatron", "data.pack": False, "train.micro_batch_size": 4, "train.global_batch_size": 16, **overrides}
+    )
+    assert stages(config, plan_of(config, 4)) == memory.estimate(plan_of(config, 4))

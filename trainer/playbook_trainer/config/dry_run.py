@@ -11,11 +11,13 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline
+from playbook.planner.activations import Kept
+from playbook.planner.memory import StageBytes
 from playbook.planner.plan import Plan
 from playbook.planner.rules import Options
 from playbook_trainer.config import checks
 from playbook_trainer.config.shape import shape_of
-from playbook_trainer.config.stage_memory import WIDTH, Stage, vision
+from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import memory as arithmetic
 
@@ -32,7 +34,7 @@ class Report:
 
     layout: dict[str, Any]
     num_parameters: int
-    stages: list[Stage]
+    stages: list[StageBytes]
 
 
 def dry_run(config: TrainerConfig, world: int) -> Report:
@@ -50,7 +52,7 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
     return Report(layout, parameters.total(plan.shape), stages(config, plan))
 
 
-def stages(config: TrainerConfig, plan: Plan) -> list[Stage]:
+def stages(config: TrainerConfig, plan: Plan) -> list[StageBytes]:
     """What a rank of each pipeline stage holds."""
     if config.backend == "megatron":
         return arithmetic.stages(config, plan)
@@ -74,10 +76,10 @@ def _options(config: TrainerConfig) -> Options:
     return Options(sp=par.sequence_parallel and par.tp > 1, sharding="fsdp" if par.fsdp else "none", recompute=modules)
 
 
-def _weight_and_gradient(config: TrainerConfig, plan: Plan) -> int:
-    """Bytes of a master weight and its gradient: float32, or bfloat16 as reduced where the weight is in two halves and a step reduces once."""
+def _gradient(config: TrainerConfig, plan: Plan) -> int:
+    """Bytes of a gradient: float32, or bfloat16 as reduced where the master weight is in two halves and a step reduces once."""
     once = plan.microbatches == 1 and plan.pp == 1
-    return MASTER_BYTES + (2 if config.optimizer.master == "split" and once else 4)
+    return 2 if config.optimizer.master == "split" and once else 4
 
 
 def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:
@@ -95,29 +97,29 @@ def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: i
     return WIDTH[config.train.dtype] * (held.dense * dense_stay + held.experts * experts_stay + 2 * passing)
 
 
-def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> Stage:
+def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
     held = memory.weights(plan, stage, chunks, whole_tower=True)
     moments = {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
     copies, expert_copies = config.parallel.copies(plan.dp * plan.cp, plan.edp)
     shards = plan.dp * plan.cp // copies
     counts = held.dense / shards + held.experts * expert_copies / plan.edp
     width = WIDTH[config.train.dtype]
-    alive = pipeline.in_flight(pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp)
-    layers = [(n, activations.kept(plan, i)) for n, chunk in zip(alive, chunks, strict=True) for i in chunk]
-    kept = sum(n * size for n, size in layers) * width / activations.BF16
-    state = counts * (_weight_and_gradient(config, plan) + 2 * moments)
-    on_gpu = min(kept, 3 * max(size for _, size in layers) * width / activations.BF16) if config.offload.activations else kept
-    state_on_gpu = 0.0 if config.offload.optimizer else state
+    sent = config.offload.activations
+    kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
+    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept])
+    states = {"parameters": MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
+    on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     last = stage == plan.pp - 1
     logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
-    return Stage(
+    return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),
-        parameters=held.dense + held.experts,
-        state_bytes=state_on_gpu,
-        gathered_bytes=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
-        activation_bytes=on_gpu,
-        vision_bytes=vision(config, plan) if stage == 0 else 0.0,
-        loss_bytes=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
-        host_bytes=state - state_on_gpu + kept - on_gpu,
+        in_flight=alive.in_flight,
+        held=held.dense + held.experts,
+        **on_gpu,
+        gathered=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
+        activations=alive.on_gpu,
+        vision=vision(config, plan) if stage == 0 else 0.0,
+        loss=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
     )

@@ -1,49 +1,12 @@
-"""What a rank of one pipeline stage holds, as a dry run reports it."""
+"""What the vision tower keeps of a micro-batch, and the widths of numbers, for a dry run of either backend."""
 
 from __future__ import annotations
-
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from playbook.planner.plan import Plan
 from playbook_trainer.config.tree import TrainerConfig
 
 WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of a number in each `train.dtype`."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank of one pipeline stage holds. Units: counts, and bytes."""
-
-    stage: int
-    layers: int
-    parameters: int
-    """Of this stage's share of the model, before data parallelism shards them."""
-    state_bytes: float
-    """Parameters, gradients and optimizer state between steps."""
-    gathered_bytes: float
-    """Two layers gathered at once under full sharding; all of them where they stay until the backward pass."""
-    activation_bytes: float
-    loss_bytes: float
-    host_bytes: float
-    """In host memory, with offload: state, and activations of all layers but three (one computes, its neighbours are on their way)."""
-    vision_bytes: float = 0.0
-    """Activations of the vision tower, at most: of rows in which every token is an image's."""
-    replayed_bytes: float = 0.0
-    """What recompute brings back of a layer; it is not there at the same time as the loss."""
-    workspace_bytes: float = 0.0
-    """Workspaces and communication buffers, where a backend's were measured."""
-
-    @property
-    def peak_bytes(self) -> float:
-        """All of it that is on the GPU at once."""
-        held = self.state_bytes + self.gathered_bytes + self.activation_bytes + self.vision_bytes + self.workspace_bytes
-        return held + max(self.loss_bytes, self.replayed_bytes)
-
-    def row(self) -> dict[str, Any]:
-        """All figures, by name."""
-        return {**asdict(self), "peak_bytes": self.peak_bytes}
 
 
 def vision(config: TrainerConfig, plan: Plan) -> float:

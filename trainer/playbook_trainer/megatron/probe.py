@@ -51,7 +51,7 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
         )
     chosen, notes = buildable(config)
     report = dry_run(chosen, world)
-    said = max(report.stages, key=lambda s: s.state_bytes) if stage is None else report.stages[stage]
+    said = max(report.stages, key=lambda s: s.states) if stage is None else report.stages[stage]
     rank = said.stage * world // config.parallel.pp
     engine.require(chosen, device, world)
     with alone(rank, world):
@@ -66,7 +66,7 @@ def build(config: TrainerConfig, world: int, device: torch.device, stage: int | 
         for part in wrap.parts(optimizer):
             wrap.hold_state(part)
         held = allocated(device) - before
-    return Built(rank, said.stage, parameters, said.parameters, held, said.state_bytes, notes)
+    return Built(rank, said.stage, parameters, said.held, held, said.states, notes)
 
 
 def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:
