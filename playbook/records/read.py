@@ -25,6 +25,7 @@ from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline
 from playbook.records.machine import kind, told_apart
 from playbook.records.staleness import Here, moved
 from playbook.records.trace import TRACE_VERSION, TraceResult
+from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean, read_bytes
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
@@ -211,7 +212,12 @@ class Record:
 
 def reworded(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
     """Whether a claim was put to another test than today's: another metric, margin or comparison."""
-    return (then.metric, then.expect, then.comparison) != (claim.metric, claim.expect, claim.comparison)
+    return (then.metric, then.expect, _variants(then)) != (claim.metric, claim.expect, _variants(claim))
+
+
+def _variants(claim: ClaimRef | Claim | MechanismCheck) -> list[dict[str, Any]]:
+    """Both variants in today's names of keys: a new name is no other test."""
+    return [modern_delta(claim.comparison.baseline), modern_delta(claim.comparison.candidate)]
 
 
 def speaks_for(then: ClaimRef, card: str, claim: Claim | MechanismCheck) -> bool:

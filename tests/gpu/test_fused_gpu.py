@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.profiler import ProfilerActivity, profile
 
-from playbook_trainer.torch import adamw, split_weights
+from playbook_trainer.torch import adamw, param_remainders
 from playbook_trainer.torch.model import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -76,7 +76,7 @@ def in_halves(tensors: list[Tensor]) -> list[Tensor]:
     """The state of `state` with weights in two halves, and gradients in 16 bits: upper half, gradient, moments, lower half."""
     p, g, m, v = (t.clone() for t in tensors)
     high, low = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
-    split_weights.split(p, high, low, v)
+    param_remainders.split(p, high, low, v)
     return [high, g.bfloat16(), m, v, low]
 
 
@@ -97,7 +97,7 @@ def test_fused_update_of_halves_equals_that_of_whole_weights_to_the_last_bit(siz
         kernel.update(*whole, scale, group, step)
         kernel.update(*split[:4], scale, group, step, split[4])
         high, _, m, v, low = split
-        apart = int((split_weights.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
+        apart = int((param_remainders.join(high, low, v).view(torch.int32) != whole[0].view(torch.int32)).sum())
         ties = int(v.signbit().sum())
         print(f"{size} {moments} step {step}: {apart} weights differ, {ties} ties were rounded down")
         assert apart == 0
@@ -287,7 +287,7 @@ def test_fused_norms_are_timed() -> None:
     ("shape", "width"), [((50, 16, 72), 128), ((50, 16, 72), 72), ((7, 12, 64), 64), ((1, 3, 20), 64), ((0, 16, 72), 128)]
 )
 def test_turned_queries_and_keys_against_the_plain_path(shape: tuple[int, int, int], width: int) -> None:
-    from playbook_trainer.torch.kernels.turn import split_turned
+    from playbook_trainer.torch.kernels.rotary import split_turned
     from playbook_trainer.torch.model.vision import rotate
 
     torch.manual_seed(0)

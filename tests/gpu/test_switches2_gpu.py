@@ -279,8 +279,8 @@ def test_weights_in_two_halves_train_as_whole_ones_do(words: list[str], batch: i
     common += ["train.warmup_steps=1", "train.receipt=false", f"train.global_batch_size={batch}", "train.attention=plain", *words]
 
     def curve(name: str) -> list[dict[str, Any]]:
-        master = "split" if name == "split" else "whole"
-        code, _, errors = run([*common, f"optimizer.master={master}", f"output={tmp_path / name}"], timeout=110)[0]
+        master = "remainder" if name == "split" else "fp32"
+        code, _, errors = run([*common, f"optimizer.master_weights={master}", f"output={tmp_path / name}"], timeout=110)[0]
         assert code == 0, errors[-2000:]
         return steps(tmp_path / name)
 

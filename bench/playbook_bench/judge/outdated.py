@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 from playbook.errors import PlaybookError
 from playbook.records.case import Case, list_cases, load_case
 from playbook.records.evidence import Check, Observed
+from playbook.renamed_keys import modern
 from playbook_bench.judge.receipt import judge_runs
 from playbook_bench.run.variants import extended, resolve_variant
 from playbook_trainer.config import tree as trainer_config
-from playbook_trainer.config.renamed import modern
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})

@@ -11,12 +11,12 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
 from playbook.records.evidence import Variant, digest
+from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha, flatten
-from playbook_trainer.config.renamed import modern_key
 from playbook_trainer.config.tree import TrainerConfig
 
 _CONFIG_PREFIX = "trainer/configs/"

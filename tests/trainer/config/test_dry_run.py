@@ -81,7 +81,12 @@ def test_sharding_divides_the_state_and_16_bit_moments_lower_it():
     assert state(4, **{"parallel.dp_replicate": 2, "parallel.ep": 4}) < 0.45 * whole, "experts that span the copies have one"
     assert state(4, **{"parallel.ep": 4}) == pytest.approx(whole / 4, rel=0.01)
     assert state(1, **{"optimizer.moments_dtype": "bf16", "optimizer.betas": [0.9, 0.95]}) == pytest.approx(whole * 12 / 16)
-    split = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dtype": "bf16", "optimizer.moments_dtype": "bf16"}
+    split = {
+        "optimizer.master_weights": "remainder",
+        "train.dtype": "bf16",
+        "parallel.reduce_dtype": "bf16",
+        "optimizer.moments_dtype": "bf16",
+    }
     assert state(8, **split) == pytest.approx(whole / 8 * 10 / 16), "2 weight, 2 remainder, 2 gradient, 4 moments"
     assert state(4, **split) == pytest.approx(whole / 4 * 12 / 16), "two micro-batches add to a gradient in float32"
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from playbook import renamed_keys as renamed
 from playbook.paths import data_root, repo_root
 from playbook.records.case import load_case
 from playbook.records.evidence import noise_key
 from playbook_bench.run import store
 from playbook_bench.run.variants import resolve_all
-from playbook_trainer.config import hashing, renamed
+from playbook_trainer.config import hashing
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha, sha_of
 from playbook_trainer.config.neutral import NEUTRAL

@@ -75,7 +75,7 @@ def test_weights_are_gathered_in_8_bits_where_it_can_be_said(words, said):
     ("path", "words", "key"),
     [
         (SMALL, {"parallel.fsdp": False, "optimizer.moments_dtype": "bf16", "train.dtype": "bf16"}, "optimizer.moments_dtype"),
-        (SMALL, {"parallel.fsdp": False, "optimizer.master": "split", "train.dtype": "bf16"}, "optimizer.master"),
+        (SMALL, {"parallel.fsdp": False, "optimizer.master_weights": "remainder", "train.dtype": "bf16"}, "optimizer.master_weights"),
         (SMALL, {"parallel.fsdp": False, "offload.optimizer": True}, "offload.optimizer"),
         (LARGE, {"megatron.data_parallel": "ddp"}, "megatron.precision_aware_optimizer"),
     ],

@@ -197,7 +197,7 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(train=BF16, precision={"fp8": "blockwise"}, megatron={"grouped_gemm": "cutlass"}), 1, "multiplies 16-bit numbers"),
         (config(train=BF16, moe={"experts": "loop"}, megatron={"grouped_gemm": "cutlass"}), 1, "is for grouped experts"),
         (config(optimizer={"fused": True}), 1, "optimizer.fused true belongs to the torch backend"),
-        (config(optimizer={"master": "split"}), 1, "optimizer.master split belongs to the torch backend"),
+        (config(optimizer={"master_weights": "remainder"}), 1, "optimizer.master_weights remainder belongs to the torch backend"),
     ],
 )
 def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expected: str) -> None:

@@ -186,8 +186,8 @@ def switch_problems(config: TrainerConfig) -> list[str]:
     if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
         problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
     problems += _router_problems(config) + _idle_problems(config)
-    if moe.weigh == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
-        problems.append(f"moe.weigh activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
+    if moe.apply_probs_on == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
+        problems.append(f"moe.apply_probs_on activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
@@ -210,7 +210,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
 
 
 def _split_problems(config: TrainerConfig) -> list[str]:
-    if config.optimizer.master == "whole":
+    if config.optimizer.master_weights == "fp32":
         return []
     rules = {
         "its upper halves are the 16-bit weights of the computation: set train.dtype: bf16": config.train.dtype != "bf16",
@@ -218,14 +218,16 @@ def _split_problems(config: TrainerConfig) -> list[str]:
         "halves are of FSDP's shards: set parallel.fsdp: true": not config.parallel.fsdp,
         "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
     }
-    return [f"optimizer.master split: {rule}" for rule, broken in rules.items() if broken]
+    return [f"optimizer.master_weights remainder: {rule}" for rule, broken in rules.items() if broken]
 
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
     """Switches that would be in the configuration of a run and do nothing in it."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
     if not config.model.num_experts:
-        problems += megatron.dense_problems(config, {"moe.fused_permutation": moe.fused_permutation, "moe.weigh": moe.weigh != "output"})
+        problems += megatron.dense_problems(
+            config, {"moe.fused_permutation": moe.fused_permutation, "moe.apply_probs_on": moe.apply_probs_on != "output"}
+        )
     elif moe.router_dtype == "bf16" and train.dtype == "fp32":
         problems.append(
             "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"

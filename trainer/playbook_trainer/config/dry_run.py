@@ -22,7 +22,7 @@ from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import memory as arithmetic
 
 MASTER_BYTES = 4
-"""Of a master weight, whole or in two halves. Source: `playbook_trainer.torch.build`, `playbook_trainer.torch.split_weights`."""
+"""Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
 LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
@@ -77,9 +77,9 @@ def _options(config: TrainerConfig) -> Options:
 
 
 def _gradient(config: TrainerConfig, plan: Plan) -> int:
-    """Bytes of a gradient: float32, or bfloat16 as reduced where the master weight is in two halves and a step reduces once."""
+    """Bytes of a gradient: float32, or bfloat16 as reduced where the optimizer holds a 16-bit remainder and a step reduces once."""
     once = plan.microbatches == 1 and plan.pp == 1
-    return 2 if config.optimizer.master == "split" and once else 4
+    return 2 if config.optimizer.master_weights == "remainder" and once else 4
 
 
 def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: int, expert_shards: int, layers: int) -> float:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from playbook.renamed_keys import first_name, modern
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.neutral import NEUTRAL
-from playbook_trainer.config.renamed import first_name, modern
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 _WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")

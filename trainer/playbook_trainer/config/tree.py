@@ -19,12 +19,12 @@ from pydantic import Field, field_validator
 
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
+from playbook.renamed_keys import modern, modern_key, old_names
 from playbook.yaml_files import Marks, Strict, did_you_mean, parse, parse_scalar, read, validate
 from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MODULES, known
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
-from playbook_trainer.config.renamed import modern, modern_key, old_names
 
 
 class GeneratedConfig(Strict):
@@ -112,7 +112,7 @@ class ParallelConfig(Strict):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master is split."""
+    """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master_weights is remainder."""
     comm_sms: int = Field(default=0, ge=0, le=64)
     """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
     that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
@@ -137,11 +137,11 @@ class MoeConfig(Strict):
     """Precision of the router's matrix product and softmax."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
-    weigh: Literal["output", "activation"] = "output"
-    """Where a row meets its probability: after the second product of its expert, or before it. Before it, the outputs of the experts need not be
-    kept for the backward pass. Not with the dispatcher dedup, which weighs on the way."""
+    apply_probs_on: Literal["output", "activation"] = "output"
+    """Where an expert's rows are multiplied by their routing probabilities: after its second product (output), or before it (activation), where the
+    outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. Megatron-core always takes activation."""
     fused_permutation: bool = False
-    """Sort rows by expert, and weigh and add them up, in one Triton kernel each instead of gathers and sums; needs a GPU."""
+    """Sort rows by expert, and sum each token's rows times their probabilities, in one Triton kernel each instead of gathers and sums; needs a GPU."""
     fused_router: bool = False
     """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
     scores in float32."""
@@ -167,10 +167,11 @@ class OptimizerConfig(Strict):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
-    master: Literal["whole", "split"] = "whole"
-    """split: a shard is the 16-bit weight itself, and the optimizer holds the 16 bits that complete its float32 master weight, so that gathers and
-    reductions cast nothing and gradients stay in 16 bits (in float32 where a step adds to them after the reduction: several micro-batches). The
-    update is the same to the last bit as with parallel.reduce_dtype bf16, which it needs, as it needs train.dtype bf16."""
+    master_weights: Literal["fp32", "remainder"] = "fp32"
+    """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16 bits that
+    complete each to its float32 master weight (Megatron's store_param_remainders). Gathers and reductions then cast nothing, and gradients stay in
+    16 bits, or in float32 where a step adds to them after the reduction. Updates are bit-identical to fp32 with parallel.reduce_dtype bf16, which
+    remainder needs, as it needs train.dtype bf16."""
     fused: bool = False
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from playbook_trainer.config.tree import DataConfig, ModelConfig, VisionConfig
 from playbook_trainer.data.batch import IGNORE, Batch, VisionBatch
-from playbook_trainer.data.decoder import ImageDecoder
 from playbook_trainer.data.document import Document
+from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import ImageRef, patches_into
 from playbook_trainer.torch.model.positions import mrope_positions, vision_index
 

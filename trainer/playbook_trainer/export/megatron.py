@@ -137,7 +137,7 @@ def _experts(sheet: Sheet) -> None:
         sheet.skip("megatron.aux_loss_coeff megatron.shared_expert_overlap megatron.grouped_gemm", "the model has no experts")
         return
     fused = moe.dispatcher in ("deepep", "hybridep")
-    sheet.skip("moe.weigh", "megatron-core weighs rows before the second product")
+    sheet.skip("moe.apply_probs_on", "megatron-core weighs rows before the second product")
     sheet.skip("megatron.grouped_gemm", f"Transformer Engine reads {GROUPED_GEMM} of the environment")
     if moe.dispatcher == "dedup":
         sheet.lack("moe.dispatcher", "one copy of a token for each rank; alltoall, set instead, sends one for each expert")

@@ -48,11 +48,11 @@ def optimizer(sheet: Sheet) -> None:
     asks = {
         "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
         "optimizer.moments_dtype": opt.moments_dtype == "bf16",
-        "optimizer.master": opt.master == "split",
+        "optimizer.master_weights": opt.master_weights == "remainder",
         "offload.optimizer": fraction > 0,
     }
     aware = any(asks.values()) and has_sharded_optimizer(config)
-    sheet.put("megatron.precision_aware_optimizer optimizer.master", "optimizer", "use_precision_aware_optimizer", aware)
+    sheet.put("megatron.precision_aware_optimizer optimizer.master_weights", "optimizer", "use_precision_aware_optimizer", aware)
     if not has_sharded_optimizer(config):
         sheet.lack(" ".join(key for key, asked in asks.items() if asked), ALONE)
     if aware:

@@ -139,7 +139,7 @@ def _experts(sheet: Sheet) -> None:
     sheet.plain("moe.fused_permutation", False, "it permutes in its own way")
     sheet.plain("moe.fused_router", False, "its router is softmax and topk; compile the model instead")
     sheet.plain("moe.router_dtype", "fp32", "scores are computed in float32")
-    sheet.skip("moe.experts moe.weigh", "experts are one grouped product, weighed in its own way")
+    sheet.skip("moe.experts moe.apply_probs_on", "experts are one grouped product, weighed in its own way")
 
 
 def _training(sheet: Sheet) -> None:
@@ -188,7 +188,7 @@ def _switches(sheet: Sheet) -> None:
     sheet.plain("train.fused_loss", False, "compile the loss instead")
     for name in ("fused_activation", "fused_norms"):
         sheet.plain(f"train.{name}", False, "compile the model instead")
-    sheet.plain("optimizer.master", "whole", "its shards are float32 weights, which FSDP casts")
+    sheet.plain("optimizer.master_weights", "fp32", "its shards are float32 weights, which FSDP casts")
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
     sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
     sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from playbook_trainer.torch import split_weights
+from playbook_trainer.torch import param_remainders
 
 PIECE = 1 << 26
 """Values updated at once: the float32 copies of both moments exist for 64 Mi values (512 MiB) at a time."""
@@ -60,14 +60,14 @@ class AdamW(torch.optim.AdamW):
     def whole(self, param: Tensor) -> Tensor:
         """The float32 weights of a parameter that is their upper half, in memory of their own."""
         state = self.begin(param)
-        return split_weights.join(param, state["remainder"], state["exp_avg_sq"])
+        return param_remainders.join(param, state["remainder"], state["exp_avg_sq"])
 
     @torch.no_grad()
     def put(self, param: Tensor, values: Tensor, at: tuple[slice, ...] = ()) -> None:
         """Set a parameter that is an upper half, or a box of it, to float32 values."""
         state = self.begin(param)
         values = values.to(param.device, torch.float32)
-        split_weights.split(values, param[at], state["remainder"][at], state["exp_avg_sq"][at])
+        param_remainders.split(values, param[at], state["remainder"][at], state["exp_avg_sq"][at])
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         assert param.grad is not None
@@ -85,9 +85,9 @@ class AdamW(torch.optim.AdamW):
         else:
             rule = torchs if self.moments == torch.float32 else update
             for p, g, m, v, rest in _pieces(*tensors, low):
-                whole, grad = split_weights.join(p, rest, v), g.float()
+                whole, grad = param_remainders.join(p, rest, v), g.float()
                 rule(whole, grad if scale is None else grad * scale, m, v.abs_(), group, step)
-                split_weights.split(whole, p, rest, v)
+                param_remainders.split(whole, p, rest, v)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -31,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
-    """This rank's stage of the model, sharded and initialised; with `optimizer.master` split, only the optimizer can do the latter."""
+    """This rank's stage of the model, sharded and initialised; with `optimizer.master_weights: remainder`, only the optimizer can do the latter."""
     train = config.train
     check_device(config, device)
     leave_multiprocessors(config.parallel.comm_sms)
@@ -53,7 +53,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         router_wide=config.moe.router_dtype == "fp32",
         fused_permutation=config.moe.fused_permutation,
         fused_vision=train.fused_norms,
-        weigh_early=config.moe.weigh == "activation",
+        early_probs=config.moe.apply_probs_on == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
         ops=operators(config),
@@ -64,13 +64,13 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         model = Decoder(config.model, options)
     model.activation_dtype = DTYPES[train.dtype]
     freeze(model, train.freeze)
-    if config.optimizer.master == "split":
+    if config.optimizer.master_weights == "remainder":
         narrow(model)
     compile_regions(model, train.compile)
     if wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
-    if config.optimizer.master == "whole":
+    if config.optimizer.master_weights == "fp32":
         initialise(model, config, axes, device)
     if train.cuda_graphs:
         graphs.capture(model.layers.values(), config.model, model.activation_dtype, train.micro_batch_size * config.data.seq_len, device)

@@ -30,7 +30,7 @@ class TorchEngine:
         self.model = build.build(config, self.axes, device)
         self.parts = optimizer.shards(self.model, self.axes)
         self.optim = optimizer.make(self.parts, config.optimizer)
-        if config.optimizer.master == "split":
+        if config.optimizer.master_weights == "remainder":
             build.initialise(self.model, config, self.axes, device, optimizer.put_into(self.optim, self.parts))
             for part in self.parts:
                 if self._is_reduced_again(part):

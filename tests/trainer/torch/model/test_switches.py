@@ -144,7 +144,7 @@ def test_a_wrong_module_name_is_answered_with_the_right_one(given):
         load(TEXT, {"train.recompute": "selective", "train.recompute_modules": [given]})
 
 
-SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dtype": "bf16"}
+SPLIT = {"optimizer.master_weights": "remainder", "train.dtype": "bf16", "parallel.reduce_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dt
         ({"moe.fused_router": True, "model.num_experts": 1024}, "not 2 of 1024"),
         ({"moe.fused_router": True, "model.num_experts": 64, "model.top_k": 17}, "not 17 of 64"),
         ({"moe.fused_router": True, **DENSE}, "the model is dense"),
-        ({"moe.weigh": "activation", "parallel.ep": 2, "moe.dispatcher": "dedup"}, "not dedup"),
+        ({"moe.apply_probs_on": "activation", "parallel.ep": 2, "moe.dispatcher": "dedup"}, "not dedup"),
         ({"optimizer.fused": True, "offload.optimizer": True}, "choose one"),
-        (SPLIT | {"train.dtype": "fp32"}, "optimizer.master split: .*: set train.dtype: bf16"),
-        (SPLIT | {"parallel.reduce_dtype": "fp32"}, "optimizer.master split: .*: set parallel.reduce_dtype: bf16"),
-        (SPLIT | {"parallel.fsdp": False}, "optimizer.master split: .*: set parallel.fsdp: true"),
-        (SPLIT | {"offload.optimizer": True}, "optimizer.master split: .*: set offload.optimizer: false"),
+        (SPLIT | {"train.dtype": "fp32"}, "optimizer.master_weights remainder: .*: set train.dtype: bf16"),
+        (SPLIT | {"parallel.reduce_dtype": "fp32"}, "optimizer.master_weights remainder: .*: set parallel.reduce_dtype: bf16"),
+        (SPLIT | {"parallel.fsdp": False}, "optimizer.master_weights remainder: .*: set parallel.fsdp: true"),
+        (SPLIT | {"offload.optimizer": True}, "optimizer.master_weights remainder: .*: set offload.optimizer: false"),
         ({"optimizer.fused": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.fused_activation": True, "train.device": "cpu"}, "needs a GPU"),
         ({"train.fused_norms": True, "model.head_dim": 48, "model.num_heads": 2, "model.num_kv_heads": 1}, "power of two"),
@@ -181,7 +181,7 @@ SPLIT = {"optimizer.master": "split", "train.dtype": "bf16", "parallel.reduce_dt
         ({"train.attention": "cudnn", "train.dtype": "bf16", "parallel.cp": 2}, "does not serve cp_comm allgather"),
         ({"train.attention": "cudnn", "train.dtype": "bf16", "parallel.cp": 2, "parallel.cp_comm": "ring"}, "does not serve cp_comm ring"),
         ({"moe.fused_permutation": True, **DENSE}, "moe.fused_permutation is about experts"),
-        ({"moe.weigh": "activation", **DENSE}, "moe.weigh is about experts"),
+        ({"moe.apply_probs_on": "activation", **DENSE}, "moe.apply_probs_on is about experts"),
         ({"moe.experts": "grouped", **DENSE}, "moe.experts is about experts"),
         ({"moe.router_dtype": "bf16", "train.dtype": "bf16", **DENSE}, "moe.router_dtype is about experts"),
         ({"moe.router_dtype": "bf16"}, "leaves the router in train.dtype, which is fp32"),

@@ -56,7 +56,7 @@ class Options:
     fused_permutation: bool = False
     fused_vision: bool = False
     """The vision tower's rotary embedding is a Triton kernel."""
-    weigh_early: bool = False
+    early_probs: bool = False
     """Rows meet their probabilities in the experts' activation instead of in the combine."""
     loss_chunk: int = tensor.CHUNK
     loss_rows: tensor.LossRows = tensor.plain_rows
@@ -268,7 +268,7 @@ class Moe(nn.Module):
             config.num_experts,
             options.axes.ep,
             fused=options.fused_permutation,
-            early=options.weigh_early,
+            early=options.early_probs,
             wrap_sort=wrap,
         )
 

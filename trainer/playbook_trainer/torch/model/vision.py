@@ -151,7 +151,7 @@ class Merger(nn.Module):
 
 def fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """The Triton kernel; imported where it is asked for, since hosts without a GPU have no Triton."""
-    from playbook_trainer.torch.kernels.turn import split_turned
+    from playbook_trainer.torch.kernels.rotary import split_turned
 
     return split_turned
 

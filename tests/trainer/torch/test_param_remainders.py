@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from playbook_trainer.config.tree import OptimizerConfig
-from playbook_trainer.torch import adamw, split_weights
+from playbook_trainer.torch import adamw, param_remainders
 from playbook_trainer.torch.optimizer import Shard, make
 
 
@@ -33,9 +33,9 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
     second = torch.rand(whole.shape).to(moments)
     second[::3] = 0
     high, low, signed = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16), second.clone()
-    split_weights.split(whole, high, low, signed)
+    param_remainders.split(whole, high, low, signed)
     assert torch.equal(bits(high), bits(whole.bfloat16()))
-    assert torch.equal(bits(split_weights.join(high, low, signed)), bits(whole))
+    assert torch.equal(bits(param_remainders.join(high, low, signed)), bits(whole))
     assert torch.equal(bits(signed.abs()), bits(second))
     ties = (bits(whole) & 0x1FFFF) == 0x8000
     assert torch.equal(signed.signbit(), ties)
@@ -44,9 +44,9 @@ def test_halves_hold_every_finite_weight_and_the_upper_one_is_its_cast(moments):
 def test_what_is_no_number_stays_none():
     found = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1]).int().view(torch.float32)
     high, low, second = found.bfloat16(), torch.empty(4, dtype=torch.int16), torch.ones(4)
-    split_weights.split(found, high, low, second)
+    param_remainders.split(found, high, low, second)
     assert high.isnan().all()
-    assert split_weights.join(high, low, second).isnan().all()
+    assert param_remainders.join(high, low, second).isnan().all()
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
@@ -58,8 +58,8 @@ def test_an_update_of_halves_is_that_of_whole_weights(moments, monkeypatch):
     config = OptimizerConfig(lr=1e-2, moments_dtype=moments)
     params = [torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.bfloat16())]
     optimizers: list[Any] = []
-    for param, master in zip(params, ("whole", "split"), strict=True):
-        optimizers.append(make([Shard("w", param, param, True, False)], config.model_copy(update={"master": master})))
+    for param, master in zip(params, ("fp32", "remainder"), strict=True):
+        optimizers.append(make([Shard("w", param, param, True, False)], config.model_copy(update={"master_weights": master})))
     whole, split = optimizers
     split.put(params[1], start)
     clip = torch.tensor(0.37)
@@ -75,7 +75,7 @@ def test_an_update_of_halves_is_that_of_whole_weights(moments, monkeypatch):
         assert torch.equal(bits(ours["exp_avg"]), bits(theirs["exp_avg"]))
         assert torch.equal(bits(ours["exp_avg_sq"].abs()), bits(theirs["exp_avg_sq"]))
         assert ours["remainder"].dtype == torch.int16
-    again = make([Shard("w", params[1], params[1], True, False)], config.model_copy(update={"master": "split"}))
+    again = make([Shard("w", params[1], params[1], True, False)], config.model_copy(update={"master_weights": "remainder"}))
     again.load_state_dict(split.state_dict())
     assert isinstance(again, adamw.AdamW)
     assert torch.equal(bits(again.whole(params[1])), bits(split.whole(params[1])))

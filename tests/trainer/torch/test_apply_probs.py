@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 )
 @pytest.mark.sample("alltoall")
 def test_weights_in_the_activation_change_nothing_but_rounding(ranks: int, words: list[str], plain: Any, tmp_path: Path) -> None:
-    rows, _ = trained(tmp_path, ranks, *words, "moe.weigh=activation")
+    rows, _ = trained(tmp_path, ranks, *words, "moe.apply_probs_on=activation")
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain[0]], rel=1e-5)
     assert [r["grad_norm"] for r in rows] == pytest.approx([r["grad_norm"] for r in plain[0]], rel=1e-4)
 
@@ -44,7 +44,7 @@ def test_weights_in_the_activation_change_nothing_but_rounding(ranks: int, words
 def test_outputs_of_experts_are_no_longer_kept(tmp_path: Path) -> None:
     again = ["train.recompute=selective", "train.recompute_modules=[moe_act]", "train.steps=2"]
     found = [
-        trained(tmp_path / w, 1, *again, f"moe.weigh={w}")[1]["metrics"]["saved_activation_bytes_per_rank"]
+        trained(tmp_path / w, 1, *again, f"moe.apply_probs_on={w}")[1]["metrics"]["saved_activation_bytes_per_rank"]
         for w in ("activation", "output")
     ]
     print(found)

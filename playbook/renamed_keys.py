@@ -1,4 +1,4 @@
-"""Keys and values of the configuration that have had another name. The old spelling still loads, from files and records."""
+"""Keys and values of the trainer's configuration that have had another name. Files and records with the old spelling still load."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
-KEYS: Mapping[str, str] = MappingProxyType({})
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "moe.weigh": "moe.apply_probs_on",
+        "optimizer.master": "optimizer.master_weights",
+    }
+)
 """Old dotted key to today's, the oldest of a key first."""
-VALUES: Mapping[tuple[str, Any], Any] = MappingProxyType({})
+VALUES: Mapping[tuple[str, Any], Any] = MappingProxyType(
+    {
+        ("optimizer.master_weights", "whole"): "fp32",
+        ("optimizer.master_weights", "split"): "remainder",
+    }
+)
 """(Today's key, old value) to today's value."""
 
 
@@ -29,6 +39,14 @@ def modern(data: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(holder, dict) and holder.get(name) == value:
             holder[name] = today
     return out
+
+
+def modern_delta(delta: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant's delta (dotted keys to values) in today's spelling."""
+    keys = {modern_key(key): value for key, value in delta.items()}
+    return {
+        key: next((today for (name, old), today in VALUES.items() if (name, old) == (key, value)), value) for key, value in keys.items()
+    }
 
 
 def modern_key(key: str) -> str:

@@ -60,25 +60,25 @@ def assert_same_weights(one: Path, other: Path) -> None:
 )
 @pytest.mark.sample("one")
 def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
-    whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master={m}") for m in ("whole", "split"))
+    whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert len(whole) >= 3
     assert split == whole
-    assert_same_weights(tmp_path / "split", tmp_path / "whole")
+    assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "words"),
-    [("whole", "split", [NARROW]), ("split", "whole", [NARROW, "checkpoint.async_save=false"]), ("split", "split", [])],
-    ids=["to-split", "to-whole", "split"],
+    [("fp32", "remainder", [NARROW]), ("remainder", "fp32", [NARROW, "checkpoint.async_save=false"]), ("remainder", "remainder", [])],
+    ids=["to-split", "to-whole", "remainder"],
 )
 @pytest.mark.sample("to-split")
 def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, words: list[str], forks: Forks, tmp_path: Path) -> None:
     """Losses, norms and weights after that are those of a run of whole weights that was not interrupted."""
-    rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master=whole")
+    rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master_weights=fp32")
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
-    trained(forks, tmp_path / "first", TEXT, 2, *words, *saving, f"optimizer.master={before}")
+    trained(forks, tmp_path / "first", TEXT, 2, *words, *saving, f"optimizer.master_weights={before}")
     shutil.rmtree(tmp_path / "saved" / "step_00000004")
-    assert trained(forks, tmp_path / "second", TEXT, 2, *words, *saving, f"optimizer.master={after}") == rows[2:]
+    assert trained(forks, tmp_path / "second", TEXT, 2, *words, *saving, f"optimizer.master_weights={after}") == rows[2:]
     assert_same_weights(tmp_path / "second", tmp_path / "all")
 
 
@@ -86,25 +86,33 @@ def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, wo
 def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> None:
     trained(forks, tmp_path / "first", TEXT, 1)
     more = [f"init.weights={tmp_path / 'first'}-weights", "parallel.tp=2", "seed=7"]
-    whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master={m}") for m in ("whole", "split"))
+    whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert split == whole
-    assert_same_weights(tmp_path / "split", tmp_path / "whole")
+    assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
 
 
 @pytest.mark.full
 def test_bytes_of_halves(forks: Forks, tmp_path: Path) -> None:
     """2 + 2 + 2 for weight, remainder and gradient where whole weights take 4 + 4; 4 for a gradient that several micro-batches add to."""
     held = {}
-    for name, words in {"whole": [], "split": [], "several": ["train.global_batch_size=4"]}.items():
-        master = "whole" if name == "whole" else "split"
+    for name, words in {"fp32": [], "remainder": [], "several": ["train.global_batch_size=4"]}.items():
+        master = "fp32" if name == "fp32" else "remainder"
         trained(
-            forks, tmp_path / name, TEXT, 2, "train.global_batch_size=2", NARROW, "train.receipt=true", *words, f"optimizer.master={master}"
+            forks,
+            tmp_path / name,
+            TEXT,
+            2,
+            "train.global_batch_size=2",
+            NARROW,
+            "train.receipt=true",
+            *words,
+            f"optimizer.master_weights={master}",
         )
         metrics = summary(tmp_path / name)["metrics"]
         held[name] = [metrics[f"{part}_bytes_per_rank"] / 2 for part in ("param", "grad", "optimizer")]
-    count = held["whole"][0] / 2
+    count = held["fp32"][0] / 2
     assert held == {
-        "whole": [2 * count, 2 * count, 2 * count],
-        "split": [count, count, 3 * count],
+        "fp32": [2 * count, 2 * count, 2 * count],
+        "remainder": [count, count, 3 * count],
         "several": [count, 2 * count, 3 * count],
     }
