@@ -1,17 +1,92 @@
-"""A folder that one process at a time may use."""
+"""Files that others read or write too: read up to a limit, written whole or not at all, and a folder that one process at a time may use."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
+import secrets
 import socket
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 LOCK = ".lock"
+_HELD: dict[tuple[int, int, int], FileLock] = {}  # by process, device and inode; a lock is let go of when its object is
 _OF_JOB = re.compile(r" on (\S+) of job (\S+?)(?:, restart (\d+))?\Z")
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+"""What flock(2) says on file systems without locks."""
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""What link(2) says on FAT, and on file systems in user space such as those before object stores."""
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The file's bytes, one more than `limit` at most: a device or a file that never ends is too large, and not the end of the machine.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as f:
+        return f.read(limit + 1)
+
+
+def replace(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Write a file that may take the place of an older one: readers see the old one or all of the new one.
+
+    `durable` waits until the content is on the disk, so that a machine that loses power keeps one of the two.
+
+    Raises:
+        OSError: it cannot be written; the older one stays as it was.
+    """
+    temporary = _written(path, content, durable)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def create(path: Path, content: str) -> None:
+    """Make a file that did not exist: readers see all of it or nothing, and no other file is ever replaced.
+
+    Raises:
+        FileExistsError: there is such a file.
+        OSError: it cannot be written.
+    """
+    temporary = _written(path, content, durable=True)
+    try:
+        os.link(temporary, path)
+    except OSError as e:
+        if e.errno not in _NO_HARD_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError(path) from e
+        temporary.rename(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _written(path: Path, content: str | bytes, durable: bool) -> Path:
+    """The content under a name beside the path's that no other process has."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as f:
+            f.write(content.encode("utf-8") if isinstance(content, str) else content)
+            f.flush()
+            if durable:
+                os.fsync(f.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return temporary
 
 
 def take(folder: Path) -> str:
@@ -31,7 +106,7 @@ def take(folder: Path) -> str:
     fresh = folder / f"{LOCK}-{os.environ['SLURM_JOB_ID']}"
     if second := _lock(fresh):
         return second
-    if not _of_an_earlier_start(who := _words(lock.read_bytes())):
+    if not _of_an_earlier_start(who := _words(lock)):
         fresh.unlink(missing_ok=True)  # another step of this start has just done so
         return who
     fresh.replace(lock)
@@ -39,27 +114,32 @@ def take(folder: Path) -> str:
 
 
 def _lock(path: Path) -> str:
-    """Lock a file and write into it whose it is; whose it is, where that is another one's."""
-    # A number, which nothing closes before the end: that would let go of the lock.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Lock a file and write into it whose it is; whose it is, where that is another one's. What this process holds, it may take again."""
+    lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.acquire()
+    except Timeout:
+        return "" if _key(path) in _HELD else _words(path)
     except OSError as e:
-        who = _words(os.pread(file, 200, 0))
-        os.close(file)
-        # Other errors are those of a file system without locks.
-        return who if e.errno in (errno.EACCES, errno.EAGAIN) else ""
+        if e.errno not in _NO_LOCKS:
+            raise
+        return ""
+    _HELD[_key(path)] = lock
     job, start = os.environ.get("SLURM_JOB_ID"), _start()
     whose = f" of job {job}{f', restart {start}' if start else ''}" if job else ""
     with contextlib.suppress(OSError):
-        os.truncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}{whose}\n".encode())
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}{whose}\n", encoding="utf-8")
     return ""
 
 
-def _words(content: bytes) -> str:
+def _key(path: Path) -> tuple[int, int, int]:
+    about = path.stat()
+    return os.getpid(), about.st_dev, about.st_ino
+
+
+def _words(path: Path) -> str:
     """Whose a lock is, as its file says."""
-    return " ".join(content[:200].decode("utf-8", "replace").split()) or "another command"
+    return " ".join(read_bytes(path, 200).decode("utf-8", "replace").split()) or "another command"
 
 
 def _of_an_earlier_start(who: str) -> bool:

@@ -16,6 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from playbook import schemas
 from playbook.errors import FileError, Finding
+from playbook.files import read_bytes
 
 MAX_BYTES = 2_000_000
 MAX_DEPTH = 40
@@ -56,16 +57,6 @@ def parse_scalar(text: str) -> Any:
     if len(text) <= _MAX_DIGITS and _FLOAT.match(text):
         return float(text)
     return _SPECIAL.get(text.lower(), text)
-
-
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The file's bytes, one more than `limit` at most: a device or a file that never ends is too large, and not the end of the machine.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as f:
-        return f.read(limit + 1)
 
 
 def read(path: Path) -> tuple[Any, Marks]:

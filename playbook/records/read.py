@@ -20,13 +20,14 @@ from pydantic import ValidationError
 from playbook import schemas
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
 from playbook.errors import FileError, Finding, PlaybookError
+from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
 from playbook.records.machine import kind, told_apart
 from playbook.records.staleness import Here, moved
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
-from playbook.yaml_files import did_you_mean, read_bytes
+from playbook.yaml_files import did_you_mean
 
 Claims = Mapping[str, tuple[str, Claim | MechanismCheck]]
 """Claims by id, each with the id of its card, as `playbook.cards.model.by_claim` gives them."""
@@ -346,15 +347,17 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
     model = MODELS.get(version) if isinstance(version, str) else None
     if model is None:
         raise ValueError(f"has schema_version {str(version)[:40]!r}; expected one of {', '.join(MODELS)}")
-    if thorough and model.SCHEMA and (refused := schemas.check(data, model.SCHEMA)):
-        raise ValueError(f"has {'.'.join(map(str, refused[0].path))}: {refused[0].message}")
+    refused = schemas.check(data, model.SCHEMA) if thorough and model.SCHEMA else []
     try:
-        return model.model_validate(data), stored_sha(data)
-    except ValidationError as e:
+        content, sha = model.model_validate(data), stored_sha(data)
+    except ValidationError as e:  # the model has the plainer words for what the schema refuses too
         first = e.errors(include_url=False)[0]
         raise ValueError(f"has {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from e
     except (RecursionError, ValueError) as e:  # a lone surrogate, which no hash covers
         raise ValueError(f"is no readable record ({str(e)[:120]})") from e
+    if refused:
+        raise ValueError(f"has {'.'.join(map(str, refused[0].path))}: {refused[0].message}")
+    return content, sha
 
 
 def _finite(text: str) -> float:

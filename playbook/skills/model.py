@@ -16,7 +16,8 @@ import yaml
 from pydantic import ConfigDict, Field
 
 from playbook.errors import FileError, Finding
-from playbook.yaml_files import MAX_BYTES, Marks, Path_, Strict, did_you_mean, locate, parse, read_bytes, validate
+from playbook.files import read_bytes
+from playbook.yaml_files import MAX_BYTES, Marks, Path_, Strict, did_you_mean, locate, parse, validate
 
 FILE = "SKILL.md"
 INDEX = "README.md"

@@ -8,19 +8,18 @@ with it. A process that has touched a GPU cannot be forked, so where importing d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import os
 import select
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from playbook.processes import die_with_parent
 from playbook_trainer.config.tree import TrainerConfig
 
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
@@ -38,7 +37,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         *_COMPILER,
     ),
 }
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
@@ -102,16 +100,14 @@ def fork(
 
     The rank is the trainer's, or whatever `run` does with the words.
     """
-    parent = os.getpid()
+    end_with_us = die_with_parent(os.getpid())
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_us()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(target, stream)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.processes import die_with_parent
 from playbook.records.evidence import digest
-from playbook_bench.launch.local import LocalLauncher, Rank, Spec, die_with_parent
+from playbook_bench.launch.local import LocalLauncher, Rank, Spec
 from playbook_trainer.config import tree as trainer_config
 
 IMPORT_S = 120.0

@@ -8,7 +8,6 @@ alone, which then ends the ranks in order.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any, Literal, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
+from playbook.processes import die_with_parent
 from playbook.records.evidence import RunOutcome
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
@@ -41,7 +41,6 @@ DRAIN_S = 20.0
 _POLL_S = 0.25
 _REFUSAL_S = 5.0
 _TAIL_BYTES = 4000
-_PR_SET_PDEATHSIG = 1
 _PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
 _MEMORY = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
 _EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
@@ -473,15 +472,3 @@ def write_config(spec: Spec) -> Path:
     except OSError as e:
         raise LaunchError(f"the run folder {spec.folder} cannot be written: {e.strerror or e}; choose another with --results") from e
     return path
-
-
-def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """What a child does before it starts: ask the kernel to signal it when the harness dies, even by SIGKILL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signum)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask

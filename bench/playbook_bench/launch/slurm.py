@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from playbook.errors import ConfigError, LaunchError
+from playbook.processes import die_with_parent
 from playbook_bench.launch.local import (
     DRAIN_S,
     TRAINER,
@@ -27,7 +28,6 @@ from playbook_bench.launch.local import (
     Spec,
     Watch,
     again_where_the_port_was_taken,
-    die_with_parent,
     held,
     judge,
     rank_environment,

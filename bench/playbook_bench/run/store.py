@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from playbook import files
 from playbook.errors import StoreError
 from playbook.paths import DEFAULT_RESULTS as DEFAULT_RESULTS
 from playbook.records.consistency import contradictions
@@ -22,8 +20,6 @@ from playbook.records.read import parse
 T = TypeVar("T", Evidence, Baseline)
 
 EXPIRY_DAYS = 180
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-"""What link(2) says on FAT, and on file systems in user space such as those before object stores."""
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
@@ -86,32 +82,13 @@ def write_once(path: Path, text: str, instead: str = "choose another folder with
     Raises:
         StoreError: the disk is full, the folder cannot be written, or the file exists.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _write_through(temporary, text)
-            _give_name(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        files.create(path, text)
     except FileExistsError as e:
         raise StoreError(f"{path} exists; a record is written once and never replaced") from e
     except OSError as e:
         raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or {instead}") from e
-
-
-def _give_name(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, which no other has; where the file system has no hard links, by renaming it."""
-    try:
-        os.link(temporary, path)
-    except OSError as e:
-        if e.errno not in _NO_HARD_LINKS:
-            raise
-        if path.exists():
-            raise FileExistsError(path) from e
-        temporary.rename(path)
 
 
 def replace(path: Path, text: str) -> None:
@@ -120,32 +97,11 @@ def replace(path: Path, text: str) -> None:
     Raises:
         StoreError: it cannot be written; the older one stays as it was.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _write_through(temporary, text)
-            temporary.rename(path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        files.replace(path, text)
     except OSError as e:
         raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder") from e
-
-
-def _write_through(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load(path: Path) -> Evidence:

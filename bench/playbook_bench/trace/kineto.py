@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from playbook.errors import PlaybookError
+from playbook.intervals import union
 from playbook.kernel_names import COMMUNICATION
-from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread, union
+from playbook_bench.trace.table import CONTAINERS, Kind, Op, Path_, Span, Stacks, Timeline, close_backward, main_thread
 
 MAX_BYTES = 512 * 1024 * 1024
 _EVALUATE = "autograd::engine::evaluate_function: "

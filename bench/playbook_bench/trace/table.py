@@ -18,6 +18,7 @@ from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 from playbook.errors import PlaybookError
+from playbook.intervals import Interval, length, subtract, union
 from playbook.records.trace import Coverage, Phase, RangeRow, TraceTable, UnattributedOp
 
 BACKWARD = ".bwd"
@@ -31,7 +32,6 @@ NS_PER_MS = 1_000_000
 WORST_LISTED = 8
 
 Kind = Literal["compute", "communication", "copy"]
-Interval = tuple[int, int]
 Path_ = tuple[str, ...]
 _PRIORITY: dict[str, int] = {"compute": 0, "communication": 1, "copy": 2}
 
@@ -76,41 +76,6 @@ class Place(NamedTuple):
     phase: Phase
     path: Path_
     """Names of the enclosing parts, outermost first; empty where no part encloses the moment."""
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The intervals merged, sorted and without overlap."""
-    out: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[1] > i[0]):
-        if out and start <= out[-1][1]:
-            if end > out[-1][1]:
-                out[-1] = (out[-1][0], end)
-        else:
-            out.append((start, end))
-    return out
-
-
-def length(intervals: Iterable[Interval]) -> int:
-    """Total length of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What of `a` lies outside `b`; both sorted and without overlap."""
-    out: list[Interval] = []
-    i = 0
-    for start, end in a:
-        while i < len(b) and b[i][1] <= start:
-            i += 1
-        at, j = start, i
-        while j < len(b) and b[j][0] < end:
-            if b[j][0] > at:
-                out.append((at, b[j][0]))
-            at = max(at, b[j][1])
-            j += 1
-        if at < end:
-            out.append((at, end))
-    return out
 
 
 class Stacks:

@@ -7,12 +7,9 @@ micro-batches, and a run that starts at a row goes on as one that has reached it
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import os
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from playbook.errors import ConfigError, DataError, PlaybookError
+from playbook.processes import die_with_parent
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.collate import collate
@@ -39,7 +37,6 @@ COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind i
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
 OF_PATCHES = ("pixels_PC", "rotary_P2", "pos_index_4P", "pos_weight_4P")
 """What a batch's images have for each patch."""
-_PR_SET_PDEATHSIG = 1
 
 
 def build_loader(
@@ -275,8 +272,4 @@ def _uses_cuda(config: TrainerConfig) -> bool:
 
 def _die_with(parent: int, _worker: int) -> None:
     """Make the kernel kill this worker when the rank dies, however it dies."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
+    die_with_parent(parent)()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from playbook.intervals import length, subtract, union
 from playbook.kernel_names import COMMUNICATION
 
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
@@ -78,45 +79,22 @@ def computing_percent(on_gpu: Sequence[Event]) -> dict[str, float]:
     """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate. What is missing waits for other ranks or the host."""
     if not on_gpu:
         return {}
-    work = _merged([(e.begin, e.end) for e in on_gpu if not _communicates(e)])
+    work = union([(e.begin, e.end) for e in on_gpu if not _communicates(e)])
     whole = max(e.end for e in on_gpu) - min(e.begin for e in on_gpu)
-    return {"gpu_computing_percent": round(100 * sum(end - begin for begin, end in work) / whole, 1)} if whole > 0 else {}
+    return {"gpu_computing_percent": round(100 * length(work) / whole, 1)} if whole > 0 else {}
 
 
 def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
     """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
-    work = _merged([(e.begin, e.end) for e in kernels if not _communicates(e)])
+    work = union([(e.begin, e.end) for e in kernels if not _communicates(e)])
     out = {}
     for part, name in _COLLECTIVES.items():
-        spans = _merged([(e.begin, e.end) for e in kernels if e.name.startswith("nccl") and part in e.name])
-        total = sum(end - begin for begin, end in spans)
+        spans = union([(e.begin, e.end) for e in kernels if e.name.startswith("nccl") and part in e.name])
+        total = length(spans)
         if total > 0:
-            out[f"hidden_percent_{name}"] = round(100 * _common(spans, work) / total, 1)
+            out[f"hidden_percent_{name}"] = round(100 * (total - length(subtract(spans, work))) / total, 1)
     return out
 
 
 def _communicates(event: Event) -> bool:
     return COMMUNICATION.search(event.name.split("(", 1)[0]) is not None
-
-
-def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as spans that do not touch, in order."""
-    out: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
-        else:
-            out.append((begin, end))
-    return out
-
-
-def _common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    """Time that two ordered lists of spans share."""
-    shared, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        shared += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared

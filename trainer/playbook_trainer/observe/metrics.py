@@ -24,6 +24,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+from playbook import files
 from playbook.errors import DataError
 from playbook_trainer.config import automatic
 from playbook_trainer.config.hashing import config_sha
@@ -279,9 +280,7 @@ def _keep_until(path: Path, step: int) -> None:
     # A killed run may have left half a line at the end, a machine that lost power anything.
     whole = [line for line in lines if line.endswith("\n")]
     # Under another name first: a full disk, or an end in between, must not take what it held.
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
-    temporary.rename(path)
+    files.replace(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -403,11 +402,8 @@ def write_summary(
         },
         "env": environment(recorder.device, axes.world.size),
     }
-    path = recorder.out / "summary.json"
-    temporary = path.with_suffix(".tmp")
     with writing(recorder.out):
-        temporary.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        temporary.rename(path)
+        files.replace(recorder.out / "summary.json", json.dumps(summary, indent=1))
     for each in recorder.trackers:
         each.close(figures(metrics))
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from playbook import files
 from playbook.errors import DataError
 from playbook_trainer.config.tree import GeneratedConfig
 from playbook_trainer.data.sources.vqa import Sample
@@ -124,10 +125,8 @@ class PoolImage:
             raise DataError(f"{path} cannot be read: {e.strerror or e}; set data.path to a folder for the generated images") from e
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Workers may make the same file at once: each writes its own, with the same bytes, and the last to rename wins.
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(data)
-            own.replace(path)
+            # Workers may make the same file at once, with the same bytes: the last one's stays. One that is lost is made again.
+            files.replace(path, data, durable=False)
         except OSError as e:
             raise DataError(f"{path} cannot be written: {e.strerror or e}; set data.path to a folder for the generated images") from e
         return data
