@@ -22,10 +22,21 @@ VALUES: Mapping[tuple[str, Any], Any] = MappingProxyType(
 )
 """(Today's key, old value) to today's value."""
 
+REMOVED: Mapping[str, Any] = MappingProxyType(
+    {
+        "megatron.fused": True,
+        "megatron.fsdp_double_buffer": False,
+        "megatron.overlap_p2p": True,
+        "megatron.shared_expert_overlap": False,
+        "megatron.first_last_layers_bf16": False,
+    }
+)
+"""Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is unknown."""
+
 
 def modern(data: Mapping[str, Any]) -> dict[str, Any]:
     """The tree, or a part of it from the root, in today's spelling. Where a key is there in both spellings, today's counts."""
-    out = dict(deepcopy(data)) if old_names(data) else dict(data)
+    out = dict(deepcopy(data))
     for old, new in KEYS.items():
         *sections, name = old.split(".")
         holder = _section(out, sections)
@@ -38,6 +49,11 @@ def modern(data: Mapping[str, Any]) -> dict[str, Any]:
         holder = _section(out, sections)
         if isinstance(holder, dict) and holder.get(name) == value:
             holder[name] = today
+    for key, value in REMOVED.items():
+        *sections, name = key.split(".")
+        holder = _section(out, sections)
+        if isinstance(holder, dict) and name in holder and holder[name] is value:
+            del holder[name]
     return out
 
 

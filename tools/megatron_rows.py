@@ -131,7 +131,6 @@ def _one() -> Iterator[Row]:
         # Delayed scaling finds all scales of a pass at once.
         cast = Rule(kernel=kernel, count=2 if recipe == "delayed" else "layers", op=">=")
         yield Row("one", recipe, "FP8", _fp8(recipe), (cast,))
-    yield Row("one", "tensorwise, first and last layer in BF16", "FP8", _fp8("tensorwise", first_last_layers_bf16=True))
     yield Row("one", "delayed, weights in FP8", "FP8", _fp8("delayed", fp8_param=True))
     yield Row("one", "mxfp8", "FP8", _fp8("mxfp8"))
     yield Row("one", "nvfp4", "FP8", _fp8("nvfp4"))
@@ -155,7 +154,6 @@ def _one() -> Iterator[Row]:
     yield row("flash", "attention", Rule(kernel="flash", count="layers", op=">="), train__attention="flash")
     yield row("cudnn", "attention", Rule(kernel="cudnn.*sdpa", count="layers", op=">="), train__attention="cudnn")
     yield row("plain", "attention", Rule(kernel="sdpa|flash_fwd|fmha", count=0), train__attention="plain")
-    yield Row("one", "off", "fusions", _megatron(fused=False))
     yield Row("one", "local", "kernels", {**_CUBLAS, **_megatron(kernels="local")})
 
 

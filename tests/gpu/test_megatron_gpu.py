@@ -52,7 +52,6 @@ ONE_GPU: dict[str, tuple[str, tuple[str, ...], float]] = {
     "rows": ("torch rows", (BF16, ROWS), 0.01),
     "local kernels": ("torch", (BF16, "megatron.kernels=local"), 0.01),
     "fp32 local": ("torch", ("megatron.kernels=local",), 0.01),
-    "without fusions": ("one", (BF16, "megatron.fused=false"), 0.01),
     "attention flash": ("one rows", (BF16, ROWS, "train.attention=flash"), 0.01),
     "attention cudnn": ("one rows", (BF16, ROWS, "train.attention=cudnn"), 0.01),
     "attention plain": ("one rows", (BF16, ROWS, "train.attention=plain"), 0.01),
@@ -97,7 +96,6 @@ ONE_GPU: dict[str, tuple[str, tuple[str, ...], float]] = {
     "fp8 delayed": ("one", (BF16, "precision.fp8=delayed"), 0.03),
     "fp8 blockwise": ("one", (BF16, "precision.fp8=blockwise"), 0.03),
     "fp8 blockwise weights": ("one", (BF16, "precision.fp8=blockwise", "megatron.fp8_param=true"), 0.03),
-    "fp8 with wide ends": ("one", (BF16, "precision.fp8=tensorwise", "megatron.first_last_layers_bf16=true"), 0.03),
     "fp8 blockwise weights, precision-aware": (
         "one",
         (BF16, "precision.fp8=blockwise", "megatron.fp8_param=true", "megatron.precision_aware_optimizer=true"),
@@ -162,7 +160,6 @@ SEVERAL_GPUS: dict[str, tuple[str, tuple[str, ...], float]] = {
         SAME,
     ),
     "megatron fsdp, tp 2": ("one rows", (BF16, ROWS, "megatron.data_parallel=megatron_fsdp", *SP), SAME),
-    "megatron fsdp, two buffers": ("one", (BF16, "megatron.data_parallel=megatron_fsdp", "megatron.fsdp_double_buffer=true"), SAME),
     "recompute and ep": ("one", (BF16, "parallel.ep={n}", SELECTIVE, "train.recompute_modules=[layernorm,moe_act]"), SAME),
     "fp8 blockwise, ep": ("one", (BF16, "parallel.ep={n}", "precision.fp8=blockwise"), 0.03),
 }

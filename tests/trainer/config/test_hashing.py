@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from playbook import renamed_keys as renamed
+from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root
 from playbook.records.case import load_case
 from playbook.records.evidence import noise_key
@@ -135,3 +136,10 @@ def test_every_stored_noise_estimate_is_keyed_by_an_environment_that_a_record_ha
         stored = store.load_baseline(path)
         keys = {noise_key(stored.runs[0].model_copy(update={"strict_sha": sha}), every) for sha in every}
         assert stored.noise_key in keys, path
+
+
+@pytest.mark.parametrize(("key", "value"), renamed.REMOVED.items())
+def test_a_key_that_is_gone_loads_at_the_value_that_holds_since_and_no_other(key, value):
+    assert config_sha(load(TINY, {key: value}), H200) == config_sha(load(TINY), H200)
+    with pytest.raises(ConfigError, match=f"unknown key '{key.split('.')[1]}'"):
+        load(TINY, {key: not value})

@@ -115,7 +115,7 @@ def test_graphs_that_hold_experts_pad_them(target, graphs):
 
 @pytest.mark.parametrize("target", MEGATRON)
 def test_plain_frequencies_of_latent_attention_are_not_fused(target):
-    for words, fused in (({}, True), ({"model.yarn": None}, False), ({"megatron.fused": False}, False)):
+    for words, fused in (({}, True), ({"model.yarn": None}, False)):
         fields, lines, _ = settings(LARGE, {"model": "deepseek_v3", **words}, target)
         assert fields["apply_rope_fusion"] == fused
         assert target != "megatron-lm" or ("--no-rope-fusion" in lines) != fused

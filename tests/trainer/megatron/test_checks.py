@@ -80,11 +80,6 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
             "leave out moe_preprocess or moe.capacity_factor",
         ),
         (
-            config(model="deepseek_v3_tiny", moe={"dispatcher": "allgather"}, megatron={"shared_expert_overlap": True}),
-            1,
-            "set moe.dispatcher=alltoall or megatron.shared_expert_overlap=false",
-        ),
-        (
             config(model="deepseek_v3_tiny", train={"recompute": "full"}, megatron={"recompute_layers": 2}),
             1,
             "leave megatron.recompute_layers out",
@@ -115,8 +110,6 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
             1,
             "recompute selected modules, or capture the full iteration",
         ),
-        (config(megatron={"shared_expert_overlap": True}), 1, "the model has no shared experts"),
-        (config(DENSE, megatron={"shared_expert_overlap": True}), 1, "megatron.shared_expert_overlap is about experts"),
         (config(DENSE, moe={"router_dtype": "bf16"}), 1, "moe.router_dtype is about experts"),
         (config(DENSE, moe={"capacity_factor": 1.0}), 1, "moe.capacity_factor is about experts"),
         (config(megatron={"delay_wgrad": True}), 1, "set megatron.overlap_expert_parallel=true"),
@@ -129,7 +122,6 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(train={"device": "cpu"}), 1, "megatron-core needs a GPU"),
         (config(train=BF16, precision={"fp8": "rowwise"}), 1, "belongs to the torch backend"),
         (config(precision={"fp8": "tensorwise"}), 1, "set train.dtype: bf16"),
-        (config(train=BF16, precision={"fp8": "delayed"}, megatron={"first_last_layers_bf16": True}), 1, "excludes delayed scaling"),
         (config(optimizer={"moments_dtype": "bf16"}), 1, "set megatron.precision_aware_optimizer: true"),
         (
             config(
@@ -156,16 +148,6 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
             "excludes a precision-aware optimizer on the host",
         ),
         (config(megatron={"sharding_strategy": "optim"}), 1, "belongs to megatron_fsdp"),
-        (config(megatron={"fsdp_double_buffer": True}), 1, "belongs to megatron_fsdp"),
-        (
-            config(
-                train=BF16,
-                parallel={"ep": 2},
-                megatron={"data_parallel": "megatron_fsdp", "fsdp_double_buffer": True, "overlap_expert_parallel": True},
-            ),
-            2,
-            "excludes megatron.fsdp_double_buffer",
-        ),
         (
             config(
                 train={**BF16, "cuda_graphs": ["attn"], "warmup_steps": 4},
@@ -207,7 +189,7 @@ def test_refused_with_the_rule_that_is_broken(c: TrainerConfig, world: int, expe
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"megatron": {"fused": False}}, "the section megatron belongs to the megatron backend"),
+        ({"megatron": {"kernels": "local"}}, "the section megatron belongs to the megatron backend"),
         ({"parallel": {"pp": 2, "pipeline_layout": [1, 1]}}, "parallel.pipeline_layout belongs to the megatron backend"),
         ({"moe": {"capacity_factor": 1.5}}, "moe.capacity_factor belongs to the megatron backend"),
     ],

@@ -15,8 +15,6 @@ class MegatronConfig(Strict):
 
     kernels: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layers by Transformer Engine, or by this trainer and megatron-core alone; auto takes Transformer Engine where it is installed."""
-    fused: bool = True
-    """Fused kernels for rotary embedding, router, permutation, cross-entropy, bias and activation, where the layers have them."""
     grouped_gemm: Literal["cublas", "cutlass"] = "cublas"
     """How Transformer Engine multiplies a rank's experts. cublas: a product for each expert. cutlass, on Hopper in 16 bits: one kernel for all
     experts, forward and for the gradient of the input; gradients of the weights stay a product for each."""
@@ -25,8 +23,6 @@ class MegatronConfig(Strict):
     sharding_strategy says. fsdp2: shares of everything, by torch."""
     sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What Megatron-FSDP shards: nothing, optimizer state, gradients too (ZeRO-2), or parameters too (ZeRO-3)."""
-    fsdp_double_buffer: bool = False
-    """Megatron-FSDP gathers into two buffers that stay, instead of allocating for each unit."""
     precision_aware_optimizer: bool = False
     """Moments in optimizer.moments_dtype and gradients in grad_reduce_dtype, with the part of the float32 master weights that bf16 weights
     lack beside them; without it all are float32."""
@@ -36,16 +32,12 @@ class MegatronConfig(Strict):
     """Sum gradients over data-parallel ranks beside the backward pass."""
     overlap_param_gather: bool = True
     """Gather updated parameters beside the forward pass that needs them."""
-    overlap_p2p: bool = True
-    """Send and receive between pipeline stages beside the computation; used with vpp above 1."""
     tp_comm_overlap: bool = False
     """Cut tensor-parallel collectives up and run them beside the matrix products (Transformer Engine's user buffers)."""
     overlap_expert_parallel: bool = False
     """Run the expert all-to-all of one micro-batch beside the computation of another."""
     delay_wgrad: bool = False
     """Weight gradients of a layer later than its input gradient, under overlap_expert_parallel."""
-    shared_expert_overlap: bool = False
-    """Shared experts beside the dispatch of tokens; needs the dispatcher alltoall."""
     cuda_graph_impl: Literal["none", "transformer_engine", "local", "full_iteration"] = "none"
     """Who captures. none: Transformer Engine, where train.cuda_graphs names parts. local: megatron-core. full_iteration: forward and backward
     pass of a step as one graph, without named parts."""
@@ -62,8 +54,6 @@ class MegatronConfig(Strict):
     """Weight of the loss that balances the experts' load; it is not part of the loss reported."""
     fp8_param: bool = False
     """Keep weights in 8 bits and gather them so; with a recipe of precision.fp8."""
-    first_last_layers_bf16: bool = False
-    """Keep 8-bit products out of the first and the last layer."""
     recompute_layers: int | None = Field(default=None, gt=0)
     """With train.recompute full: layers per checkpoint (uniform), or layers of a chunk that are made again (block). None means 1, or all."""
     recompute_method: Literal["uniform", "block"] = "uniform"

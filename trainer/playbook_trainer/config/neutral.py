@@ -116,20 +116,16 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "offload.activations": False,
         "offload.optimizer": False,
         "megatron.kernels": "auto",
-        "megatron.fused": True,
         "megatron.grouped_gemm": "cublas",
         "megatron.data_parallel": "distributed_optimizer",
         "megatron.sharding_strategy": "optim_grads_params",
-        "megatron.fsdp_double_buffer": False,
         "megatron.precision_aware_optimizer": False,
         "megatron.grad_reduce_dtype": "fp32",
         "megatron.overlap_grad_reduce": True,
         "megatron.overlap_param_gather": True,
-        "megatron.overlap_p2p": True,
         "megatron.tp_comm_overlap": False,
         "megatron.overlap_expert_parallel": False,
         "megatron.delay_wgrad": False,
-        "megatron.shared_expert_overlap": False,
         "megatron.cuda_graph_impl": "none",
         "megatron.cp_comm_type": "p2p",
         "megatron.cp_sizes": [],
@@ -137,7 +133,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "megatron.optimizer_offload_fraction": 0.0,
         "megatron.aux_loss_coeff": 0.0,
         "megatron.fp8_param": False,
-        "megatron.first_last_layers_bf16": False,
         "megatron.recompute_layers": None,
         "megatron.recompute_method": "uniform",
         "train.steps": 20,
@@ -172,6 +167,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 """What a hash of a configuration leaves out. A new key gets a line with the value at which nothing changes: every stored hash then stays.
 
 A default that is changed later leaves its line as it is: configurations with the new default then hash otherwise, as they compute otherwise.
-A key that is removed keeps its line, so that records that name it at this value hash as those without it. Keys of the model that every model
-must name, such as `model.hidden_size`, have none and always count.
+A key that is removed moves to `playbook/renamed_keys.py`. Keys of the model that every model must name, such as `model.hidden_size`, have none and always
+count.
 """

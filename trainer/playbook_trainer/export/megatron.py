@@ -134,7 +134,7 @@ def _experts(sheet: Sheet) -> None:
     )
     if not model.num_experts:
         sheet.skip(f"{shapes} moe.*", "the model has no experts")
-        sheet.skip("megatron.aux_loss_coeff megatron.shared_expert_overlap megatron.grouped_gemm", "the model has no experts")
+        sheet.skip("megatron.aux_loss_coeff megatron.grouped_gemm", "the model has no experts")
         return
     fused = moe.dispatcher in ("deepep", "hybridep")
     sheet.skip("moe.apply_probs_on", "megatron-core weighs rows before the second product")
@@ -161,7 +161,6 @@ def _experts(sheet: Sheet) -> None:
         ("moe.capacity_factor", "moe_expert_capacity_factor"): moe.capacity_factor,
         ("megatron.aux_loss_coeff", "moe_router_load_balancing_type"): "aux_loss" if config.megatron.aux_loss_coeff else "none",
         ("megatron.aux_loss_coeff", "moe_aux_loss_coeff"): config.megatron.aux_loss_coeff,
-        ("megatron.shared_expert_overlap", "moe_shared_expert_overlap"): config.megatron.shared_expert_overlap,
     }
     for (key, field), value in settings.items():
         sheet.put(key, "model", field, value)
@@ -170,8 +169,8 @@ def _experts(sheet: Sheet) -> None:
     if fused:
         sheet.put("moe.dispatcher", "model", "moe_flex_dispatcher_backend", moe.dispatcher)
     if config.backend == "megatron":
-        sheet.put("megatron.fused", "model", "moe_permute_fusion", config.megatron.fused)
-        sheet.put("megatron.fused", "model", "moe_router_fusion", config.megatron.fused)
+        sheet.put("backend", "model", "moe_permute_fusion", True)
+        sheet.put("backend", "model", "moe_router_fusion", True)
         sheet.skip("moe.fused_permutation moe.fused_router", TORCH)
     else:
         sheet.put("moe.fused_permutation", "model", "moe_permute_fusion", moe.fused_permutation)
@@ -258,9 +257,7 @@ def _parallel(sheet: Sheet) -> None:
     sheet.skip(other, OTHER)
     sheet.put("megatron.cp_sizes", "model", "hierarchical_context_parallel_sizes", mg.cp_sizes or None)
     if par.vpp > 1:
-        sheet.put("megatron.overlap_p2p", "model", "overlap_p2p_comm", mg.overlap_p2p)
-    else:
-        sheet.skip("megatron.overlap_p2p", "of an interleaved schedule, which is not chosen")
+        sheet.put("parallel.vpp", "model", "overlap_p2p_comm", True)
     overlaps = "model" if sheet.target == "megatron-lm" else "comm_overlap"
     fields = {
         "tp_comm_overlap": "tp_comm_overlap",
@@ -294,9 +291,8 @@ def _data_parallel(sheet: Sheet) -> None:
     if whole:
         sheet.put("megatron.sharding_strategy" if megatron else key, "ddp", "data_parallel_sharding_strategy", mg.sharding_strategy)
         sheet.put(key, "model", "init_model_with_meta_device", mg.sharding_strategy != "no_shard")
-        sheet.put("megatron.fsdp_double_buffer", "ddp", "fsdp_double_buffer", mg.fsdp_double_buffer)
     else:
-        sheet.skip("megatron.sharding_strategy megatron.fsdp_double_buffer", "of Megatron-FSDP, which is not chosen")
+        sheet.skip("megatron.sharding_strategy", "of Megatron-FSDP, which is not chosen")
     if megatron:
         sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype parallel.comm_sms", TORCH)
     else:
@@ -337,7 +333,6 @@ def _precision(sheet: Sheet) -> None:
     sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param and not why)
     if mg.fp8_param and why:
         sheet.lack("megatron.fp8_param", why)
-    sheet.put("megatron.first_last_layers_bf16", "model", "first_last_layers_bf16", mg.first_last_layers_bf16)
 
 
 def _no_fp8_param(config: TrainerConfig) -> str:
@@ -389,17 +384,17 @@ def _switches(sheet: Sheet) -> None:
         sheet.put("megatron.cuda_graph_impl", "rng", "te_rng_tracker", True)
     sheet.put("train.attention", "model", "attention_backend", ATTENTION[train.attention])
     megatron = config.backend == "megatron"
-    loss = mg.fused and not train.deterministic if megatron else train.fused_loss
-    sheet.put("megatron.fused" if megatron else "train.fused_loss", "model", "cross_entropy_loss_fusion", loss)
+    loss = not train.deterministic if megatron else train.fused_loss
+    sheet.put("backend" if megatron else "train.fused_loss", "model", "cross_entropy_loss_fusion", loss)
     if megatron:
         sheet.skip("train.fused_loss", TORCH)
     # Megatron-LM refuses Transformer Engine's kernel for the loss.
-    sheet.put("megatron.fused", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
+    sheet.put("backend", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
     # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
     plain = config.model.attention == "mla" and config.model.yarn is None
-    sheet.put("megatron.fused", "model", "apply_rope_fusion", mg.fused and not plain)
+    sheet.put("backend", "model", "apply_rope_fusion", not plain)
     for field in ("bias_dropout_fusion", "masked_softmax_fusion", "bias_activation_fusion"):
-        sheet.put("megatron.fused", "model", field, mg.fused)
+        sheet.put("backend", "model", field, True)
     if sheet.target == "megatron-lm":
         sheet.put("megatron.kernels", "model", "transformer_impl", "local" if mg.kernels == "local" else "transformer_engine")
     else:

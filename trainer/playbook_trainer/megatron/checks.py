@@ -25,9 +25,7 @@ WORDS = Words(
         "cp_sizes": "megatron.cp_sizes",
         "optimizer_instances": "parallel.dp_replicate",
         "sharding": "megatron.data_parallel",
-        "overlap_p2p": "megatron.overlap_p2p",
         "ep_overlap": "megatron.overlap_expert_parallel",
-        "shared_overlap": "megatron.shared_expert_overlap",
         "recompute": "train.recompute",
         "graphs": "train.cuda_graphs",
         "offload": "offload.activations",
@@ -81,7 +79,6 @@ def options(config: TrainerConfig) -> Options:
     return Options(
         sp=par.sequence_parallel if par.tp > 1 else None,
         uneven=par.pipeline_layout is not None,
-        overlap_p2p=mg.overlap_p2p,
         dispatcher=config.moe.dispatcher if moe and config.moe.dispatcher != "dedup" else "",
         cp_comm=mg.cp_comm_type if par.cp > 1 else "",
         cp_sizes=tuple(mg.cp_sizes),
@@ -93,7 +90,6 @@ def options(config: TrainerConfig) -> Options:
         capacity=pads_experts(config),
         ep_overlap=mg.overlap_expert_parallel,
         delay_wgrad=mg.delay_wgrad,
-        shared_overlap=mg.shared_expert_overlap,
         fp8="" if config.precision.fp8 in ("none", "rowwise", "nvfp4") else config.precision.fp8,
         offload=config.offload.activations,
         offload_modules=tuple(m for m in mg.offload_modules if m != "fused_group_mlp"),
@@ -248,14 +244,9 @@ def switch_problems(config: TrainerConfig) -> list[str]:
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
     """Switches of experts that would stand in the configuration of a run and do nothing in it."""
-    moe, mg, model = config.moe, config.megatron, config.model
-    if model.num_experts:
-        if mg.shared_expert_overlap and not model.shared_expert_ffn_size:
-            return ["megatron.shared_expert_overlap: the model has no shared experts: set it to false"]
+    if config.model.num_experts:
         return []
-    return dense_problems(
-        config, {"moe.capacity_factor": moe.capacity_factor is not None, "megatron.shared_expert_overlap": mg.shared_expert_overlap}
-    )
+    return dense_problems(config, {"moe.capacity_factor": config.moe.capacity_factor is not None})
 
 
 def _precision_problems(config: TrainerConfig) -> list[str]:
@@ -271,10 +262,8 @@ def _precision_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "precision.fp8_modules: a recipe of this backend covers projections and experts alike; leave it at [linear, experts]"
         )
-    if fp8 == "none" and (mg.fp8_param or mg.first_last_layers_bf16):
-        problems.append("megatron.fp8_param and first_last_layers_bf16 belong to a recipe: set precision.fp8, or leave them false")
-    if fp8 == "delayed" and mg.first_last_layers_bf16:
-        problems.append("megatron.first_last_layers_bf16 excludes delayed scaling: set precision.fp8: tensorwise or blockwise")
+    if fp8 == "none" and mg.fp8_param:
+        problems.append("megatron.fp8_param belongs to a recipe: set precision.fp8, or leave it false")
     if fp8 == "nvfp4" and mg.fp8_param:
         problems.append("megatron.fp8_param has no 4-bit counterpart: set it to false")
     if mg.fp8_param and mg.data_parallel in ("ddp", "fsdp2"):
@@ -322,10 +311,6 @@ def _optimizer_problems(config: TrainerConfig) -> list[str]:
         problems.append("optimizer.moments_dtype bf16: megatron-core keeps float32 moments in an optimizer on the host; set it to fp32")
     if _offloads(config) and mg.data_parallel != "distributed_optimizer":
         problems.append(f"the optimizer is offloaded from the distributed optimizer, found {mg.data_parallel}; set megatron.data_parallel")
-    if mg.fsdp_double_buffer and mg.data_parallel != "megatron_fsdp":
-        problems.append("megatron.fsdp_double_buffer belongs to megatron_fsdp: set megatron.data_parallel to it, or leave it false")
-    if mg.fsdp_double_buffer and mg.overlap_expert_parallel:
-        problems.append("megatron.overlap_expert_parallel under Megatron-FSDP excludes megatron.fsdp_double_buffer: set it to false")
     default = MegatronConfig.model_fields["sharding_strategy"].default
     if mg.sharding_strategy != default and mg.data_parallel != "megatron_fsdp":
         problems.append(f"megatron.sharding_strategy belongs to megatron_fsdp, found {mg.data_parallel}; leave it out")

@@ -250,8 +250,6 @@ def open_buffers(config: TrainerConfig) -> None:
     if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:
         modes = base.UserBufferQuantizationMode
         how["quantization_modes"] = [modes.FP8 if eight else modes.NONE]
-        if config.megatron.first_last_layers_bf16:
-            how["quantization_modes"].append(modes.NONE)
     else:
         how["use_fp8"] = eight
     base.initialize_ub(**how)

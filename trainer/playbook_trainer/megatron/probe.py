@@ -79,7 +79,6 @@ def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:
     if recipe != "none" and not config.megatron.fp8_param:
         plain = {"fp8": "none"}
         found = found.model_copy(update={"precision": config.precision.model_copy(update=plain)})
-        found = found.model_copy(update={"megatron": found.megatron.model_copy(update={"first_last_layers_bf16": False})})
         notes.append(f"built without {recipe}: 8-bit copies of weights come with the first forward pass")
     return found, tuple(notes)
 

@@ -138,14 +138,14 @@ def _parallel(config: TrainerConfig) -> dict[str, Any]:
         "deallocate_pipeline_outputs": par.pp > 1,
         "cp_comm_type": config.megatron.cp_comm_type if par.cp > 1 else None,
         **({"hierarchical_context_parallel_sizes": config.megatron.cp_sizes} if config.megatron.cp_sizes else {}),
-        "overlap_p2p_comm": par.vpp > 1 and config.megatron.overlap_p2p,
-        "batch_p2p_comm": not (par.vpp > 1 and config.megatron.overlap_p2p),
+        "overlap_p2p_comm": par.vpp > 1,
+        "batch_p2p_comm": par.vpp == 1,
     }
 
 
 def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
-    """What makes the same numbers faster: on with Transformer Engine unless `megatron.fused` is off, off without it."""
-    fused = engine and config.megatron.fused
+    """What makes the same numbers faster: on with Transformer Engine, off without it."""
+    fused = engine
     mla = config.model.attention == "mla"
     loss = fused and not config.train.deterministic
     return {
@@ -205,7 +205,6 @@ def _experts(config: TrainerConfig, engine: bool) -> Asked:
         out["moe_layer_freq"] = (pattern, "model.first_dense_layers")
     if model.shared_expert_ffn_size:
         out["moe_shared_expert_intermediate_size"] = (model.shared_expert_ffn_size, "model.shared_expert_ffn_size")
-        out["moe_shared_expert_overlap"] = (mg.shared_expert_overlap, "megatron.shared_expert_overlap")
     return out | _routing(config)
 
 
@@ -317,8 +316,6 @@ def _fp8(config: TrainerConfig) -> Asked:
     out: Asked = {"fp8": (_FP8_FORMAT[recipe], key), "fp8_recipe": (recipe, key)}
     if mg.fp8_param:
         out["fp8_param"] = (True, "megatron.fp8_param")
-    if mg.first_last_layers_bf16:
-        out["first_last_layers_bf16"] = (True, "megatron.first_last_layers_bf16")
     return out
 
 
@@ -360,8 +357,6 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
         }
         asked["use_megatron_fsdp"] = (True, "megatron.data_parallel")
         asked["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
-        if mg.fsdp_double_buffer:
-            asked["fsdp_double_buffer"] = (True, "megatron.fsdp_double_buffer")
     return fields_of(cls, plain, asked)
 
 
