@@ -49,17 +49,17 @@ STATISTICS = ("bench/judge/test_stats.py",)
 
 FAULTS = (
     # Verdicts and their statistics.
-    Fault(JUDGE + "verdict.py", '"confirmed" if low >= margin', '"confirmed" if high >= margin', "noise confirms a claim", VERDICTS),
-    Fault(JUDGE + "verdict.py", "if -margin < low and high < margin:", "if -margin < low or high < margin:", "unequal counts as equal", VERDICTS),
-    Fault(JUDGE + "verdict.py", "found.hodges_lehmann * exact.mean < 0", "found.hodges_lehmann * exact.mean < -1e9", "one odd pair decides", VERDICTS),
-    Fault(JUDGE + "verdict.py", "    if not noise.ok:", "    if False:", "a noisy machine gives verdicts", VERDICTS),
-    Fault(JUDGE + "verdict.py", "    elif not steady.ok:", "    elif False:", "a drifting series gives verdicts", VERDICTS),
+    Fault(JUDGE + "curve_rules.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
+    Fault(JUDGE + "curve_rules.py", "return True if -m < low and high < m else", "return True if -m < low or high < m else", "unequal counts as equal", VERDICTS),
+    Fault(JUDGE + "verdict.py", "if curve.look is None or n < 2:", "if n < 2:", "a series is judged after any pair", VERDICTS),
+    Fault(JUDGE + "verdict.py", "        if not quiet.ok:", "        if False:", "a noisy machine gives verdicts", VERDICTS),
+    Fault(JUDGE + "verdict.py", "        elif not steady.ok:", "        elif False:", "a drifting series gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "    if other is not None:", "    if False:", "a crash counts as out of memory", VERDICTS),
-    Fault(JUDGE + "verdict.py", "    alpha = plan.alpha / len(plan.looks)\n", "    alpha = plan.alpha\n", "each look spends the whole error rate", VERDICTS),
-    Fault(JUDGE + "statistics.py", "used = max(deviation, floor)", "used = deviation", "four lucky pairs give a width of zero", STATISTICS),
+    Fault(JUDGE + "statistics.py", "wanted = alpha * (look / looks[-1]) ** SPENDING - spent", "wanted = alpha", "each look spends the whole error rate", STATISTICS),
+    Fault(JUDGE + "statistics.py", "math.fsum(d * d for d in noise) / 2", "0.0", "four lucky pairs give a width of zero", STATISTICS + VERDICTS),
     Fault(JUDGE + "statistics.py", "return _ppf(1 - alpha / 2, freedom)", "return _ppf(1 - alpha, freedom)", "intervals of half the error rate", STATISTICS),
     Fault(JUDGE + "statistics.py", "return most if off[most] > t_q", "return None if off[most] > t_q", "an odd launch of the noise stays", STATISTICS),
-    Fault(JUDGE + "statistics.py", "t_quantile(alpha / len(weights), f)", "t_quantile(alpha, f)", "many contrasts are asked at the rate of one", STATISTICS + CURVES),
+    Fault(JUDGE + "statistics.py", "used = max(shared, t_own / t * own) if noisier else shared", "used = shared", "a noisier candidate is held to the noise of the baseline", STATISTICS + CURVES),
     # Receipts.
     Fault(JUDGE + "receipt.py", "return check if run.observed is not None else", "return check if True else", "absence is proven by no receipt", ("trainer/observe/test_receipt.py", *VERDICTS)),
     Fault(JUDGE + "receipt.py", "if c.op == rule.collective\n", "if True\n", "any collective proves any feature", ("trainer/observe/test_receipt.py", *VERDICTS)),
@@ -69,10 +69,10 @@ FAULTS = (
     Fault(JUDGE + "guards.py", "ok = len(shas) == 1 and None not in shas", "ok = True", "other data counts as the same", ("bench/judge/test_gates.py",)),
     Fault(JUDGE + "guards.py", "ok=worst <= band", "ok=True", "a broken loss counts as fast", ("bench/judge/test_gates.py",)),
     Fault(JUDGE + "guards.py", 'ok=not keys, detail=f"undeclared', 'ok=True, detail=f"undeclared', "variants may differ in anything", ("bench/judge/test_gates.py",)),
-    Fault(JUDGE + "guards.py", "bad = statistics.contaminated(fresh, floor, len(stored))", "bad = False", "stored noise is never checked", ("bench/judge/test_gates.py", *VERDICTS)),
+    Fault(JUDGE + "guards.py", "statistics.contaminated(fresh, deviation, len(stored)) if fresh", "False if fresh", "stored noise is never checked", ("bench/judge/test_gates.py", *VERDICTS)),
     # The regression gate.
-    Fault(RUN + "gate.py", "limit = max(LEAST, NOISE_FACTOR * floor)", "limit = 10.0", "a slower commit passes", ("whole/test_gate.py",)),
-    Fault(RUN + "gate.py", 'if problem:\n        return result("error", problem)', "pass", "a commit that crashes passes", ("whole/test_gate.py",)),
+    Fault(JUDGE + "slowdown.py", "    if low > limit:", "    if False:", "a slower commit is never a regression", ("bench/judge", "whole/test_gate.py")),
+    Fault(JUDGE + "slowdown.py", "return loss > allowed * abs(baseline)", "return loss > 2 + allowed * abs(baseline)", "an exact metric may get worse", ("bench/judge", "whole/test_gate.py")),
     # Records.
     Fault(RUN + "store.py", "os.link(temporary, path)", "temporary.rename(path)", "a record is replaced", ("bench/run/test_store.py",)),
     Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records")),

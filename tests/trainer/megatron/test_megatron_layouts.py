@@ -79,6 +79,7 @@ def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, di
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.full
 def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
     words = (MOE, *COMMON[:3], "model.num_layers=2", "backend=megatron", "parallel.ep=2", "train.global_batch_size=4")
     job = Job("observed", 2, words)

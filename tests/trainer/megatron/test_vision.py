@@ -83,6 +83,7 @@ def test_loss_and_gradients_equal_those_of_the_torch_backend(name: str, trained:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.full
 def test_weights_come_back_bit_by_bit(saved: str, trained: Path) -> None:
     found(trained, saved)
     config = model(JOBS[saved][0])

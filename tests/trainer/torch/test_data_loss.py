@@ -85,6 +85,7 @@ def test_a_bad_image_that_only_another_rank_reads_is_named(tmp_path: Path) -> No
     assert str(bad) in results[1][2]
 
 
+@pytest.mark.full
 def test_an_evaluation_of_rows_without_a_label_has_no_loss(tmp_path: Path) -> None:
     """Zero would be the best evaluation of all."""
     (tmp_path / "bad.jpg").write_bytes(b"no image")

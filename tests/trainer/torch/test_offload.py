@@ -26,7 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     [(1, ["offload.optimizer=true"]), (2, ["parallel.ep=2", "offload.optimizer=true", "offload.activations=true"])],
     ids=["one-rank", "ep2"],
 )
-@pytest.mark.sample("one-rank")
+@pytest.mark.full
 def test_offload_equals_one_plain_rank(ranks: int, words: list[str], plain: list[dict[str, float]], tmp_path: Path) -> None:
     rows = curve(tmp_path, ranks, words)
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain], rel=1e-5)

@@ -306,6 +306,7 @@ LENGTHS = [(40, 23), (31, 8), (50, 50), (12, 61), (44, 9)]
 
 
 @pytest.mark.parametrize("model", ["moe", "vision"])
+@pytest.mark.sample("moe")
 def test_marked_shapes_compile_once_and_static_ones_for_ever(model):
     config = MODELS[model]()
     grown = {}
