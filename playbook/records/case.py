@@ -17,6 +17,7 @@ from playbook.yaml_files import Strict, did_you_mean, load, locate
 LAUNCHED_KINDS = ("pair", "sweep", "interaction")
 """The kinds of case that launch the trainer."""
 
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
 _MAX_REPEATS = 4
@@ -210,6 +211,11 @@ def list_cases() -> list[str]:
     return sorted(p.stem for p in data_root("cases").glob("*.yaml"))
 
 
+def is_shipped(name: str) -> bool:
+    """Whether a case of that id ships."""
+    return _ID.fullmatch(name) is not None and (data_root("cases") / f"{name}.yaml").is_file()
+
+
 def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """What the schema cannot say: (key path, message) for each problem."""
     found: list[tuple[tuple[str | int, ...], str]] = []
@@ -346,7 +352,7 @@ def _pattern_problem(pattern: str) -> str:
 def _case_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    if name not in list_cases():
+    if not is_shipped(name):
         card = card_of(name, load_all())
         advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
         raise FileError([Finding(name, 1, 1, f"no such case{advice or '; playbook bench list names them'}")])

@@ -256,6 +256,7 @@ class Reader:
     def __init__(self, thorough: bool = False) -> None:
         self._thorough = thorough
         self._known: dict[Path, tuple[tuple[int, int], Record | None]] = {}
+        self._last: tuple[Any, list[Record]] = None, []
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
         """Every record below the folders, newest first; the first whole copy of an id counts. With `cards`, a record on a claim of any other card speaks for no claim.
@@ -278,10 +279,14 @@ class Reader:
                 found[record.schema, record.id] = record
         if findings:
             raise FileError(findings)
-        claims = None if cards is None else by_claim(cards)
-        labels = _labels(found.values())
-        named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in found.values()]
-        return sorted(named, key=lambda r: (r.created, r.id), reverse=True)
+        # The same records in the same light are the same answer, with what has been found out about each since.
+        asked = list(found.values()), cards, present
+        if self._last[0] != asked:
+            claims = None if cards is None else by_claim(cards)
+            labels = _labels(found.values())
+            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in found.values()]
+            self._last = asked, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
+        return self._last[1]
 
     def _record(self, path: Path) -> Record | None:
         """The record in a file; None for a stored A/A, which speaks for no claim."""

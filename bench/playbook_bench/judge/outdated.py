@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from playbook.errors import PlaybookError
-from playbook.records.case import Case, list_cases, load_case
-from playbook.records.evidence import Check, Observed
+from playbook.records.case import Case, is_shipped, load_case
+from playbook.records.evidence import Check, Measured
 from playbook.renamed_keys import modern
 from playbook_bench.judge.receipt import judge_runs
 from playbook_bench.run.variants import extended, resolve_variant
@@ -21,65 +19,25 @@ _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "c
 """Where things lie, which says nothing of what is computed."""
 
 
-class _Delta(BaseModel, from_attributes=True):
-    environment: dict[str, dict[str, str]] = {}
-
-
-class _Content(BaseModel, from_attributes=True):
-    delta: _Delta = _Delta()
-    function: str | None = None
-    arguments: dict[str, Any] = {}
-
-
-class _Case(BaseModel, from_attributes=True):
-    id: str
-    content: _Content
-
-
-class _Run(BaseModel, from_attributes=True):
-    variant: str
-    config_sha: str
-    ranks: int
-    role: str = ""
-    outcome: str = ""
-    observed: Observed | None = None
-
-
-class _Plan(BaseModel, from_attributes=True):
-    extended: bool = False
-
-
-class _Tested(BaseModel, from_attributes=True):
-    """What a record says of its test, which may come from anybody."""
-
-    case: _Case
-    profile: str | None = None
-    plan: _Plan | None = None
-    configs: dict[str, dict[str, Any]] = {}
-    runs: list[_Run] = []
-
-
-def edited(measured: Any) -> list[str]:
+def edited(measured: Measured) -> list[str]:
     """What is otherwise in the test of that case today: a few words for each setting, with both values; empty where nothing is, or no such case ships.
 
-    `measured` is that part of a record, as a model or as plain data. Settings that the trainer's tree has gained or lost since are not compared:
-    its performance revision speaks for those. Budgets and bounds are not either: they decide nothing about what ran. Of proofs only what the
-    record's launches do not show counts: a proof that they meet as well is no other test.
+    Settings that the trainer's tree has gained or lost since are not compared: its performance revision speaks for those. Budgets and bounds are not
+    either: they decide nothing about what ran. Of proofs only what the record's launches do not show counts: a proof that they meet as well is no
+    other test.
     """
+    if measured.case is None or not is_shipped(measured.case.id):
+        return []
     try:
-        then = _Tested.model_validate(measured)
-        if then.case.id not in list_cases():
-            return []
-        today = load_case(then.case.id)
-    except (ValidationError, PlaybookError):
-        return []  # others say what is wrong with such a record or case
-    found = list(_differences(then, today))
+        today = load_case(measured.case.id)
+    except PlaybookError:
+        return []  # others say what is wrong with such a case
+    found = list(_differences(measured, measured.case.content, today))
     rest = len(found) - _SHOWN
     return found[:_SHOWN] + ([f"{rest} more"] if rest > 0 else [])
 
 
-def _differences(then: _Tested, today: Case) -> Iterator[str]:
-    content = then.case.content
+def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
     if (content.function, content.arguments) != (today.function, today.arguments):
         yield "what the case computes"
     if content.delta.environment != today.delta.environment:
