@@ -37,7 +37,7 @@ from megatron_rows import CONFIG, GPUS, Row, rows  # noqa: E402
 from playbook.records.case import Rule  # noqa: E402
 from playbook.records.evidence import Observed  # noqa: E402
 from playbook_bench.judge import receipt  # noqa: E402
-from playbook_bench.launch import local  # noqa: E402
+from playbook_bench.launch import local, outcome  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
 from playbook_bench.run import series  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
@@ -124,9 +124,9 @@ def run_forked(
     return job
 
 
-def ended(job: Job) -> list[local.Ended]:
+def ended(job: Job) -> list[outcome.Ended]:
     """How its ranks ended."""
-    return [local.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
+    return [outcome.Ended(r, code, job.folder / f"rank{r}.log") for r, code in sorted(job.codes.items())]
 
 
 def is_done(job: Job, limit_s: float) -> bool:
@@ -155,7 +155,7 @@ def record(job: Job) -> dict[str, Any]:
     """The row as a JSON object."""
     row, ranks = job.row, ended(job)
     assert row is not None
-    result = local.judge(ranks, job.folder, 0.0, time.monotonic() - job.began)
+    result = outcome.judge(ranks, job.folder, 0.0, time.monotonic() - job.began)
     out: dict[str, Any] = {
         "table": row.table,
         "group": row.group,
@@ -195,7 +195,7 @@ def versions() -> dict[str, str]:
     return {k: v for k, v in detect.versions().items() if k in ("torch", "megatron-core", "transformer-engine")}
 
 
-def reason(ranks: Sequence[local.Ended]) -> str:
+def reason(ranks: Sequence[outcome.Ended]) -> str:
     """Why a run failed, in one line without paths."""
     failed = next((r for r in ranks if r.own), ranks[0])
     lines = (

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from datetime import datetime
@@ -18,9 +19,12 @@ from pathlib import Path
 import pytest
 from planted_case import FAKE, REAL, bench, only, options
 
-from playbook.errors import PlaybookError
+from playbook.errors import LaunchError, PlaybookError, StoreError
+from playbook_bench.launch import outcome
+from playbook_bench.launch.local import Interrupted, LocalLauncher
+from playbook_bench.machine import detect, occupied
 from playbook_bench.machine.telemetry import Ticks
-from playbook_bench.run import aa, confirm, replay, report
+from playbook_bench.run import aa, confirm, replay, report, store
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
     began = time.monotonic()
     found = bench(case(), tmp_path)
     assert found.evidence.measured.runs[-1].outcome == "killed"
-    assert "rank 1 ended with signal 9" in found.evidence.measured.runs[-1].message
+    assert "rank 1 ended with SIGKILL" in found.evidence.measured.runs[-1].message
     assert time.monotonic() - began < 30
 
 
@@ -467,3 +471,82 @@ def test_real_trainer_with_its_feature_disabled(case, tmp_path, plant):
     plant(candidate={"fault": "disable"})
     found = bench(case("dispatch_bytes_per_token_layer", steps=4), tmp_path, REAL)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+
+
+def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(case, tmp_path, plant, monkeypatch):
+    """A full disk lost the whole series: the record was written before anything was printed."""
+    plant()
+    printed, real = [], store.write_once
+
+    class Told(confirm.Quiet):
+        def finished(self, outcome):
+            printed.append(outcome.status)
+
+    def full(path, text, *more):
+        if path.is_relative_to(tmp_path / "results"):
+            raise StoreError(f"{path} cannot be written: No space left on device; free some space")
+        real(path, text, *more)
+
+    monkeypatch.setattr(store, "write_once", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(StoreError, match=r"No space left.*the verdict above stands, and its record is .*elsewhere.*json"):
+        bench(case("dispatch_bytes_per_token_layer"), tmp_path, progress=Told())
+    assert printed == ["measured"]
+    (kept,) = (tmp_path / "elsewhere").rglob("*.json")
+    assert replay.replay(kept) == (True, [])
+
+
+def test_a_stopped_series_goes_on_without_having_asked_for_a_journal(case, tmp_path, plant):
+    plant()
+    launched = []
+
+    class StopsOnce(LocalLauncher):
+        def run(self, spec, on_step=None):
+            launched.append(spec.folder.name)
+            if len(launched) == 12:
+                raise Interrupted(signal.SIGTERM)
+            return super().run(spec, on_step)
+
+    with pytest.raises(Interrupted):
+        bench(case(), tmp_path, launcher=StopsOnce)
+    assert bench(case(), tmp_path, launcher=StopsOnce).status in ("measured", "inconclusive")
+    assert launched[12:][0].startswith("010-"), "the burn-ins and the noise are not measured again"
+    assert not list((tmp_path / "results" / "journal").glob("*")), "a command that ended leaves nothing to go on with"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        (
+            "step 1\nTraceback (most recent call last):\n  x\nValueError: planted\n[W] c10d\n",
+            1,
+            "rank 0 ended with exit code 1: ValueError: planted",
+        ),
+        ("Traceback:\nMemoryError\n", 1, "rank 0 ended with exit code 1: MemoryError"),
+        ("error: a data worker died: DataLoader worker (pid 7) is killed by signal: Killed.\n", 2, "error: a data worker died"),
+        ("step 1\n", -9, "rank 0 ended with SIGKILL (most often the host was out of memory"),
+    ],
+)
+def test_the_first_line_of_a_failure_names_its_cause(tmp_path, log, code, says):
+    (tmp_path / "rank0.log").write_text(log)
+    found = outcome.judge([outcome.Ended(0, code, tmp_path / "rank0.log")], tmp_path, 0.0, 1.0)
+    assert says in found.message.splitlines()[0]
+
+
+def test_a_gpu_is_measured_by_one_harness_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    command = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from playbook_bench.machine import occupied, detect\n"
+    command += "gpu = detect.machine_of([['NVIDIA H200', '1', '1', '1']], '', 'cpu', 1); cpu = detect.machine_of([], '', 'cpu', 1)\n"
+    command += "print(occupied.claim(gpu), occupied.claim(cpu), flush=True); sys.stdin.read()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.Popen([sys.executable, "-c", command, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    try:
+        assert other.stdout.readline().strip() == b""
+        one = detect.machine_of([["NVIDIA H200", "1", "1", "1"]], "", "cpu", 1)
+        with pytest.raises(LaunchError, match=f"GPU 0 is in use by another harness .process {other.pid} on"):
+            occupied.claim(one)
+        assert f"process {other.pid} on" in occupied.claim(detect.machine_of([], "", "cpu", 1))
+    finally:
+        other.communicate()

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.processes import die_with_parent
-from playbook.records.evidence import RunOutcome
+from playbook_bench.launch.outcome import Ended, Launched, Result, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.tree import TrainerConfig
@@ -40,23 +40,9 @@ DRAIN_S = 20.0
 """How long the other ranks may take to end after the first has finished well."""
 _POLL_S = 0.25
 _REFUSAL_S = 5.0
-_TAIL_BYTES = 4000
 _PORT_TAKEN = ("EADDRINUSE", "address already in use", "Address already in use")
-_MEMORY = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: can't allocate memory")
-_EXIT_OUTCOMES: Mapping[int, RunOutcome] = {
-    exit_codes.REFUSED: "refused",
-    exit_codes.NAN: "nan",
-    exit_codes.OUT_OF_MEMORY: "oom",
-    exit_codes.STOPPED: "killed",
-    exit_codes.HANG: "hang",
-}
-_WORST_FIRST: tuple[RunOutcome, ...] = ("oom", "nan", "refused", "killed", "hang", "crash")
 _IN_ORDER = (exit_codes.OK, exit_codes.STOPPED)
 """Codes with which ranks end together: the others are given time to do so."""
-
-
-Launched = Literal["", "fork", "mixed"]
-"""How the ranks of a run were really started: each as a fresh process, each as a fork, or some of either."""
 
 
 class Interrupted(SystemExit):
@@ -87,18 +73,6 @@ class Spec:
     def written(self) -> Path:
         """The folder of what the trainer writes."""
         return self.output or self.folder
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a launch ended. The files that it wrote are in its folder."""
-
-    outcome: RunOutcome
-    returncode: int | None
-    message: str
-    started: float
-    wall_s: float
-    launched: Launched = ""
 
 
 class Launcher(Protocol):
@@ -139,15 +113,6 @@ class Rank:
     forked: bool = False
     own: int | None = None
     """The code with which it ended by itself, before the launcher ended the rest."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A rank that has ended. `own` is the code with which it ended by itself (negative: by that signal), None where it was ended."""
-
-    index: int
-    own: int | None
-    log: Path
 
 
 @dataclass(frozen=True)
@@ -256,16 +221,6 @@ def free_port() -> int:
     raise LaunchError("no free TCP port between 15000 and 32000; end what holds them")
 
 
-def tail(log: Path) -> str:
-    """The end of a log."""
-    try:
-        with log.open("rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return f.read().decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM raise Interrupted once, so that what is running is ended in order; later ones are ignored."""
@@ -273,6 +228,11 @@ def interruptible() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, signal.SIG_IGN)
+        with contextlib.suppress(OSError):
+            # Not by sys.stderr, in the middle of whose own writing the signal may have come.
+            os.write(
+                2, f"{signal.Signals(signum).name}: ending what runs; the same command goes on from the launches that had ended\n".encode()
+            )
         raise Interrupted(signum)
 
     if threading.current_thread() is not threading.main_thread():
@@ -428,38 +388,6 @@ def again_where_the_port_was_taken(once: Callable[[], Result], folder: Path) -> 
         shutil.rmtree(folder, ignore_errors=True)
         result = once()
     return result
-
-
-def judge(ranks: Sequence[Ended], folder: Path, started: float, wall: float) -> Result:
-    """The outcome, from the ranks that ended by themselves; those that the launcher ended say nothing."""
-    judged = [(_outcome(r.own, tail(r.log)), r, r.own) for r in ranks if r.own]
-    if judged:
-        outcome, rank, code = min(judged, key=lambda j: _WORST_FIRST.index(j[0]))
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return Result(outcome, code, f"rank {rank.index} ended with {how}\n{tail(rank.log)}", started, wall)
-    summary = read_summary(folder)
-    if summary is None:
-        return Result("crash", 0, f"every rank ended well but wrote no readable summary.json\n{tail(ranks[0].log)}", started, wall)
-    if summary.get("outcome") != "ok":
-        return Result("nan", 0, f"the summary says '{summary.get('outcome')}'", started, wall)
-    return Result("ok", 0, "", started, wall)
-
-
-def _outcome(code: int, log: str) -> RunOutcome:
-    if code < 0:
-        return "killed"
-    if code == 1 and any(text in log for text in _MEMORY):
-        return "oom"
-    return _EXIT_OUTCOMES.get(code, "crash")
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run, or None where it is missing or no JSON object."""
-    try:
-        data = json.loads((folder / "summary.json").read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def write_config(spec: Spec) -> Path:

@@ -22,19 +22,15 @@ from playbook.processes import die_with_parent
 from playbook_bench.launch.local import (
     DRAIN_S,
     TRAINER,
-    Ended,
     Interrupted,
-    Result,
     Spec,
     Watch,
     again_where_the_port_was_taken,
     held,
-    judge,
     rank_environment,
-    read_summary,
-    tail,
     write_config,
 )
+from playbook_bench.launch.outcome import Ended, Result, judge, read_summary, tail
 
 GRACE_S = 20.0
 """How long a step may take to end; Slurm kills what ignores SIGTERM after its own KillWait."""

@@ -212,6 +212,14 @@ def commit(folder: Path | None = None) -> str | None:
     return head + ("+" if _tool(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], own).strip() else "")
 
 
+def trainer_digest() -> str:
+    """A hash of the trainer's source files, by name, size and time: another one for any edit."""
+    spec = importlib.util.find_spec("playbook_trainer")
+    folders = [Path(f) for f in (spec.submodule_search_locations or [])] if spec else []
+    stats = [(path, path.stat()) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return digest_of([f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in stats])
+
+
 def git_environment() -> dict[str, str]:
     """This process's environment without what git hands to its hooks.
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from scipy import stats as sps
+
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
@@ -23,6 +25,11 @@ from playbook_bench.run import schedule, series, store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
+
+NOISY = 0.01
+"""Deviation of pairs from which a stored A/A is asked whether the machine has become quieter."""
+QUIETER_ALPHA = 0.05
+"""How often a stored A/A that is still right is measured anew; that costs eight launches."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +135,15 @@ def ensure(running: Series, folder: Path) -> bool:
     _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
     if running.aa is not None:
-        fresh = series.measure_aa(running, schedule.FRESH_AA_PAIRS, variant=first.variant)
-        if len(fresh) < 2 * schedule.FRESH_AA_PAIRS or _problem(fresh, running):
+        due = _fresh_pairs(running)
+        fresh = series.measure_aa(running, due, variant=first.variant)
+        if len(fresh) < 2 * due or _problem(fresh, running):
             return False
         if _contradicts(fresh, running):
             running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
+        elif _quieter(fresh, running):
+            running.progress.note("the machine differs less from itself than the stored A/A says; measuring it anew")
+            fresh = []
         elif guards.odd_pair(running.aa.runs, metric) is not None:
             running.progress.note("one launch of the stored A/A is unlike the others; measuring it anew")
         else:
@@ -187,6 +198,23 @@ def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
     if len(stored) < 2:
         return True
     return statistics.contaminated(_differences(fresh, running), statistics.aa_deviation(stored), len(stored))
+
+
+def _fresh_pairs(running: Series) -> int:
+    """One pair shows a machine that became noisier; where the stored noise is large, two can show that it became quieter."""
+    assert running.aa is not None
+    stored = _differences(running.aa.runs, running)
+    return 2 if len(stored) >= 2 and statistics.aa_deviation(stored) > NOISY else schedule.FRESH_AA_PAIRS
+
+
+def _quieter(fresh: Sequence[Run], running: Series) -> bool:
+    """Whether fresh pairs vary less than the stored ones: a disturbed A/A would else hide effects until it expires. F test, one-sided."""
+    assert running.aa is not None
+    new, stored = _differences(fresh, running), _differences(running.aa.runs, running)
+    if len(new) < 2 or len(stored) < 2:
+        return False
+    least = float(sps.f.ppf(QUIETER_ALPHA, len(new), len(stored)))
+    return statistics.aa_deviation(new) ** 2 < least * statistics.aa_deviation(stored) ** 2
 
 
 def _differences(runs: Sequence[Run], running: Series) -> list[float]:

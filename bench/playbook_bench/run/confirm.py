@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import shlex
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +15,18 @@ from typing import Protocol
 
 from playbook.cards import load as validate
 from playbook.cards import model
-from playbook.errors import ConfigError
+from playbook.errors import ConfigError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
 from playbook_bench.judge import curve, curve_rules, guards, metrics, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher
-from playbook_bench.machine import detect, requirements
+from playbook_bench.launch.slurm import SrunLauncher
+from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, schedule, series, store
-from playbook_bench.run.journal import answers, cut_by_time
+from playbook_bench.run import aa, journal, schedule, series, store
+from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
@@ -129,28 +131,64 @@ def _run_all(
             resolve_all(each, profile)  # what is wrong with one case's configuration is said before the runs of another
     for task in tasks:
         _check(task, loaded)
+    by_default = options.journal is None
+    if by_default:
+        options = replace(options, journal=_default_journal(tasks, options, command))
     outcomes: dict[int, Outcome] = {}
+    goes_on, lost = False, ""
     with local.interruptible(), _closing(options.launcher):
+        if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
+            progress.note(warning)
         for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
-            group = [i for i, t in enumerate(tasks) if t.case == wanted]
+            group = {i: t for i, t in enumerate(tasks) if t.case == wanted}
             case = loaded[wanted] if wanted else None
-            kept = _from_before([tasks[i] for i in group], case, options)
-            for i, outcome in zip(group, kept, strict=False):
-                outcomes[i] = replace(outcome, asked=tasks[i].asked)
-                progress.finished(outcomes[i])
-            if kept:
-                continue
-            goes_on = False
-            for i, (measured, derived, seconds, cut) in zip(
-                group, _settle([tasks[i] for i in group], case, machine, options, progress), strict=True
-            ):
-                evidence = store.evidence_of(measured, derived, command or _repeat(measured, options), seconds)
-                outcomes[i] = Outcome(evidence, store.write(evidence, options.results), tasks[i].asked)
-                progress.finished(outcomes[i])
-                goes_on |= cut or outcomes[i].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
-            if options.journal and not goes_on:
-                options.journal.settle({_key(tasks[i]): outcomes[i].path for i in group})
+            found, left, problem = _run_case(list(group.values()), case, machine, options, progress, command)
+            outcomes.update(zip(group, found, strict=True))
+            goes_on, lost = goes_on or left, problem or lost
+    if by_default and options.journal and not goes_on:
+        options.journal.remove()
+    if lost:
+        raise StoreError(lost)
     return [outcomes[i] for i in range(len(tasks))]
+
+
+def _run_case(
+    tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress, command: str
+) -> tuple[list[Outcome], bool, str]:
+    """The outcomes of one case's claims, each printed before it is stored; whether there is more of its series to run; and why a record could not be stored."""
+    outcomes, goes_on, lost = [], False, ""
+    if kept := _from_before(tasks, case, options):
+        for outcome, task in zip(kept, tasks, strict=True):
+            outcomes.append(replace(outcome, asked=task.asked))
+            progress.finished(outcomes[-1])
+        return outcomes, False, ""
+    for task, (measured, derived, seconds, cut) in zip(tasks, _settle(tasks, case, machine, options, progress), strict=True):
+        evidence = store.evidence_of(measured, derived, command or _repeat(measured, options), seconds)
+        progress.finished(Outcome(evidence, store.place(evidence, options.results), task.asked))
+        path, problem = _keep(evidence, options.results)
+        outcomes.append(Outcome(evidence, path, task.asked))
+        goes_on |= cut or outcomes[-1].status == "error"  # a failure is no verdict: whoever has mended its cause runs it again
+        lost = problem or lost
+    if options.journal and not goes_on:
+        options.journal.settle({_key(task): outcome.path for task, outcome in zip(tasks, outcomes, strict=True)})
+    return outcomes, goes_on, lost
+
+
+def _default_journal(tasks: Sequence[Task], options: Options, command: str) -> Journal | None:
+    """What an earlier command that asked for the same, of the same code on the same machine, has left when it was stopped."""
+    asked = [command, *sorted(_key(t) for t in tasks), options.profile, options.pairs, options.seed, options.forks]
+    hosts = options.launcher.allocation.hosts if isinstance(options.launcher, SrunLauncher) else detect.place()
+    words = [str(w) for w in (*asked, *getattr(options.launcher, "command", ()), detect.trainer_digest())]
+    return journal.of_command(options.results, words, [*hosts, *["fork"] * options.forks], detect.exported())
+
+
+def _keep(evidence: Evidence, results: Path) -> tuple[Path, str]:
+    """Store a record whose verdict was printed; where that fails, in the temporary folder, with what went wrong."""
+    try:
+        return store.write(evidence, results), ""
+    except StoreError as e:
+        path = store.write(evidence, Path(tempfile.mkdtemp(prefix="playbook-evidence-")))
+        return path, f"{e}; the verdict above stands, and its record is {path}"
 
 
 @contextlib.contextmanager
@@ -272,16 +310,16 @@ def _run_series(
 
 def _series(case: Case, machine: Machine, profile: str, options: Options, progress: Progress, work: Path, telemetry: Telemetry) -> Series:
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    journal = options.journal.series(case, profile, seed) if options.journal else None
+    kept = options.journal.series(case, profile, seed) if options.journal else None
     # The case's minutes are for all of its launches, those of before included; `--budget` is for this command.
-    own = time.monotonic() + 60 * case.budget.minutes - (journal.spent_s if journal else 0.0)
+    own = time.monotonic() + 60 * case.budget.minutes - (kept.spent_s if kept else 0.0)
     deadline = own if options.deadline is None else min(own, options.deadline)
     return Series(
         case=case,
         profile=profile,
         machine=requirements.restrict(machine, profile),
         variants=resolve_all(case, profile),
-        plan=schedule.plan(case, journal.seed if journal else seed, options.pairs, max(0.0, deadline - time.monotonic())),
+        plan=schedule.plan(case, kept.seed if kept else seed, options.pairs, max(0.0, deadline - time.monotonic())),
         launcher=options.launcher,
         work=work,
         cache=options.results / "cache",
@@ -289,7 +327,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
         deadline=deadline,
         own_time=deadline == own,
         telemetry=telemetry,
-        journal=journal,
+        journal=kept,
     )
 
 

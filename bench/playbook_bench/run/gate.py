@@ -23,10 +23,12 @@ from playbook.yaml_files import Strict, load
 from playbook_bench.judge import guards, metrics, receipt, slowdown, statistics, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
-from playbook_bench.launch.local import Launcher, Result, Spec
-from playbook_bench.machine import detect, requirements
+from playbook_bench.launch.local import Launcher, Spec
+from playbook_bench.launch.outcome import Result
+from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, checkout, schedule, series
+from playbook_bench.run import aa, checkout, journal, schedule, series
+from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import Resolved, differing, overrides, resolve_variant, trainer_path
@@ -153,11 +155,30 @@ def run(
         if blank.differences:
             progress.note(f"the commits resolve the configuration differently: {'; '.join(blank.differences)}")
         work = local.new_folder(options.results / "work", f"{case.id}-gate")
+        if warning := occupied.claim(requirements.restrict(machine, profile)):
+            progress.note(warning)
         with Telemetry(machine, profile, work) as telemetry:
             running = _series(case, profile, machine, variants, options, progress, work, telemetry)
             running.launcher = _Trees(paths, options.launcher)
+            kept = options.journal or _default_journal(case, repository, trees, references, options)
+            if kept:
+                running.journal = kept.series(case, profile, running.plan.seed, len(variants))
+                running.plan = running.plan.model_copy(update={"seed": running.journal.seed})
             _measure(running, metric, limits)
+    if kept and options.journal is None and running.plan.stopped != "budget":
+        kept.remove()
     return _judge_all(running, metric, limits, blank, anchor)
+
+
+def _default_journal(
+    case: Case, repository: Path, trees: Mapping[str, Path], references: Mapping[str, str], options: Options
+) -> Journal | None:
+    """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by launches."""
+    if trees["candidate"] != repository:
+        return None
+    commits = [checkout.commit_of(repository, reference) for reference in references.values()]
+    words = ["gate", case.id, *commits, checkout.state_of(repository), str(options.pairs), str(options.seed)]
+    return journal.of_command(options.results, words, detect.place(), detect.exported())
 
 
 @contextlib.contextmanager

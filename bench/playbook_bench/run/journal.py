@@ -7,6 +7,8 @@ the series of the case that was under way starts over. A pair that the stop cut 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
 
 _SETTLED = "settled.json"
+_KEPT_S = 86_400.0
+"""For how long a command that was stopped can go on without a journal that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,16 @@ class Journal:
         except (OSError, ValueError, AttributeError, TypeError) as e:
             raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
 
+    def remove(self) -> None:
+        """Forget it all, once there is nothing to go on with."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def settle(self, paths: Mapping[str, Path]) -> None:
         """Note the records of a case's claims."""
         _append(self.folder / _SETTLED, {key: str(path) for key, path in paths.items()})
 
-    def series(self, case: Case, profile: str, seed: int) -> SeriesJournal:
-        """The journal of a case's series: what it holds from before, or a new one with this seed.
+    def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
+        """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.
 
         Raises:
             StoreError: it cannot be written, or its runs had other variables.
@@ -124,13 +132,29 @@ class Journal:
         header = {"case": digest(runs_of, 16), "profile": profile, "place": self.place}
         lines = _lines(path)
         if lines and {k: lines[0].get(k) for k in header} == header and isinstance(lines[0].get("seed"), int):
-            kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], len(case.variants))
+            kept = _whole_groups([k for k in map(_kept, lines[1:]) if k], variants or len(case.variants))
             _check_exported(path, lines[0].get("exported") if kept else None, self.exported)
             failed = [outcome for line in lines[1:] for outcome in get_args(RunOutcome) if line.get("failed") == outcome]
             _rewrite(path, lines[0] | {"exported": self.exported}, kept, failed)
             return SeriesJournal(path, lines[0]["seed"], _by_launch(kept), Counter(failed))
         _rewrite(path, header | {"seed": seed, "exported": self.exported}, [], [])
         return SeriesJournal(path, seed)
+
+
+def of_command(results: Path, words: Sequence[str], place: Sequence[str], exported: Mapping[str, str]) -> Journal | None:
+    """The journal that a command keeps by itself, in `<results>/journal/`; None where the same command is at work there, or the folder cannot be written.
+
+    A command that is stopped leaves it, and the same command goes on from it within a day; one that ends removes it.
+    """
+    parent = results / "journal"
+    folder = parent / digest([*words, *place, sorted(exported.items())], 16)
+    for old in parent.glob("*"):
+        if time.time() - old.stat().st_mtime > _KEPT_S:
+            shutil.rmtree(old, ignore_errors=True)
+    try:
+        return Journal(folder, place, exported)
+    except (OSError, StoreError):
+        return None
 
 
 def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profile: str | None, pairs: int | None) -> bool:

@@ -30,7 +30,8 @@ from playbook.records.evidence import (
     digest,
 )
 from playbook_bench.launch import local as launch
-from playbook_bench.launch.local import Launcher, Result, Spec, read_summary
+from playbook_bench.launch.local import Launcher, Spec
+from playbook_bench.launch.outcome import Result, read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule

@@ -52,9 +52,14 @@ def write(evidence: Evidence, results: Path) -> Path:
     Raises:
         StoreError: it cannot be written; nothing half-written stays behind.
     """
-    path = results / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
+    path = place(evidence, results)
     write_once(path, render(evidence))
     return path
+
+
+def place(evidence: Evidence, results: Path) -> Path:
+    """Where a record goes: `<results>/<machine>/<id>.json`."""
+    return results / evidence.measured.machine.name / f"{evidence.evidence_id}.json"
 
 
 def render(evidence: Evidence) -> str:

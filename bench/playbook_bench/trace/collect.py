@@ -23,7 +23,8 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Variant, digest
 from playbook.records.read import parse
 from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
-from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder, read_summary
+from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder
+from playbook_bench.launch.outcome import read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
