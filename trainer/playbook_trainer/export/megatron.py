@@ -7,6 +7,8 @@ Sources: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from playbook_trainer.config.environment import GROUPED_GEMM
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.megatron_run import (
@@ -19,12 +21,10 @@ from playbook_trainer.export.megatron_run import (
     optimizer,
 )
 from playbook_trainer.export.sheet import Sheet, Target
-from playbook_trainer.megatron.checks import pads_experts
-from playbook_trainer.megatron.recompute import recompute_layers
+from playbook_trainer.megatron import fields
+from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 
-ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
-FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 READER = "the target has readers of its own"
 TORCH = "a setting of the torch backend"
 MEGATRON = "a setting of the megatron backend"
@@ -54,39 +54,26 @@ def sheet_of(config: TrainerConfig, target: Target) -> Sheet:
     return sheet
 
 
+def _table(sheet: Sheet, table: Sequence[Field]) -> None:
+    """Rows of the table that the run itself is configured by."""
+    for field in table:
+        sheet.put(field.key, "model", field.name, field.value(sheet.config))
+
+
 def _model(sheet: Sheet) -> None:
     model = sheet.config.model
-    for key, field in {
-        "num_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_heads": "num_attention_heads",
-        "head_dim": "kv_channels",
-        "rms_norm_eps": "layernorm_epsilon",
-        "init_std": "init_method_std",
-        "qk_norm": "qk_layernorm",
-        "vocab_size": "vocab_size",
-    }.items():
-        sheet.put(f"model.{key}", "model", field, getattr(model, key))
+    _table(sheet, fields.SIZES)
+    sheet.put("model.vocab_size", "model", "vocab_size", model.vocab_size)
     if sheet.target == "megatron-lm":
         # Its vocabulary is the tokenizer's, rounded up to 128 x tp rows; weights have as many rows as the model.
         sheet.put("model.vocab_size", "tokenizer", "padded_vocab_size", model.vocab_size)
-    sheet.put("model.ffn_size", "model", "ffn_hidden_size", model.ffn_size or model.hidden_size)
     if model.rope_theta == int(model.rope_theta):
         sheet.put("model.rope_theta", "model", "rotary_base", int(model.rope_theta))
     else:
         sheet.lack("model.rope_theta", "a rotary base is a whole number there")
     sheet.put("model.tie_word_embeddings", "model", "share_embeddings_and_output_weights", model.tie_word_embeddings)
     sheet.put("model.mtp_layers", "model", "mtp_num_layers", model.mtp_layers or None)
-    for field, value in {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "gradient_accumulation_fusion": False,
-        "calculate_per_token_loss": True,
-    }.items():
-        sheet.put("", "model", field, value)
+    sheet.put("", "model", "calculate_per_token_loss", True)
     sheet.skip("model.name model.eos_token_id model.pad_token_id", "the target takes it from the tokenizer or the recipe")
 
 
@@ -102,72 +89,39 @@ def _mla(sheet: Sheet) -> None:
             sheet.lack("model.yarn.*", "stretched frequencies are said for multi-latent attention alone")
         return
     sheet.skip("model.num_kv_heads", "multi-latent attention has as many key-value heads as heads")
-    sheet.put("model.attention", "model", "multi_latent_attention", True)
-    sheet.put("model.q_lora_rank", "model", "q_lora_rank", model.q_lora_rank or None)
-    sheet.put("model.kv_lora_rank", "model", "kv_lora_rank", model.kv_lora_rank)
-    sheet.put("model.qk_nope_head_dim", "model", "qk_head_dim", model.qk_nope_head_dim)
-    sheet.put("model.qk_rope_head_dim", "model", "qk_pos_emb_head_dim", model.qk_rope_head_dim)
-    sheet.put("model.v_head_dim", "model", "v_head_dim", model.v_head_dim)
+    _table(sheet, fields.MLA)
     sheet.put("model.yarn" if yarn is None else "", "model", "rope_type", "rope" if yarn is None else "yarn")
     if yarn is None:
         return
-    sheet.put("model.yarn.factor", "model", "rotary_scaling_factor", yarn.factor)
-    sheet.put("model.yarn.mscale", "model", "mscale", yarn.mscale)
-    sheet.put("model.yarn.mscale_all_dim", "model", "mscale_all_dim", yarn.mscale_all_dim)
-    stretched = {
-        "original_seq_len": ("original_max_position_embeddings", 4096),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-    }
-    for key, (field, plain) in stretched.items():
-        if sheet.target == "megatron-lm":
-            sheet.plain(f"model.yarn.{key}", plain, f"Megatron-LM has no flag for {field} of multi-latent attention")
-        else:
-            sheet.put(f"model.yarn.{key}", "model", field, getattr(yarn, key))
+    _table(sheet, fields.YARN)
+    if sheet.target == "megatron-lm":
+        plain = type(yarn).model_fields
+        for key, default in {
+            "original_seq_len": 4096,
+            "beta_fast": plain["beta_fast"].default,
+            "beta_slow": plain["beta_slow"].default,
+        }.items():
+            sheet.plain(f"model.yarn.{key}", default, "Megatron-LM has no flag for it of multi-latent attention")
+    else:
+        _table(sheet, fields.YARN_CORE)
 
 
 def _experts(sheet: Sheet) -> None:
-    config, model, moe = sheet.config, sheet.config.model, sheet.config.moe
+    config, moe = sheet.config, sheet.config.moe
     shapes = (
         "model.num_experts model.top_k model.expert_ffn_size model.norm_topk_prob model.first_dense_layers model.shared_expert_ffn_size"
         " model.router_score model.router_groups model.router_group_top_k model.router_scale model.router_bias"
     )
-    if not model.num_experts:
+    if not config.model.num_experts:
         sheet.skip(f"{shapes} moe.*", "the model has no experts")
         sheet.skip("megatron.aux_loss_coeff megatron.grouped_gemm", "the model has no experts")
         return
-    fused = moe.dispatcher in ("deepep", "hybridep")
     sheet.skip("moe.apply_probs_on", "megatron-core weighs rows before the second product")
     sheet.skip("megatron.grouped_gemm", f"Transformer Engine reads {GROUPED_GEMM} of the environment")
     if moe.dispatcher == "dedup":
         sheet.lack("moe.dispatcher", "one copy of a token for each rank; alltoall, set instead, sends one for each expert")
-    dispatcher = "flex" if fused else "alltoall" if moe.dispatcher == "dedup" else moe.dispatcher
-    pattern = [int(i >= model.first_dense_layers) for i in range(model.num_layers)]
-    settings = {
-        ("model.num_experts", "num_moe_experts"): model.num_experts,
-        ("model.top_k", "moe_router_topk"): model.top_k,
-        ("model.expert_ffn_size", "moe_ffn_hidden_size"): model.expert_ffn_size,
-        ("model.norm_topk_prob", "moe_router_pre_softmax"): not model.norm_topk_prob or model.top_k == 1,
-        ("model.first_dense_layers", "moe_layer_freq"): pattern if model.first_dense_layers else 1,
-        ("model.shared_expert_ffn_size", "moe_shared_expert_intermediate_size"): model.shared_expert_ffn_size or None,
-        ("model.router_score", "moe_router_score_function"): model.router_score,
-        ("model.router_groups", "moe_router_num_groups"): model.router_groups or None,
-        ("model.router_group_top_k", "moe_router_group_topk"): model.router_group_top_k or None,
-        ("model.router_scale", "moe_router_topk_scaling_factor"): model.router_scale if model.router_scale != 1 else None,
-        ("model.router_bias", "moe_router_enable_expert_bias"): model.router_bias,
-        ("moe.dispatcher", "moe_token_dispatcher_type"): dispatcher,
-        ("moe.experts", "moe_grouped_gemm"): moe.experts != "loop",
-        ("moe.router_dtype", "moe_router_dtype"): "fp32" if moe.router_dtype == "fp32" else None,
-        ("moe.capacity_factor", "moe_expert_capacity_factor"): moe.capacity_factor,
-        ("megatron.aux_loss_coeff", "moe_router_load_balancing_type"): "aux_loss" if config.megatron.aux_loss_coeff else "none",
-        ("megatron.aux_loss_coeff", "moe_aux_loss_coeff"): config.megatron.aux_loss_coeff,
-    }
-    for (key, field), value in settings.items():
-        sheet.put(key, "model", field, value)
-    if pads_experts(config):
-        sheet.put("moe.capacity_factor", "model", "moe_pad_expert_input_to_capacity", True)
-    if fused:
-        sheet.put("moe.dispatcher", "model", "moe_flex_dispatcher_backend", moe.dispatcher)
+    _table(sheet, [*fields.EXPERTS, *(field for field in fields.EXPERT_SWITCHES if field.asks(config))])
+    sheet.put("moe.experts", "model", "moe_grouped_gemm", moe.experts != "loop")
     if config.backend == "megatron":
         sheet.put("backend", "model", "moe_permute_fusion", True)
         sheet.put("backend", "model", "moe_router_fusion", True)
@@ -238,11 +192,7 @@ def _data(sheet: Sheet) -> None:
 def _parallel(sheet: Sheet) -> None:
     config, par, mg = sheet.config, sheet.config.parallel, sheet.config.megatron
     megatron = config.backend == "megatron"
-    sheet.put("parallel.tp", "model", "tensor_model_parallel_size", par.tp)
-    sheet.put("parallel.pp", "model", "pipeline_model_parallel_size", par.pp)
-    sheet.put("parallel.cp", "model", "context_parallel_size", par.cp)
-    sheet.put("parallel.ep", "model", "expert_model_parallel_size", par.ep)
-    sheet.put("parallel.etp", "model", "expert_tensor_parallel_size", (par.etp or par.tp) if config.model.num_experts else None)
+    _table(sheet, fields.PARALLEL)
     if par.tp > 1:
         sheet.put("parallel.sequence_parallel", "model", "sequence_parallel", par.sequence_parallel)
     else:
@@ -259,16 +209,11 @@ def _parallel(sheet: Sheet) -> None:
     if par.vpp > 1:
         sheet.put("parallel.vpp", "model", "overlap_p2p_comm", True)
     overlaps = "model" if sheet.target == "megatron-lm" else "comm_overlap"
-    fields = {
-        "tp_comm_overlap": "tp_comm_overlap",
-        "overlap_expert_parallel": "overlap_moe_expert_parallel_comm",
-        "delay_wgrad": "delay_wgrad_compute",
-    }
-    for key, field in fields.items():
-        if getattr(mg, key):
-            sheet.put(f"megatron.{key}", overlaps, field, True)
+    for field in fields.OVERLAPS:
+        if field.asks(config):
+            sheet.put(field.key, overlaps, field.name, True)
         else:
-            sheet.skip(f"megatron.{key}", "at false it asks for nothing")
+            sheet.skip(field.key, "at false it asks for nothing")
 
 
 def layout(config: TrainerConfig) -> str:
@@ -376,7 +321,7 @@ def _memory(sheet: Sheet) -> None:
 
 def _switches(sheet: Sheet) -> None:
     config, train, mg = sheet.config, sheet.config.train, sheet.config.megatron
-    impl = "transformer_engine" if mg.cuda_graph_impl == "none" and train.cuda_graphs else mg.cuda_graph_impl
+    impl = graph_impl(config)
     sheet.put("megatron.cuda_graph_impl train.cuda_graphs", "model", "cuda_graph_impl", impl)
     if train.cuda_graphs:
         sheet.put("train.cuda_graphs", "model", "cuda_graph_modules", train.cuda_graphs)

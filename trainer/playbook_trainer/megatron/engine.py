@@ -27,7 +27,7 @@ from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.engine import Saver
 from playbook_trainer.huggingface import weights as hf
-from playbook_trainer.megatron import graphs, groups, inputs, settings, wrap
+from playbook_trainer.megatron import fields, graphs, groups, inputs, settings, wrap
 from playbook_trainer.megatron.hooks import announced
 from playbook_trainer.megatron.inputs import Inputs
 from playbook_trainer.megatron.model import gpt as model
@@ -230,7 +230,7 @@ def prepare(config: TrainerConfig, device: torch.device) -> None:
     """
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
-    if settings.graph_impl(config) == "transformer_engine":
+    if fields.graph_impl(config) == "transformer_engine":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
@@ -277,7 +277,7 @@ def seed(config: TrainerConfig) -> None:
     Graphs need states that a graph can read, and an earlier run in this process may have left others.
     """
     torch.manual_seed(config.seed)
-    captured = settings.graph_impl(config) != "none"
+    captured = fields.graph_impl(config) != "none"
     model_parallel_cuda_manual_seed(config.seed, te_rng_tracker=captured, use_cudagraphable_rng=captured, force_reset_rng=True)
 
 
@@ -288,10 +288,10 @@ def transformer_config(config: TrainerConfig) -> Any:
         ConfigError: the installed version lacks a field, or refuses the combination.
     """
     cls = MLATransformerConfig if config.model.attention == "mla" else TransformerConfig
-    fields = settings.transformer(config, cls)
+    chosen = settings.transformer(config, cls)
     settings.refuse_lone_experts(config, cls)
     try:
-        return cls(**fields)
+        return cls(**chosen)
     except (ValueError, AssertionError, NotImplementedError) as e:
         raise ConfigError(f"megatron-core {settings.core_version()} refuses this configuration: {_first_line(e)}") from e
 

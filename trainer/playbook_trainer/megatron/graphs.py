@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron import settings
+from playbook_trainer.megatron import fields
 from playbook_trainer.megatron.checks import GRAPH_WARMUP
 
 
 def forget(config: TrainerConfig) -> None:
     """Drop what an earlier run in this process left in megatron-core's classes, before a model is built: graphs, their inputs, their counters."""
-    impl = settings.graph_impl(config)
+    impl = fields.graph_impl(config)
     if impl == "local":
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
@@ -42,7 +42,7 @@ def wrapping(config: TrainerConfig) -> Iterator[None]:
     them, so it has to be the one that captures; the default stream takes no part in a capture.
     Source: Megatron-LM, `megatron/training/models/dist_utils.py`.
     """
-    if settings.graph_impl(config) != "full_iteration":
+    if fields.graph_impl(config) != "full_iteration":
         yield
         return
     from megatron.core import full_cuda_graph
@@ -58,7 +58,7 @@ class Graphs:
     """Graphs of parts, which Transformer Engine captures after the first steps, or of a whole iteration; nothing where none is asked for."""
 
     def __init__(self, config: TrainerConfig, transformer_config: Any, chunks: list[Any], optim: Any) -> None:
-        self.impl, self._step, self._chunks = settings.graph_impl(config), 0, chunks
+        self.impl, self._step, self._chunks = fields.graph_impl(config), 0, chunks
         self._overlaps = config.megatron.overlap_param_gather and config.megatron.data_parallel == "distributed_optimizer"
         self._helper: Any = None
         if self.impl != "transformer_engine":

@@ -16,7 +16,7 @@ from playbook.planner.rules import Options
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import checks
-from playbook_trainer.megatron.recompute import recompute_layers
+from playbook_trainer.megatron.fields import recompute_layers
 
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 """Per parameter in float32: the master weight, and both moments."""

@@ -18,17 +18,12 @@ import torch
 
 from playbook.errors import ConfigError
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed, pads_experts
-from playbook_trainer.megatron.recompute import recompute_layers
+from playbook_trainer.megatron import fields
+from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed
+from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, graph_impl, recompute_layers
 from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-_FP8_FORMAT = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""e4m3 in both passes where scales are local enough for gradients, e5m2 for gradients elsewhere. Source: Transformer Engine, recipes."""
-
-_ATTENTION = {"auto": "auto", "plain": "unfused", "flash": "flash", "cudnn": "fused"}
-"""`train.attention` as `megatron.core.transformer.enums.AttnBackend` names it."""
 
 Asked = dict[str, tuple[Any, str]]
 """Field to its value and the key of the configuration that asks for it."""
@@ -65,10 +60,11 @@ def fields_of(cls: type, plain: Mapping[str, Any], asked: Asked) -> dict[str, An
 def transformer(config: TrainerConfig, cls: type) -> dict[str, Any]:
     """For TransformerConfig, or MLATransformerConfig where the model compresses keys and values."""
     engine = has_transformer_engine(config)
-    parts = (_sizes(config), _precision(config), _parallel(config), _kernels(config, engine))
+    unasked, experts = _experts(config)
+    parts = (_sizes(config), _precision(config), _parallel(config), _kernels(config, engine), unasked)
     plain = {k: v for part in parts for k, v in part.items()}
     asked: Asked = {}
-    for more in (_experts(config, engine), _memory(config), _graphs(config, cls), _fp8(config), _overlaps(config), _compressed(config)):
+    for more in (experts, _memory(config), _graphs(config, cls), _fp8(config), fields.asked(fields.OVERLAPS, config), _compressed(config)):
         asked |= more
     return fields_of(cls, plain, asked)
 
@@ -92,21 +88,9 @@ def refuse_lone_experts(config: TrainerConfig, cls: type) -> None:
 def _sizes(config: TrainerConfig) -> dict[str, Any]:
     model = config.model
     return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
+        **fields.plain(fields.SIZES, config),
         "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_size or model.hidden_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": model.rms_norm_eps,
-        "qk_layernorm": model.qk_norm,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "init_method_std": model.init_std,
         **({"mrope_section": model.mrope_section} if model.mrope_section else {}),
     }
 
@@ -124,15 +108,9 @@ def _precision(config: TrainerConfig) -> dict[str, Any]:
 
 def _parallel(config: TrainerConfig) -> dict[str, Any]:
     par = config.parallel
-    etp = par.etp or par.tp
     return {
-        "tensor_model_parallel_size": par.tp,
-        "pipeline_model_parallel_size": par.pp,
+        **fields.plain(fields.PARALLEL, config),
         "virtual_pipeline_model_parallel_size": par.vpp if par.vpp > 1 else None,
-        "context_parallel_size": par.cp,
-        "expert_model_parallel_size": par.ep,
-        # Dense models have no experts, and megatron-core wants no width for them.
-        "expert_tensor_parallel_size": etp if config.model.num_experts else None,
         "sequence_parallel": par.sequence_parallel and par.tp > 1,
         "variable_seq_lengths": variable_lengths(config),
         "deallocate_pipeline_outputs": par.pp > 1,
@@ -154,7 +132,6 @@ def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
         "masked_softmax_fusion": fused,
         # For MLA the fused kernel knows stretched frequencies only.
         "apply_rope_fusion": fused and not (mla and config.model.yarn is None),
-        "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": loss,
         "cross_entropy_fusion_impl": "te" if loss else "native",
@@ -169,7 +146,7 @@ def attention_backend(config: TrainerConfig) -> Any:
     """The implementation of attention that Transformer Engine is told to take."""
     from megatron.core.transformer.enums import AttnBackend
 
-    return AttnBackend[_ATTENTION[config.train.attention]]
+    return AttnBackend[ATTENTION[config.train.attention]]
 
 
 def grouped(config: TrainerConfig, engine: bool) -> bool:
@@ -177,50 +154,15 @@ def grouped(config: TrainerConfig, engine: bool) -> bool:
     return config.model.num_experts > 0 and (config.moe.experts == "grouped" or (config.moe.experts == "auto" and engine))
 
 
-def _experts(config: TrainerConfig, engine: bool) -> Asked:
-    model, moe, mg = config.model, config.moe, config.megatron
-    if not model.num_experts:
+def _experts(config: TrainerConfig) -> tuple[dict[str, Any], Asked]:
+    """Fields that a version may lack, and those that the configuration asks for."""
+    if not config.model.num_experts:
         # Nothing is dispatched, but the default, allgather, refuses streams of other lengths.
-        return {"moe_token_dispatcher_type": ("alltoall", "model.num_experts")}
-    flex = moe.dispatcher in ("deepep", "hybridep")
-    out: Asked = {
-        "num_moe_experts": (model.num_experts, "model.num_experts"),
-        "moe_ffn_hidden_size": (model.expert_ffn_size, "model.expert_ffn_size"),
-        "moe_router_topk": (model.top_k, "model.top_k"),
-        "moe_router_pre_softmax": (not model.norm_topk_prob or model.top_k == 1, "model.norm_topk_prob"),
-        "moe_token_dispatcher_type": ("flex" if flex else moe.dispatcher, "moe.dispatcher"),
-        "moe_router_load_balancing_type": ("aux_loss" if mg.aux_loss_coeff else "none", "megatron.aux_loss_coeff"),
-        "moe_aux_loss_coeff": (mg.aux_loss_coeff, "megatron.aux_loss_coeff"),
-        "moe_router_dtype": ("fp32" if moe.router_dtype == "fp32" else None, "moe.router_dtype"),
-    }
-    if flex:
-        out["moe_flex_dispatcher_backend"] = (moe.dispatcher, f"moe.dispatcher {moe.dispatcher}")
-    if moe.dispatcher == "hybridep" and unlike_lengths(config):
+        return {}, {"moe_token_dispatcher_type": ("alltoall", "model.num_experts")}
+    out = fields.asked((*fields.EXPERTS, *fields.EXPERT_SWITCHES), config)
+    if config.moe.dispatcher == "hybridep" and unlike_lengths(config):
         out["moe_hybridep_pad_uneven_dispatch_inputs"] = (True, "moe.dispatcher hybridep")
-    if moe.capacity_factor is not None:
-        out["moe_expert_capacity_factor"] = (moe.capacity_factor, "moe.capacity_factor")
-        out["moe_pad_expert_input_to_capacity"] = (pads_experts(config), "moe.capacity_factor")
-    if model.first_dense_layers:
-        pattern = [int(i >= model.first_dense_layers) for i in range(model.num_layers)]
-        out["moe_layer_freq"] = (pattern, "model.first_dense_layers")
-    if model.shared_expert_ffn_size:
-        out["moe_shared_expert_intermediate_size"] = (model.shared_expert_ffn_size, "model.shared_expert_ffn_size")
-    return out | _routing(config)
-
-
-def _routing(config: TrainerConfig) -> Asked:
-    """How DeepSeek-V3 chooses experts. Source: arXiv 2412.19437, section 2.1.2."""
-    model, out = config.model, Asked()
-    if model.router_score != "softmax":
-        out["moe_router_score_function"] = (model.router_score, "model.router_score")
-    if model.router_groups:
-        out["moe_router_num_groups"] = (model.router_groups, "model.router_groups")
-        out["moe_router_group_topk"] = (model.router_group_top_k, "model.router_group_top_k")
-    if model.router_scale != 1.0:
-        out["moe_router_topk_scaling_factor"] = (model.router_scale, "model.router_scale")
-    if model.router_bias:
-        out["moe_router_enable_expert_bias"] = (True, "model.router_bias")
-    return out
+    return fields.plain(fields.EXPERTS, config), out
 
 
 def _compressed(config: TrainerConfig) -> Asked:
@@ -233,24 +175,11 @@ def _compressed(config: TrainerConfig) -> Asked:
     if model.attention != "mla":
         return out
     sizes = {
-        "multi_latent_attention": True,
-        "q_lora_rank": model.q_lora_rank or None,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
+        **fields.plain(fields.MLA, config),
         "rotary_base": model.rope_theta,
         "rope_type": "yarn" if model.yarn else "rope",
+        **(fields.plain((*fields.YARN, *fields.YARN_CORE), config) if model.yarn else {}),
     }
-    if model.yarn is not None:
-        sizes |= {
-            "rotary_scaling_factor": model.yarn.factor,
-            "original_max_position_embeddings": model.yarn.original_seq_len,
-            "beta_fast": model.yarn.beta_fast,
-            "beta_slow": model.yarn.beta_slow,
-            "mscale": model.yarn.mscale,
-            "mscale_all_dim": model.yarn.mscale_all_dim,
-        }
     return out | {name: (value, "model.attention mla") for name, value in sizes.items()}
 
 
@@ -300,12 +229,6 @@ def _graphs(config: TrainerConfig, cls: type) -> Asked:
     return out | {"cuda_graph_impl": (impl, "megatron.cuda_graph_impl"), name: (parts, "train.cuda_graphs")}
 
 
-def graph_impl(config: TrainerConfig) -> str:
-    """Who captures graphs: Transformer Engine where parts are named and nobody else is."""
-    impl = config.megatron.cuda_graph_impl
-    return "transformer_engine" if impl == "none" and config.train.cuda_graphs else impl
-
-
 def _fp8(config: TrainerConfig) -> Asked:
     recipe, mg = config.precision.fp8, config.megatron
     key = f"precision.fp8 {recipe}"
@@ -313,21 +236,9 @@ def _fp8(config: TrainerConfig) -> Asked:
         return {}
     if recipe == "nvfp4":
         return {"fp4": ("e2m1", key), "fp4_recipe": ("nvfp4", key)}
-    out: Asked = {"fp8": (_FP8_FORMAT[recipe], key), "fp8_recipe": (recipe, key)}
+    out: Asked = {"fp8": (FP8_FORMAT[recipe], key), "fp8_recipe": (recipe, key)}
     if mg.fp8_param:
         out["fp8_param"] = (True, "megatron.fp8_param")
-    return out
-
-
-def _overlaps(config: TrainerConfig) -> Asked:
-    mg, out = config.megatron, Asked()
-    for field, key in (
-        ("tp_comm_overlap", "tp_comm_overlap"),
-        ("overlap_moe_expert_parallel_comm", "overlap_expert_parallel"),
-        ("delay_wgrad_compute", "delay_wgrad"),
-    ):
-        if getattr(mg, key):
-            out[field] = (True, f"megatron.{key}")
     return out
 
 
