@@ -40,7 +40,7 @@ class Reference:
     schema: Mapping[str, Any] = field(default_factory=dict)
     field_docs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     present: Present = field(default_factory=Present)
-    """What verdicts are compared with."""
+    """This machine's software and the trainer's revisions, by which verdicts go stale."""
     recipes: Sequence[Mapping[str, Any]] = ()
     """Configuration files with their estimates, as `playbook.site.recipes` shows them."""
 
@@ -54,9 +54,9 @@ class Site:
     statuses: dict[str, int]
     """How many records there are of each status."""
     inserts: dict[str, str]
-    """Markdown for a page at the root, by the name that it asks for it: `what is true today`, `cards by phase`."""
+    """Markdown that replaces a comment of that name on a page: `what is true today`, `cards by phase`."""
     plain: dict[str, str]
-    """Cards as Markdown without markup, by the address that they have in the built site: that of their page with `.md` added."""
+    """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
     files: list[Path]
 
 
@@ -136,7 +136,7 @@ def _shown(path: Path) -> str:
 
 
 def _write(path: Path, content: str) -> Path:
-    """Written only where it differs, so that a server that watches the folder does not rebuild for ever."""
+    """Write the page if its content differs. Equal files keep their time stamp, so `mkdocs serve` does not rebuild without end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text(encoding="utf-8") != content:
         path.write_text(content, encoding="utf-8")

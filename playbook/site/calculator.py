@@ -16,7 +16,7 @@ from playbook.site.text import attribute, front_matter
 
 SCRIPTS = ("layout.js", "memory.js", "calculator.js")
 START = {"model": "qwen3_30b_a3b", "gpus": "8", "ep": "8"}
-"""What the form shows before anybody changed it: a layout that can run."""
+"""The form's first values: a layout that can run."""
 
 _KINDS = {"bool | None": "switch", "bool": "switch", "int": "number", "tuple[int, ...]": "numbers", "tuple[str, ...]": "words"}
 

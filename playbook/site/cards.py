@@ -49,7 +49,7 @@ class Shelf:
 
 
 def effect(record: Record) -> str:
-    """The effect of a verdict with its interval, or the two values where there is no share."""
+    """The effect with its interval, as a page shows it; both values where no effect is recorded."""
     found = record.get("derived", "comparison")
     if not isinstance(found, Mapping):
         return ""
@@ -136,7 +136,7 @@ def _source(source: Source) -> str:
 
 
 def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
-    """What a claim says besides its statement."""
+    """Rows of the claim's details: expectation, variants, scope, mechanism, sources, linked claims."""
     comparison = f"{mapping(claim.comparison.baseline)} against {mapping(claim.comparison.candidate)}"
     metric, words = expectation(claim)
     linked = {"Depends on": claim.depends_on, "Contradicts": claim.contradicts, "Supersedes": claim.supersedes}
@@ -154,7 +154,7 @@ def _about(shelf: Shelf, claim: Claim) -> list[list[str]]:
 
 
 def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
-    """The table of verdicts, the figure, and what repeats them."""
+    """The claim's verdicts: a table, a figure for each machine, and the commands that repeat them."""
     found = verdicts(shelf.records, claim.id)
     commands = dict.fromkeys(" ".join(str(r.get("command", default="")).split()) for r in found)
     return render(
@@ -200,7 +200,7 @@ def _margin(expect: Expect) -> float | None:
 
 
 def _trace(record: Record) -> str:
-    """Where the time goes, the variants side by side."""
+    """A folded table of busy time per range, one column for each variant."""
     page = f"../evidence/{record.id}.md"
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
     head = ["Range", "Phase", *(f"{text(v.capitalize())}>" for v in record.variants), *["Difference>"] * (len(record.variants) == 2)]
@@ -262,7 +262,7 @@ def _families(card: Card) -> list[list[str]]:
 
 
 def _related(shelf: Shelf, card: Card) -> list[tuple[str, list[str]]]:
-    """Other cards by how they stand to this one."""
+    """Links to other cards, grouped as see, supersedes, contradicts."""
     names = {"See": card.related.see, "Supersedes": card.related.supersedes, "Contradicts": card.related.contradicts}
     titles = {i: c.title for i, c in shelf.cards.items()}
     return [

@@ -171,12 +171,12 @@ _ON_LOGARITHMS = ("deviation", "floor", "hodges_lehmann", "mde")
 
 
 def _on_logarithms(key: str, value: float) -> str:
-    """Effects as the ratio that the effect is given in; deviations as they are, as the condition below them names the A/A's."""
+    """A figure on the log scale as a percentage: effects are converted to ratios, deviations are not."""
     return percent(value if key in ("deviation", "floor") else math.expm1(value)).lstrip("+")
 
 
 def _itself(found: Mapping[str, Any]) -> list[list[str]]:
-    """The metric's own change where lower is better: the effect is a ratio of baseline to candidate, 100 % where half is left."""
+    """A row with the candidate's change of the metric itself, for metrics where lower is better: an effect of +100 % is a change of -50 %."""
     value = found.get("effect")
     if found.get("scale") != "log_ratio" or found.get("better") != "lower" or not isinstance(value, int | float) or not value > -1:
         return []
@@ -184,18 +184,18 @@ def _itself(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _first_look(record: Record) -> int:
-    """The pairs before which no series gives a verdict, however little it scatters."""
+    """Pairs at the first look; no verdict is given before."""
     looks = record.get("measured", "plan", "looks", default=[])
     return min((n for n in looks if isinstance(n, int)), default=0) if isinstance(looks, list) else 0
 
 
 def _between(found: Mapping[str, Any]) -> str:
-    """A series that was stopped has an interval too, and no verdict."""
+    """The note `between looks` for a series that its budget stopped; its interval gives no verdict."""
     return ", between looks" if found.get("design") != "deterministic" and found.get("look") is None else ""
 
 
 def _receipts(record: Record) -> list[list[str]]:
-    """What was seen of the tested path, rule by rule."""
+    """Rows of the activation receipt: rule, count observed, count expected."""
     return [
         [
             text(c.get("variant")),
@@ -218,7 +218,7 @@ def _gates(record: Record) -> list[list[str]]:
 
 
 def _computing(record: Record) -> str:
-    """What a slow host, or waiting for other ranks, leaves of a step."""
+    """A sentence on the share of a step in which the GPU computed; empty without a trace."""
     shares: dict[str, list[float]] = {}
     for run in record.get("measured", "runs", default=[]):
         share = ((run.get("observed") or {}).get("counters") or {}).get("gpu_computing_percent")
@@ -229,7 +229,7 @@ def _computing(record: Record) -> str:
 
 
 def _limited(record: Record) -> str:
-    """What held clocks down, where that is worth a look."""
+    """A sentence on limits of power or heat that held GPU clocks down during timed steps; empty if none did."""
     measured = (r for r in record.get("measured", "runs", default=[]) if r.get("role") == "measure")
     found = limited((str(r.get("variant")), r.get("telemetry")) for r in measured)
     return f"In the timed steps, the GPUs' clocks were held down by {text('; by '.join(found))}." if found else ""
@@ -244,7 +244,7 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def _on_data(record: Record) -> str:
-    """What went by before batches were on their way to the device, of the variants for which it is worth a look."""
+    """A sentence on the share of step time that the host spent on data; only variants above NOTABLE_DATA."""
     shares: dict[str, list[float]] = {}
     for run in record.get("measured", "runs", default=[]):
         timed = [s for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")] if run.get("role") == "measure" else []
@@ -256,7 +256,7 @@ def _on_data(record: Record) -> str:
 
 
 def _stolen(record: Record) -> str:
-    """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
+    """A sentence on processor time that the hypervisor gave to other machines; only variants above NOTABLE_STOLEN."""
     shares: dict[str, list[float]] = {}
     for run in record.get("measured", "runs", default=[]):
         share = (run.get("telemetry") or {}).get("stolen_percent") if run.get("role") == "measure" else None
@@ -310,7 +310,7 @@ def _figure(value: Any) -> str:
 
 
 def _environment(record: Record) -> list[tuple[str, list[list[str]]]]:
-    """What the launches had in common, and what set the variants apart: a title and its rows each."""
+    """Folded tables, each a title and rows: the environment of the launches, and the keys in which the variants differ."""
     parts = []
     for sha, values in record.get("measured", "strict", default={}).items():
         if isinstance(values, Mapping):
@@ -345,7 +345,7 @@ def trace_page(record: Record) -> str:
 
 
 def _outside(traced: Mapping[str, Any]) -> list[list[str]]:
-    """Operations that lie in no named part."""
+    """Rows of the operations that lie in no named range."""
     found = _mapping(traced.get("table")).get("unattributed") or []
     return [[code(u.get("name")), text(u.get("phase")), number(u.get("count")), milliseconds(u["busy_ms"])] for u in found]
 

@@ -48,7 +48,7 @@ def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
 
 
 def _tally(shelf: Shelf, card: Card) -> str:
-    """How many claims of a card stand how, each counted by its best-settled machine."""
+    """Counts of a card's claims by status; a claim counts with the status of its best-settled machine."""
     order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
     found = [
         min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)

@@ -115,7 +115,7 @@ def _labelled(cell: str, label: str) -> str:
 
 
 def settings(family: ConfigFamily) -> dict[str, Any]:
-    """What the calculator can take over from a family; the rest of its settings has no part in layout rules."""
+    """The settings of a family that the calculator knows, by the calculator's names."""
     degrees = {k: v for k, v in family.layout.items() if k in DEGREES}
     found: dict[str, Any] = {"model": family.model, "gpus": family.gpus or min_gpus(**{k: v for k, v in degrees.items() if k != "vpp"})}
     found |= degrees
@@ -137,7 +137,7 @@ def _known(values: Mapping[str, Any], key: str) -> list[str]:
 
 
 def plan_of(family: ConfigFamily) -> Plan | None:
-    """The family as a plan; None where its model or a value is not one that the rules know."""
+    """The family as a plan for the layout rules; None if its model or a value is unknown to them."""
     found = settings(family)
     words = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in found.items() if k != "model"]
     try:

@@ -12,7 +12,7 @@ from playbook.site.text import link, mapping, number, text
 TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 
 TIGHT = 0.05
-"""The share of a GPU's memory that an estimate has to leave free."""
+"""An estimate that leaves less than this share of a GPU's memory free is marked tight."""
 
 
 def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -37,12 +37,12 @@ def _peak(peak_gib: float, memory_gib: float) -> str:
 
 
 def anchor(path: str) -> str:
-    """The place of a recipe on the page."""
+    """The heading id of a recipe."""
     return Path(path).stem.replace("_", "-")
 
 
 def _commands(row: Mapping[str, Any]) -> str:
-    """What runs the recipe, one command to a line."""
+    """Commands for a recipe, one to a line: dry run, full size, small version, export."""
     own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
     export = f"playbook config export {row['path']} --to {TARGETS[0]} --platform {row['platform']}"
     return "\n".join([row["dry_run"], *own, row["run_small"], export])

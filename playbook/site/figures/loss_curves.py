@@ -14,12 +14,12 @@ from typing import Any
 from playbook.site.text import attribute, text
 
 ALLOWED = 2.0
-"""Runs of two ways may be this many times as far apart as repeats of one."""
+"""The largest distance allowed between two ways of training, as a multiple of the distance between repeats of one."""
 WANTED = ("run", "repeat", "ranks", "loss", "torch", "megatron")
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 260, 52, 12, 216
 _COLOURS = (1, 6, 5, 4, 7, 2, 3, 8)
-"""Of the style sheet's parts, those first that are easiest to tell apart."""
+"""Numbers of the style sheet's colours, those that are easiest to tell apart first."""
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -43,12 +43,12 @@ def distances(rows: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float
 
 
 def series_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What runs have in common that may be compared."""
+    """The key of a series: runs with equal keys may be compared."""
     return row["ranks"], row.get("gpus", row["ranks"]), row["torch"], row["megatron"], "lr" in row
 
 
 def section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the parity page says about them, series by series; nothing without rows."""
+    """The section of the parity page on loss curves, one part for each series; empty without rows."""
     series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         series.setdefault(series_of(row), []).append(row)
