@@ -22,8 +22,8 @@ from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
+from playbook_bench.judge.effects import threshold
 from playbook_bench.judge.metrics import METRICS
-from playbook_bench.judge.verdict import threshold
 from playbook_bench.run import replay
 from playbook_bench.run.variants import resolve_all, trainer_path
 from playbook_bench.statements import table as logic

@@ -175,10 +175,12 @@ class Baseline(Strict):
 class Plan(Strict):
     """What was fixed before the data: order, looks, error rate, limits."""
 
+    rules: int = 1
+    """Version of the rules that turn launches into a verdict; records from before they had one are of version 1."""
     seed: int
     looks: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     alpha: float = Field(default=0.05, gt=0, lt=1)
-    """Error rate over all looks together; each look spends an equal part."""
+    """Error rate over all looks together."""
     pairs_limit: int | None = None
     budget_s: float | None = None
     extended: bool = False

@@ -147,7 +147,7 @@ def test_pairs_beyond_the_last_look_are_looked_at_and_share_the_error_rate(repo,
     repo({"slower": 0.03})
     found = run(repo, tmp_path, pairs=16)
     assert (found.status, found.comparison.pairs, found.comparison.look) == ("undecided", 16, 4), found.sentence
-    assert found.comparison.alpha_look == pytest.approx(0.05 / 4)
+    assert 0.05 / 4 < found.comparison.alpha_look < 0.05, "what earlier looks have caught is not paid for twice"
     assert (found.pairs_needed, "it lies about there" in found.sentence) == (None, True)
 
 

@@ -1,17 +1,17 @@
-"""What a claim may say of a sweep or an interaction, and when it is confirmed and refuted.
+"""What a claim may say of variants, and when it is confirmed and refuted.
 
 A rule names the contrasts that it looks at before any run, and decides from their intervals alone. The intervals hold together
-(`stats.simultaneous`), so a rule may pick among them: a wrong verdict of either kind is no likelier than the error rate of the look.
+(Bonferroni), so a rule may pick among them: a wrong verdict of either kind is no likelier than the error rate of the look.
 
 `gain(i, j)` is how much better variant i is than variant j, in the metric's own direction; L and U are the ends of its interval and m
 is the claimed margin. Refuted means that the interval rules the claim out, so each rule's refutation is its negation.
 
 | op | says | confirmed | refuted |
 |---|---|---|---|
-| `>=` `<=` `within` | of gain(last, first); for an interaction, of the first factor's gain at the second's high level less that at its low | as for a pair | as for a pair |
+| `>=` `<=` `within` | of gain(last, first); for an interaction, of the first factor's gain at the second's high level less that at its low | L >= m; U <= m; both inside [-m, m] | U < m; L > m; outside |
 | `best` | a value of `at` is within m of the best | for some i in `at`, U(j, i) <= m for every other j | for each i in `at`, L(j, i) > m for some j |
 | `not_best` | some value is better than each of `at` by m or more | for each i in `at`, L(j, i) >= m for some j | for some i in `at`, U(j, i) < m for every other j |
-| `band` | every value is within m of the first | all of L, U(j, first) inside (-m, m) | some L > m or U < -m |
+| `band` | every value is within m of the first | all of L, U(j, first) inside [-m, m] | some L > m or U < -m |
 | `rising` | each step gains m or more | every L(next, previous) >= m | some U < m |
 | `knee` | steps gain m or more up to a knee (one of `at`, if given) and at most m after it | L >= m before and U <= m after one such knee | every such knee is ruled out by a step |
 | `reaches` | only the last value comes within m of the reference `at`; all before it fall short by m or more | L(at, j) >= m for all but the last, U(at, last) <= m | some U(at, j) < m, or L(at, last) > m |
@@ -105,7 +105,7 @@ def decide(q: Question, bounds: Sequence[Bounds], interaction: bool = False) -> 
     if interaction or q.op == "rising":
         return _all([low >= m for low, _ in bounds], [high < m for _, high in bounds])
     if q.op == "band":
-        return _all([-m < low and high < m for low, high in bounds], [low > m or high < -m for low, high in bounds])
+        return _all([-m <= low and high <= m for low, high in bounds], [low > m or high < -m for low, high in bounds])
     if q.op in ("best", "not_best"):
         return _best(q, dict(zip((a.name for a in asked(q)), bounds, strict=True)))
     if q.op == "knee":
@@ -119,7 +119,7 @@ def _one(op: str, m: float, low: float, high: float) -> Status:
         return True if low >= m else False if high < m else None
     if op == "<=":
         return True if high <= m else False if low > m else None
-    return True if -m < low and high < m else False if low > m or high < -m else None
+    return True if -m <= low and high <= m else False if low > m or high < -m else None
 
 
 def _all(holds: Sequence[bool], fails: Sequence[bool]) -> Status:

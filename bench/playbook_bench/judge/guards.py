@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from playbook.records.case import Case
-from playbook.records.evidence import Baseline, Gate, Run
+from playbook.records.evidence import Baseline, Gate, Run, Variant
 from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
+from playbook_bench.judge.rules import Rules
 from playbook_bench.run.variants import undeclared
 from playbook_trainer.config.hashing import flatten
 
@@ -18,25 +19,33 @@ SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
 """What two commits may differ in; the regression gate allows these."""
 
 Pair = tuple[Run, Run]
+Block = Mapping[Variant, Run]
+"""Neighbouring launches, one of each variant; two of them are a pair."""
+
+
+def blocks_of(runs: Sequence[Run], names: Sequence[Variant], failed: bool = False) -> list[Block]:
+    """Blocks in which each of `names` ran, or was launched where `failed` launches count too, in the order in which they were numbered."""
+    found: dict[int, dict[Variant, Run]] = {}
+    for run in runs:
+        if run.role == "measure" and run.pair is not None and (failed or run.outcome == "ok"):
+            found.setdefault(run.pair, {})[run.variant] = run
+    return [{v: b[v] for v in names} for _, b in sorted(found.items()) if names and all(v in b for v in names)]
 
 
 def pairs_of(runs: Sequence[Run]) -> list[Pair]:
-    """Complete measured pairs as (baseline, candidate), in the order in which they were numbered."""
-    found: dict[int, dict[str, Run]] = {}
-    for run in runs:
-        if run.role == "measure" and run.pair is not None:
-            found.setdefault(run.pair, {})[run.variant] = run
-    return [(p["baseline"], p["candidate"]) for _, p in sorted(found.items()) if p.keys() == {"baseline", "candidate"}]
+    """Launched pairs as (baseline, candidate), in the order in which they were numbered."""
+    return [(b["baseline"], b["candidate"]) for b in blocks_of(runs, ("baseline", "candidate"), failed=True)]
 
 
-def aa_differences(runs: Sequence[Run], metric: Metric) -> list[float]:
-    """Second minus first of each A/A pair, on the metric's scale."""
+def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -> list[float]:
+    """The difference of each A/A pair, on the metric's scale: A B B A, so that a drift over the launches cancels; second minus first where not `balanced`."""
     found: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r.position):
         if run.role == "aa" and run.pair is not None and run.outcome == "ok":
             found.setdefault(run.pair, []).append(run)
     values = [[metric.value(r) for r in pair] for _, pair in sorted(found.items()) if len(pair) == 2]
-    return [compare(metric, a, b) for a, b in values if a is not None and b is not None]
+    differences = [compare(metric, a, b) for a, b in values if a is not None and b is not None]
+    return [-d if balanced and i % 2 else d for i, d in enumerate(differences)]
 
 
 def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
@@ -152,44 +161,33 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Gate:
     return Gate(name="loss", ok=worst <= band, detail=f"mean losses differ by {100 * worst:.2g} %, at most {100 * band:g} % is allowed")
 
 
-def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None) -> tuple[Gate, float]:
-    """The A/A condition, and the deviation that floors the pairs' own."""
+def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bool = True) -> tuple[Gate, list[float]]:
+    """The A/A condition, and the differences of the stored A/A pairs."""
     name = "a_a"
-    fresh = aa_differences(runs, metric)
-    stored = aa_differences(aa.runs, metric) if aa is not None else []
+    fresh = aa_differences(runs, metric, balanced)
+    stored = aa_differences(aa.runs, metric, balanced) if aa is not None else []
     if len(stored) < 2:
-        return Gate(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), 0.0
-    floor = statistics.aa_deviation(stored)
-    if fresh:
-        bad = statistics.contaminated(fresh, floor, len(stored))
-        shown = fresh
-    else:
-        bad = statistics.contaminated(stored, None)
-        shown = stored
+        return Gate(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), []
+    deviation = statistics.aa_deviation(stored)
+    shown = fresh or stored
+    bad = statistics.contaminated(fresh, deviation, len(stored)) if fresh else statistics.contaminated(stored, None)
     mean = math.fsum(shown) / len(shown)
-    text = f"same configuration against itself: {100 * mean:+.2f} % over {len(shown)} pairs, deviation {100 * floor:.2f} %"
-    return Gate(name=name, ok=not bad, detail=text), floor
+    text = f"same configuration against itself: {100 * mean:+.2f} % over {len(shown)} pairs, deviation {100 * deviation:.2f} %"
+    return Gate(name=name, ok=not bad, detail=text), stored
 
 
 def step_deviation(aa: Baseline | None) -> float:
     """Deviation of step time between runs of one configuration; 0 where nothing is stored."""
     differences = aa_differences(aa.runs, metrics.get("step_seconds")) if aa else []
-    return statistics.aa_deviation(differences) if differences else 0.0
+    return statistics.aa_deviation(differences)
 
 
-def steady(pairs: Sequence[Pair], tolerance: float) -> Gate:
-    """Step time does not drift inside the timed window, in either variant."""
-    return steady_all(dict(zip(("baseline", "candidate"), zip(*pairs, strict=True), strict=True)), tolerance)
-
-
-def steady_all(variants: Mapping[str, Sequence[Run]], tolerance: float) -> Gate:
-    """Step time does not drift inside the timed window, in any variant; each test spends its part of the error rate."""
-    texts, alpha = [], statistics.STEADY_ALPHA / len(variants)
-    for label, side in variants.items():
-        found = statistics.trend([[s.seconds for s in timed(r)] for r in side], alpha)
-        if not found.steady(tolerance):
-            texts.append(f"{label} {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]")
-    return Gate(name="steady", ok=not texts, detail="; ".join(texts))
+def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Gate:
+    """Step time is steady inside the timed window, in every variant; each test spends its part of the error rate."""
+    names = list(blocks[0]) if blocks else []
+    alpha = statistics.STEADY_ALPHA / max(1, len(names))
+    texts = [rules.unsteady(v, [[s.seconds for s in timed(b[v])] for b in blocks], alpha, tolerance) for v in names]
+    return Gate(name="steady", ok=not any(texts), detail="; ".join(t for t in texts if t))
 
 
 def complete(run: Run, metric: Metric) -> str | None:

@@ -65,24 +65,24 @@ def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float,
     n, m = len(worse), len(noise)
     if n < 2 or m < 2:
         raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
-    own = statistics.interval(worse, REGRESSION_ERROR)
+    mean, own = plain.fmean(worse), plain.stdev(worse)
     alone = statistics.aa_deviation(noise)
-    if not math.isfinite(alone):
+    if not (math.isfinite(own) and math.isfinite(alone)):
         raise ValueError("a difference is not finite")
     own_freedom, freedom = n - 1, n - 1 + m
-    deviation = math.sqrt((own_freedom * own.deviation**2 + m * alone**2) / freedom)
-    if own.deviation > math.sqrt(float(sps.f.ppf(1 - NOISIER, own_freedom, m))) * alone:
-        deviation, freedom = own.deviation, own_freedom
+    deviation = math.sqrt((own_freedom * own**2 + m * alone**2) / freedom)
+    if own > math.sqrt(float(sps.f.ppf(1 - NOISIER, own_freedom, m))) * alone:
+        deviation, freedom = own, own_freedom
     error = deviation / math.sqrt(n)
-    low = own.mean - float(sps.t.ppf(1 - REGRESSION_ERROR / len(looks), freedom)) * error
-    high = own.mean + float(sps.t.ppf(1 - PASS_ERROR / len(looks), freedom)) * error
+    low = mean - float(sps.t.ppf(1 - REGRESSION_ERROR / len(looks), freedom)) * error
+    high = mean + float(sps.t.ppf(1 - PASS_ERROR / len(looks), freedom)) * error
     if low > limit:
-        return Slowdown("regression", own.mean, low, high)
+        return Slowdown("regression", mean, low, high)
     if high < limit:
-        return Slowdown("pass", own.mean, low, high)
-    need = _pairs_needed(own.mean, deviation, limit, m, looks)
+        return Slowdown("pass", mean, low, high)
+    need = _pairs_needed(mean, deviation, limit, m, looks)
     hopeless = _pairs_needed(0.0, deviation, limit, m, looks) is None
-    return Slowdown("too_noisy" if hopeless else "undecided", own.mean, low, high, need)
+    return Slowdown("too_noisy" if hopeless else "undecided", mean, low, high, need)
 
 
 def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int, looks: Sequence[int]) -> int | None:

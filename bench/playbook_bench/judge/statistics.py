@@ -1,34 +1,40 @@
 """Statistics of matched launches.
 
 The launch is the unit of replication: steps of one launch share its memory layout, its clock and its luck, so they never count as
-replicates. Pairs are adjacent launches; the interval is a paired t interval on log ratios (a percentile bootstrap covers too little
-at 4 to 12 pairs). The interval is asked only at the looks, and each look spends an equal part of the error rate.
+replicates. The interval is a t interval on log ratios (a percentile bootstrap covers too little at 4 to 12 pairs). It is asked only at
+the looks, among which the error rate is spent. `tools/simulate_verdicts.py` shows what error rates come out.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 POWER = 0.8
 MAX_PAIRS = 10_000
 STEADY_ALPHA = 0.05
+"""How often a series whose step time is steady is taken for one that is not, at most."""
+AGREE_SHARE = 0.4
+"""Share of that rate for the test that the launches agree, since the change that they are asked about was chosen on their mean."""
+SPENDING = 1.5
+"""Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of O'Brien and Fleming (about 3)."""
+SPENT = 0.88
+"""The part of the error rate that is spent. The levels of the looks are those of normal deviates, and t statistics of few launches exceed them more often, by up to 1.14 times."""
 STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
 AGREEING_LAUNCHES = 3
 """The fewest launches that are asked whether they have a slope in common."""
 CONTAMINATION_ALPHA = 0.01
 CONTAMINATION_LEAST = 0.0025
-_EXACT_FLIPS = 16
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A paired t interval of the mean difference."""
+    """A t interval of a mean difference over blocks."""
 
     mean: float
     low: float
@@ -38,7 +44,8 @@ class Interval:
     used: float
     """The deviation that entered the interval, as one of the degrees of freedom that the interval is given for."""
     largest: float
-    """The largest deviation that was looked at, the floor included: what further launches are counted with."""
+    """The largest deviation that was looked at: what further launches are counted with."""
+    freedom: int
 
 
 def log_ratio(baseline: float, candidate: float, higher_is_better: bool) -> float:
@@ -64,28 +71,8 @@ def difference(baseline: float, candidate: float, higher_is_better: bool) -> flo
 
 
 def aa_deviation(differences: Sequence[float]) -> float:
-    """Deviation of A/A pairs around zero, which is their true mean."""
-    return math.sqrt(math.fsum(d * d for d in differences) / len(differences))
-
-
-def interval(differences: Sequence[float], alpha: float, floor: float = 0.0) -> Interval:
-    """The two-sided interval of error rate `alpha`, with the deviation floored.
-
-    Four lucky pairs must not give a width of zero: the machine's own A/A deviation is the least that is believed.
-
-    Raises:
-        ValueError: fewer than two pairs, or a value that is not finite.
-    """
-    n = len(differences)
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 pairs, found {n}")
-    if not all(math.isfinite(d) for d in differences):
-        raise ValueError("a difference is not finite")
-    mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    used = max(deviation, floor)
-    half = t_quantile(alpha, n - 1) * used / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, deviation, used, used)
+    """Deviation of A/A pairs around zero, which is their true mean; 0 where there are none."""
+    return math.sqrt(math.fsum(d * d for d in differences) / max(1, len(differences)))
 
 
 def t_quantile(alpha: float, freedom: int) -> float:
@@ -100,21 +87,51 @@ def _ppf(probability: float, freedom: int) -> float:
     return float(t.ppf(probability, freedom))
 
 
-def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
-    """Two-sided intervals of several contrasts that hold together with error rate `alpha`.
+@cache
+def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
+    """The two-sided error rate of the interval at each look, such that all looks together spend `alpha`.
 
-    `rows` holds one value per block and variant. Each interval is `mean -+ q / sqrt(n)` for n blocks of k variants, with the error rate
-    shared among the m contrasts: Bonferroni's inequality, which needs nothing of how they hang together. q is the largest of three:
-    t(1 - alpha / 2m, f) |w| times the pooled deviation of a launch, which has f = (k - 1)(n - 1) degrees of freedom; for a variant that
-    is noisier than the rest, t(1 - alpha / 2m, n - 1) times the contrast's own deviation over the blocks, which has no more than n - 1;
-    and t(1 - alpha / 2m, f) |w| / sqrt(2) times the A/A deviation `floor` of a difference of two launches. `used` is q / t(1 - alpha / 2m, f).
-    With two variants this is the paired interval of `interval`.
+    What earlier looks have caught is not paid for twice, as it is when each look gets an equal part: for looks at 4, 8 and 12 pairs and 5 %,
+    1.0, 2.1 and 3.5 % instead of 1.7 % each. The distribution of the running sum, where no look has stopped the series, is carried
+    from look to look on a grid.
+
+    Source: K. Kim and D. L. DeMets, Biometrika 74 (1987), the power family; P. Armitage, C. K. McPherson and B. C. Rowe, JRSS A 132 (1969).
+    """
+    from scipy import optimize  # start-up time, as above
+    from scipy.stats import norm
+
+    at, mass, before, spent = np.zeros(1), np.ones(1), 0, 0.0
+    out = []
+    for look in looks:
+        wanted = alpha * (look / looks[-1]) ** SPENDING - spent
+        spent += wanted
+        step = math.sqrt(look - before)
+
+        def beyond(z: float, at: np.ndarray = at, mass: np.ndarray = mass, step: float = step, look: int = look) -> float:
+            bound = z * math.sqrt(look)
+            return float(mass @ (norm.sf((bound - at) / step) + norm.cdf((-bound - at) / step)))
+
+        z = float(optimize.brentq(lambda z, f=beyond, wanted=wanted: f(z) - wanted, 0.5, 10.0))
+        out.append(float(2 * norm.sf(z)))
+        edges = np.linspace(-z * math.sqrt(look), z * math.sqrt(look), 802)
+        middle = (edges[1:] + edges[:-1]) / 2
+        mass = norm.pdf((middle[:, None] - at) / step) @ mass / step * (edges[1] - edges[0])
+        at, before = middle, look
+    return tuple(out)
+
+
+def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]) -> list[Interval]:
+    """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
+
+    `rows` holds one value for each block and variant, `noise` the difference of each A/A pair, whose true mean is zero. The deviation of a
+    launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks for
+    one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
+    the wider interval. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
 
     Raises:
         ValueError: fewer than two blocks, or a value that is not finite.
 
-    Source: O. J. Dunn, Multiple comparisons among means, JASA 56 (1961); pooled deviation of randomised complete blocks: D. C. Montgomery,
-    Design and Analysis of Experiments, chapter 4.
+    Source: randomised complete blocks: D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
     """
     y = np.asarray(rows, dtype=float)
     n, k = y.shape
@@ -123,36 +140,22 @@ def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[flo
     if not np.isfinite(y).all():
         raise ValueError("a value is not finite")
     residual = y - y.mean(axis=0) - y.mean(axis=1, keepdims=True) + y.mean()
-    freedom = (k - 1) * (n - 1)
-    pooled = math.sqrt(float((residual**2).sum()) / freedom)
-    t, t_own = (t_quantile(alpha / len(weights), f) for f in (freedom, n - 1))
+    freedom = (k - 1) * (n - 1) + len(noise)
+    # A difference of two launches has twice the variance of one.
+    launch = math.sqrt((float((residual**2).sum()) + math.fsum(d * d for d in noise) / 2) / freedom)
+    aa = aa_deviation(noise)
+    t, t_own = t_quantile(alpha, freedom), t_quantile(alpha, n - 1)
     out = []
     for weight in weights:
         differences = y @ np.asarray(weight, dtype=float)
         mean, own = float(differences.mean()), float(differences.std(ddof=1))
         length = math.sqrt(math.fsum(w * w for w in weight))
-        shared = max(length * pooled, length / math.sqrt(2) * floor)
-        used = max(shared, t_own / t * own)
+        shared = length * launch
+        noisier = own > length / math.sqrt(2) * aa
+        used = max(shared, t_own / t * own) if noisier else shared
         half = t * used / math.sqrt(n)
-        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own)))
+        out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))
     return out
-
-
-def hodges_lehmann(differences: Sequence[float]) -> float:
-    """Median of all pairwise means: where the effect lies if single launches are not to be trusted."""
-    walsh = [(a + b) / 2 for a, b in itertools.combinations_with_replacement(differences, 2)]
-    return float(np.median(walsh))
-
-
-def sign_flip_p(differences: Sequence[float]) -> float:
-    """Exact two-sided p of the mean under random signs; it cannot fall below 2 / 2^n."""
-    n = len(differences)
-    if n > _EXACT_FLIPS:
-        raise ValueError(f"exact sign flips are counted up to {_EXACT_FLIPS} pairs, found {n}")
-    d = np.abs(np.asarray(differences, dtype=float))
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=n)))
-    reached = abs(math.fsum(differences)) * (1 - 1e-12)
-    return float(np.mean(np.abs(signs @ d) >= reached))
 
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:
@@ -192,8 +195,8 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
         # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
         limit = _ppf(1 - CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
         return abs(mean) > limit
-    own = interval(differences, CONTAMINATION_ALPHA)
-    return not own.low <= 0 <= own.high
+    half = t_quantile(CONTAMINATION_ALPHA, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    return abs(mean) > half
 
 
 def stands_out(values: Sequence[float]) -> int | None:
@@ -220,75 +223,66 @@ def stands_out(values: Sequence[float]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Trend:
-    """Drift of step time inside the timed window, as a share of the step per step."""
+class Change:
+    """How step time changes inside the timed window, as a share of the step: from one level to another, or along a line."""
 
-    slope: float
-    low: float
-    high: float
-    steps: int
+    size: float
+    """From the first step to the last."""
+    after: int | None
+    """The number of steps before a step change; None for a drift."""
+    certain: bool
+    """Whether it is more than chance."""
 
-    def steady(self, tolerance: float) -> bool:
-        """Whether the interval contains zero, or the drift over the whole window stays below `tolerance`."""
-        return self.low <= 0 <= self.high or abs(self.slope) * self.steps <= tolerance
+    def __str__(self) -> str:
+        return f"{100 * self.size:+.1f} % " + (f"from step {self.after + 1} on" if self.after else "over the timed steps, gradually")
 
 
-def trend(launches: Sequence[Sequence[float]], alpha: float = STEADY_ALPHA / 2) -> Trend:
-    """One Theil-Sen test per variant, on the step-by-step mean over its launches, and one of whether the launches have that slope in common.
+def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
+    """The step change or linear drift that the launches of a variant fit best; None for fewer than four steps.
 
-    A test per launch would reject at its error rate once per launch, so a series of twenty launches would nearly always fail.
-    A t test over per-launch slopes alone would be worse: launches read the same data in the same order, so a chance pattern of step sizes
-    gives every launch the same slope, and agreement would pass for proof. Averaged over launches, that pattern is one noise series, as
-    the interval assumes. The interval is widened by sqrt((1 + r) / (1 - r)) for the lag-one correlation r of the residuals, because
-    slow noise looks like drift to a test that believes in independent steps. Few steps tell little of r and too low a value of it, so it
-    is the larger of the mean profile's and of the launches' own, averaged and freed of that bias. Two variants are tested, so each spends half.
-    Fewer than four steps show no drift.
-
-    No estimate from so few steps tells a correlation of 0.9 from a drift: alone, that test rejects in 8 to 12 of 100 variants there, where 2.5 are
-    promised. But noise of the host is each launch's own, and a drift is what launches have in common. So the interval also covers that of the
-    launches' mean slope, a t interval. Both have to exclude zero for a drift, so this one may take twice the error rate: 0.3 to 2.2 of 100 at
-    any correlation up to 0.9. It needs three launches; the t quantile of two would hide nearly any drift.
+    A launch's timed steps are compared with a line, and with a step at each place that leaves a fifth of them, and two at least, on either side:
+    one slow step is neither. Two things have to show the change. The steps' mean over the launches does, by a t test for the shape that
+    fits best (Bonferroni over shapes): launches read the same data in the same order, so what the data do to a step is in all of them, and is
+    no more than chance from step to step. And the launches agree, by a t test over the change of each: slow noise of the host, whose
+    neighbouring steps are alike, is each launch's own. Asked first or alone, either would reject far more often than it promises.
+    The second needs three launches. False alarms are at most `alpha` at any correlation of neighbouring steps up to 0.9.
 
     Raises:
         ValueError: no launch, or launches of unequal length.
     """
     if not launches or len({len(x) for x in launches}) != 1:
-        raise ValueError("a trend needs launches with equally many timed steps")
-    rows = [np.asarray(x, dtype=float) / np.median(x) for x in launches]
-    profile = np.mean(rows, axis=0)
-    n = len(profile)
+        raise ValueError("step times are compared over launches with equally many timed steps")
+    y = np.asarray(launches, dtype=float)
+    y = y / np.median(y, axis=1, keepdims=True)
+    n = y.shape[1]
     if n < 4:
-        return Trend(0.0, -math.inf, math.inf, n)
-    slope, low, high = _slope(profile, alpha)
-    own = (n * math.fsum(_lag_one(row) for row in rows) / len(rows) + 2) / (n - 4) if n > 4 else 0.0
-    r = min(0.9, max(0.0, own, _lag_one(profile)))
-    widen = math.sqrt((1 + r) / (1 - r))
-    low, high = slope - (slope - low) * widen, slope + (high - slope) * widen
-    if len(rows) >= AGREEING_LAUNCHES:
-        shared = interval([_slope(row, alpha)[0] for row in rows], 2 * alpha)
-        low, high = min(low, shared.low), max(high, shared.high)
-    return Trend(slope, low, high, n)
+        return None
+    shapes = _shapes(n)
+    length = np.sqrt((shapes**2).sum(axis=1))
+    profile = y.mean(axis=0)
+    left = profile - profile.mean()
+    power = float(left @ left)
+    if power <= (1e-12) ** 2 * n:  # equal to the last digits
+        return Change(0.0, None, certain=False)
+    r = shapes @ left / (length * math.sqrt(power))
+    best = int(np.argmax(np.abs(r)))
+    t = abs(float(r[best])) * math.sqrt((n - 2) / max(1e-15, 1 - float(r[best]) ** 2))
+    shape = shapes[best]
+    sizes = y @ shape / length[best] ** 2 * (shape[-1] - shape[0])
+    certain = t > t_quantile(alpha / len(shapes), n - 2)
+    if len(sizes) >= AGREEING_LAUNCHES:
+        half = t_quantile(AGREE_SHARE * alpha, len(sizes) - 1) * float(sizes.std(ddof=1)) / math.sqrt(len(sizes))
+        certain = certain and abs(float(sizes.mean())) > half
+    return Change(float(sizes.mean()), _edge(n) + best - 1 if best else None, certain)
 
 
-def _slope(profile: np.ndarray, alpha: float) -> tuple[float, float, float]:
-    """The slope per step and its interval, by Theil and Sen where so few steps have an order that is rare enough, else by least squares.
-
-    All of n steps are in order by chance once in n! / 2 times: of four, once in twelve, which would pass for a drift at any error rate.
-    """
-    from scipy.stats import linregress, theilslopes
-
-    at = np.arange(len(profile))
-    if 2 / math.factorial(min(len(profile), 20)) <= alpha:
-        slope, _, low, high = (float(v) for v in theilslopes(profile, at, alpha=1 - alpha))
-        return slope, low, high
-    line = linregress(at, profile)
-    half = t_quantile(alpha, len(profile) - 2) * float(line.stderr)
-    return float(line.slope), float(line.slope) - half, float(line.slope) + half
+def _edge(steps: int) -> int:
+    return max(2, -(-steps // 5))
 
 
-def _lag_one(values: np.ndarray) -> float:
-    """Correlation of neighbours around the straight line that fits best. On average it is (2 + 4 r) / n too low for noise of correlation r."""
-    at = np.arange(len(values))
-    residual = values - np.polynomial.Polynomial.fit(at, values, 1)(at)
-    power = float(residual @ residual)
-    return float(residual[1:] @ residual[:-1]) / power if power > 0 else 0.0
+@cache
+def _shapes(steps: int) -> np.ndarray:
+    """A line, then a step at each place, all with mean zero. Shapes: [places + 1, steps]."""
+    at = np.arange(steps)
+    rows = [at.astype(float), *((at >= k).astype(float) for k in range(_edge(steps), steps - _edge(steps) + 1))]
+    return np.stack([row - row.mean() for row in rows])

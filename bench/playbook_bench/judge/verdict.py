@@ -1,62 +1,56 @@
 """From what was measured to a verdict: a pure function, so that a replay gives the same answer.
 
-Order, first match wins: what the machine lacks; runs that failed; paths that did not run; pairs that are not pairs; a noisy
-machine; drifting steps; and only then the effect, by its interval against the claimed margin, never by its point estimate.
+A pair, a sweep and an interaction take one path: blocks of launches, a rule about contrasts among the variants, an interval for each.
+`STATES` says which state follows from what; of several the first in that order.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from playbook.cards.model import Expect, Quantity
+from playbook.cards.model import Expect, in_words
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.evidence import Check, Comparison, Derived, Gate, Measured, Plan, Reason, Run, Status, Variant, Verdict
-from playbook_bench.judge import guards, metrics, receipt, statistics
+from playbook.records.evidence import Check, Curve, Derived, Gate, Measured, Plan, Reason, Run, Variant, Verdict
+from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1
+from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
+from playbook_bench.judge.rules import VERSION, Rules
 
 EXACT_TOLERANCE = 1e-9
-_GIB = 2.0**30
-_ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": _GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}
-_OP_WORDS = {">=": "at least", "<=": "at most", "within": "equal within"}
+RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
+"""By the version that a record's plan names."""
+
+STATES: dict[Reason, tuple[str, str]] = {
+    "scope": ("not applicable", "the claim's scope excludes this machine"),
+    "package": ("not applicable", "a package that the case needs is missing"),
+    "profile": ("not applicable", "the case has no profile for this machine"),
+    "no_case": ("not applicable", "no case tests the claim"),
+    "kind": ("not applicable", "the claim is of a kind that cannot be tested here"),
+    "run_error": ("error", "a launch crashed, hung, was killed, gave NaN or too few steps, or reports no value of the metric"),
+    "oom": ("inconclusive", "a launch was out of memory or refused, and the claim is not about fitting"),
+    "not_activated": ("error", "a path under test did not run"),
+    "invalid_pair": (
+        "inconclusive",
+        "the variants differ in more than the case declares: settings, environment, data, parameters, work, loss",
+    ),
+    "environment": (
+        "inconclusive",
+        "launches of one configuration differ more than this machine's noise, or an exact metric does not repeat",
+    ),
+    "not_steady": ("inconclusive", "step time changes inside the timed steps, after one extension of the warm-up too"),
+    "no_claim": ("measured", "the case was run and no claim asks about it"),
+    "exact": ("confirmed or refuted", "an exact metric, an arithmetic statement or an invariant meets the claim, or does not"),
+    "fragile": ("inconclusive", "rules of version 1 only: mean and median of the pairs have opposite signs"),
+    "margin": ("confirmed or refuted", "at a look, the intervals imply the claim, or its negation"),
+    "budget": ("inconclusive", "time or `--pairs` ended the series before its last look, and nothing is settled"),
+    "power": ("inconclusive", "the last look is taken and an interval still contains the margin"),
+}
+"""Which state follows from what."""
 
 Statement = tuple[bool, str, dict[str, Any]]
 """Whether an arithmetic statement or an invariant holds, the sentence that says why, and the figures behind it."""
-
-
-def threshold(metric: Metric, margin: Quantity | None) -> float:
-    """The margin on the metric's scale.
-
-    Raises:
-        ConfigError: the margin's unit does not fit the metric.
-    """
-    if margin is None:
-        return 0.0
-    if metric.scale == "log_ratio":
-        ratio = {"percent": 1 + margin.value / 100, "ratio": margin.value}.get(margin.unit)
-        if ratio is None or ratio <= 0:
-            raise ConfigError(
-                f"margin {margin.value:g} {margin.unit} does not fit {metric.name}; write percent above -100, or a positive ratio"
-            )
-        return math.log(ratio)
-    if margin.unit not in _ABSOLUTE:
-        raise ConfigError(f"margin unit {margin.unit} does not fit {metric.name}, which is compared by difference; write points or count")
-    return margin.value * _ABSOLUTE[margin.unit]
-
-
-def decide(op: str, margin: float, low: float, high: float) -> Status | None:
-    """What an interval says about the margin; None where it says nothing yet."""
-    if op == ">=":
-        return "confirmed" if low >= margin else "refuted" if high < margin else None
-    if op == "<=":
-        return "confirmed" if high <= margin else "refuted" if low > margin else None
-    if op == "within":
-        if -margin < low and high < margin:
-            return "confirmed"
-        return "refuted" if low > margin or high < -margin else None
-    raise ConfigError(f"'{op}' does not compare two runs; expected >=, <= or within")
 
 
 def derive(measured: Measured, statement: Statement | None = None) -> Derived:
@@ -65,11 +59,11 @@ def derive(measured: Measured, statement: Statement | None = None) -> Derived:
     `statement` is what the function of an arithmetic or invariant case gave.
 
     Raises:
-        ConfigError: the claim's metric or margin cannot be applied.
+        ConfigError: the claim's metric or margin cannot be applied, or the record is of rules that are not known.
     """
     if measured.missing:
         text = "; ".join(m.detail for m in measured.missing)
-        return Derived(verdict=Verdict(status="not_applicable", reason=measured.missing[0].reason, sentence=f"not applicable: {text}"))
+        return Derived(verdict=_verdict(measured.missing[0].reason, f"not applicable: {text}"))
     if measured.case is None:
         raise ConfigError("a record without a case must say what is missing")
     case = measured.case.content
@@ -77,86 +71,171 @@ def derive(measured: Measured, statement: Statement | None = None) -> Derived:
         if statement is None:
             raise ConfigError(f"case '{case.id}' is of kind {case.kind}: its verdict needs what its function gave")
         holds, sentence, figures = statement
-        return Derived(figures=figures, verdict=_verdict("confirmed" if holds else "refuted", "exact", sentence))
-    metric, expect = _subject(measured, case)
-    plan = measured.plan
-    if plan is None:
+        return Derived(figures=figures, verdict=_verdict("exact", sentence, holds))
+    if measured.plan is None:
         raise ConfigError("a record of runs must hold the plan that was fixed before them")
-    if case.kind in ("sweep", "interaction"):
-        from playbook_bench.judge import curve
-
-        return curve.derive(measured, case, metric, expect, plan)
-    failed = failure(measured.runs, metric)
-    checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
-    if failed:
-        return Derived(receipts=checks, verdict=failed)
-    unusable = faulty([r for r in measured.runs if r.outcome == "ok"], metric, checks)
-    if unusable:
-        return Derived(receipts=checks, verdict=unusable)
-    pairs = guards.pairs_of(measured.runs)
-    if not pairs:
-        out_of_time = Derived(receipts=checks, verdict=_verdict("inconclusive", "budget", "the budget ended before the first pair of runs"))
-        return from_the_start(measured, case, metric, lambda first: pair_gates(measured, case, metric, [_pair(first)])) or out_of_time
-    if metric.name == "fits":
-        return Derived(comparison=(c := exact(metric, pairs)), receipts=checks, verdict=_on_exact(c, metric, expect))
-    return _compare(measured, case, plan, metric, expect, checks, pairs)
+    return _Series(measured, case, measured.plan).derive()
 
 
-def _compare(
-    measured: Measured, case: Case, plan: Plan, metric: Metric, expect: Expect | None, checks: list[Check], pairs: list[guards.Pair]
-) -> Derived:
-    conditions = pair_gates(measured, case, metric, pairs)
-    if unlike := incomparable(conditions, checks):
-        return unlike
-    if metric.deterministic:
-        moved = next((s for side in zip(*pairs, strict=True) if (s := spread(metric, side))), "")
-        conditions.append(Gate(name="repeatable", ok=not moved, detail=moved))
-        comparison = exact(metric, pairs)
-        verdict = _verdict("inconclusive", "environment", moved) if moved else _on_exact(comparison, metric, expect)
-        return Derived(comparison=comparison, receipts=checks, gates=conditions, verdict=verdict)
-    noise, floor = guards.noise(metric, measured.runs, measured.aa)
-    # Of the pairs to the first look, at which a drifting series starts over: a test at each look would reject more often than it promises.
-    steady = guards.steady(pairs[: plan.looks[0]], tolerance=guards.step_deviation(measured.aa))
-    conditions += [noise, steady]
-    found = compare_launches(metric, pairs, floor, plan, expect)
-    if not noise.ok:
-        verdict = _verdict("inconclusive", "environment", f"this machine is too noisy for a verdict now: {noise.detail}")
-    elif not steady.ok:
-        verdict = _verdict("inconclusive", "not_steady", f"step time still drifts: {steady.detail}")
-    else:
-        verdict = _on_interval(found, metric, expect, plan)
-    return Derived(comparison=found, receipts=checks, gates=conditions, verdict=verdict)
+class _Series:
+    """The runs of one record with what they are to show."""
+
+    def __init__(self, measured: Measured, case: Case, plan: Plan) -> None:
+        self.measured, self.case, self.plan = measured, case, plan
+        self.rules = rules_of(plan)
+        claim = measured.claim
+        self.metric = metrics.get(claim.metric if claim else case.metric or "")
+        self.expect = claim.expect if claim else None
+        excused = curve_rules.named(self.expect.infeasible) if self.expect else []
+        self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
+        self.names = [v for v in case.variants if v not in self.dead]
+        self.checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
+        self.unit = "pair" if case.kind == "pair" else "block"
+
+    def derive(self) -> Derived:
+        """In the order of `STATES`."""
+        runs = [r for r in self.measured.runs if r.variant not in self.dead]
+        if bad := failure(runs, self.metric) or faulty([r for r in runs if r.outcome == "ok"], self.metric, self.checks):
+            return Derived(receipts=self.checks, verdict=bad)
+        fits = self.metric.name == "fits"
+        blocks = guards.blocks_of(runs, self.names, failed=fits)
+        if not (blocks or self.dead):
+            none = _verdict("budget", f"the budget ended before the first {self.unit} of runs")
+            return self._from_the_start() or Derived(receipts=self.checks, verdict=none)
+        if self.expect is not None and self.expect.op == "excludes":
+            return self._excludes(self.expect, blocks)
+        if lost := _lost(self.case, self.expect, self.names) or (None if blocks else _verdict("budget", "no block is complete")):
+            return Derived(receipts=self.checks, verdict=lost)
+        return self._judged(blocks, [], None, []) if fits else self._compare(blocks)
+
+    def _from_the_start(self) -> Derived | None:
+        """What the first, discarded run of each variant shows before any pair: a path that did not run, or runs that cannot be compared. None where all is well so far.
+
+        Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
+        """
+        ran = {r.variant: r for r in self.measured.runs if r.role == "burn_in" and r.outcome == "ok"}
+        if ran.keys() != set(self.case.variants):
+            return None
+        first = {v: ran[v] for v in self.case.variants}
+        self.checks = receipt.judge_runs(self.case.activation, list(first.values()))
+        if unusable := faulty([], self.metric, self.checks):
+            return Derived(receipts=self.checks, verdict=unusable)
+        return self._incomparable(block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
+
+    def _incomparable(self, conditions: list[Gate], what: str = "the runs") -> Derived | None:
+        """Runs that do not meet the conditions have no verdict; None where they do."""
+        broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
+        found = _verdict("invalid_pair", f"{what} cannot be compared: {broken}")
+        return Derived(receipts=self.checks, gates=conditions, verdict=found) if broken else None
+
+    def _compare(self, blocks: list[Block]) -> Derived:
+        conditions = block_gates(self.measured, self.case, self.metric, blocks)
+        if unlike := self._incomparable(conditions):
+            return unlike
+        if self.metric.deterministic:
+            moved = next((s for v in self.names if (s := spread(self.metric, [b[v] for b in blocks]))), "")
+            conditions.append(Gate(name="repeatable", ok=not moved, detail=moved))
+            return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
+        aa = self.measured.aa
+        quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise)
+        # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it promises.
+        steady = guards.steady(self.rules, blocks[: self.plan.looks[0]], guards.step_deviation(aa))
+        conditions += [quiet, steady]
+        bad = None
+        if not quiet.ok:
+            bad = _verdict("environment", f"this machine is too noisy for a verdict now: {quiet.detail}")
+        elif not steady.ok:
+            bad = _verdict("not_steady", f"{self.rules.not_steady}: {steady.detail}")
+        return self._judged(blocks, conditions, bad, noise)
+
+    def _judged(self, blocks: list[Block], conditions: list[Gate], bad: Verdict | None, noise: Sequence[float]) -> Derived:
+        """The effect, in the shape that the record of a pair or of a sweep has; `bad` is why it decides nothing."""
+        curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
+        pair = effects.as_pair(curve, self.rules, self.metric, self.expect) if self.case.kind == "pair" else None
+        shown = effects.show_effect(pair) if pair else effects.show(curve)
+        more = pair.pairs_needed if pair else curve.blocks_needed
+        return Derived(
+            comparison=pair,
+            curve=None if pair else curve,
+            receipts=self.checks,
+            gates=conditions,
+            verdict=bad or self._verdict(curve, shown, more),
+        )
+
+    def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:
+        expect, looks, n = self.expect, self.plan.looks, curve.blocks
+        if expect is None:
+            return _verdict("no_claim", shown)
+        margin = effects.threshold(self.metric, expect.margin)
+        asked = curve_rules.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin)
+        claimed, interaction = f"claimed {self.rules.claimed(expect, self.case.kind)}", self.case.kind == "interaction"
+        bounds = effects.bounds(curve)
+        if curve.design == "deterministic":
+            return _verdict("exact", f"{shown}; {claimed}", bool(curve_rules.decide(asked, _snapped(bounds, margin), interaction)))
+        if curve.look is None or n < 2:
+            need = next((look for look in looks if look > n), looks[-1])
+            return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
+        holds = curve_rules.decide(asked, bounds, interaction)
+        if holds is not None and self.rules.fragile(curve, expect.op):
+            return _verdict("fragile", f"{shown}; the median of the {self.unit}s points the other way")
+        if holds is not None:
+            return _verdict("margin", f"{shown}; {claimed}", holds)
+        more = "" if needed is None else f"; about {needed} {self.unit}s would settle it"
+        if n < looks[-1]:
+            return _verdict("budget", f"{shown}; {claimed}; undecided after {n} of {looks[-1]} {self.unit}s{more}")
+        return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
+
+    def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
+        """Exactly the variants that the claim names cannot run."""
+        wanted = set(curve_rules.named(expect.infeasible))
+        launched = [r for r in self.measured.runs if r.role == "measure"]
+        ran = sorted({r.variant for r in launched if r.outcome == "ok"})
+        out = {r.variant: r for r in launched if r.variant in wanted and r.outcome != "ok"}
+        contradicted = sorted(wanted & set(ran))
+        others = [r.variant for r in launched if r.outcome != "ok" and r.variant not in wanted]
+        missing = [v for v in self.case.variants if v not in ran and v not in out]
+        claimed = f"claimed {self.rules.claimed(expect, self.case.kind)}"
+        if contradicted:
+            found = _verdict("exact", f"{', '.join(contradicted)} ran; {claimed}", holds=False)
+        elif others:
+            found = _verdict("oom", f"{', '.join(others)} did not fit either; {claimed}")
+        elif missing:
+            found = _verdict("budget", f"the budget ended before {', '.join(missing)} ran")
+        else:
+            words = {v: "was refused" if r.outcome == "refused" else "was out of memory" for v, r in out.items()}
+            why = "; ".join(f"{v} {words[v]}: {first_line(r.message)}" for v, r in out.items())
+            found = _verdict("exact", f"{why}; {', '.join(ran)} ran", holds=True)
+        metric = self.metric
+        curve = Curve(
+            metric=metric.name,
+            unit=metric.unit,
+            better=metric.better,
+            design="deterministic",
+            scale=metric.scale,
+            points=effects.points(self.measured.runs, self.case, metric, blocks),
+            contrasts=[],
+            blocks=len(blocks),
+        )
+        return Derived(curve=curve, receipts=self.checks, verdict=found)
 
 
-def incomparable(conditions: list[Gate], checks: list[Check], what: str = "the runs cannot be compared") -> Derived | None:
-    """Runs that do not meet the conditions have no verdict; None where they do."""
-    broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
-    return (
-        Derived(receipts=checks, gates=conditions, verdict=_verdict("inconclusive", "invalid_pair", f"{what}: {broken}"))
-        if broken
-        else None
-    )
+def rules_of(plan: Plan) -> Rules:
+    """The rules that a plan names.
 
-
-def from_the_start(
-    measured: Measured, case: Case, metric: Metric, conditions: Callable[[dict[Variant, Run]], list[Gate]]
-) -> Derived | None:
-    """What the first, discarded run of each variant shows before any pair: a path that did not run, or runs that cannot be compared. None where all is well so far.
-
-    Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
+    Raises:
+        ConfigError: a newer playbook made it.
     """
-    ran = {r.variant: r for r in measured.runs if r.role == "burn_in" and r.outcome == "ok"}
-    if ran.keys() != set(case.variants):
-        return None
-    first = {v: ran[v] for v in case.variants}
-    checks = receipt.judge_runs(case.activation, list(first.values()))
-    if unusable := faulty([], metric, checks):
-        return Derived(receipts=checks, verdict=unusable)
-    return incomparable(conditions(first), checks, "the first run of each shows that they cannot be compared")
+    if plan.rules not in RULES:
+        raise ConfigError(f"this record was judged by rules of version {plan.rules}; this playbook knows {max(RULES)}: upgrade it")
+    return RULES[plan.rules]
 
 
-def _pair(runs: Mapping[Variant, Run]) -> guards.Pair:
-    return runs["baseline"], runs["candidate"]
+def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant], tolerance: float) -> bool:
+    """Whether no variant's step time changes inside its timed window; runs whose steps cannot be used show nothing, and get their verdict for that."""
+    blocks, times = guards.blocks_of(runs, names), metrics.get("step_seconds")
+    if any(guards.complete(run, times) for block in blocks for run in block.values()):
+        return True
+    return guards.steady(rules_of(plan), blocks, tolerance).ok
 
 
 def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()) -> list[Gate]:
@@ -171,118 +250,16 @@ def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[g
     ]
 
 
-def compare_launches(metric: Metric, pairs: Sequence[guards.Pair], floor: float, plan: Plan, expect: Expect | None) -> Comparison:
-    """The effect over pairs of launches, with the interval of the look that this number of pairs belongs to."""
-    values = [(required(metric, a), required(metric, b)) for a, b in pairs]
-    differences = [guards.compare(metric, a, b) for a, b in values]
-    n = len(pairs)
-    alpha = plan.alpha / len(plan.looks)
-    out: dict[str, Any] = {}
-    if n >= 2:
-        found = statistics.interval(differences, alpha, floor)
-        distance = None if expect is None else found.mean - _nearest(expect, threshold(metric, expect.margin), found.mean)
-        out = {
-            "low": as_effect(metric, found.low),
-            "high": as_effect(metric, found.high),
-            "deviation": found.deviation,
-            "hodges_lehmann": statistics.hodges_lehmann(differences),
-            "sign_flip_p": statistics.sign_flip_p(differences) if n <= 16 else None,
-            "mde": statistics.least_effect(n, found.used, alpha),
-            "pairs_needed": None if distance is None else statistics.pairs_needed(distance, found.used, alpha),
-        }
-    mean = math.fsum(differences) / n
-    return Comparison(
-        metric=metric.name,
-        unit=metric.unit,
-        better=metric.better,
-        design="launches_abba",
-        scale=metric.scale,
-        baseline=math.fsum(a for a, _ in values) / n,
-        candidate=math.fsum(b for _, b in values) / n,
-        effect=as_effect(metric, mean),
-        pairs=n,
-        look=plan.looks.index(n) + 1 if n in plan.looks else None,
-        alpha_look=alpha,
-        differences=differences,
-        mean=mean,
-        floor=floor,
-        **out,
-    )
-
-
-def _on_interval(found: Comparison, metric: Metric, expect: Expect | None, plan: Plan) -> Verdict:
-    shown = show_effect(found)
-    if expect is None:
-        return _verdict("measured", "no_claim", shown)
-    wanted = show_expect(expect)
-    if found.look is None or found.low is None or found.high is None or found.deviation is None:
-        return _verdict(
-            "inconclusive",
-            "budget",
-            f"{shown}; stopped after {found.pairs} pairs, a verdict needs {_next(plan, found.pairs)}; claimed {wanted}",
-        )
-    exact = statistics.interval(found.differences, plan.alpha / len(plan.looks), found.floor or 0.0)
-    status = decide(expect.op, threshold(metric, expect.margin), exact.low, exact.high)
-    if status and expect.op == ">=" and found.hodges_lehmann is not None and found.hodges_lehmann * exact.mean < 0:
-        return _verdict("inconclusive", "fragile", f"{shown}; the median of the pairs points the other way")
-    if status:
-        return _verdict(status, "margin", f"{shown}; claimed {wanted}")
-    more = "" if found.pairs_needed is None else f"; about {found.pairs_needed} pairs would settle it"
-    if found.pairs < plan.looks[-1]:
-        return _verdict(
-            "inconclusive", "budget", f"{shown}; claimed {wanted}; undecided after {found.pairs} of {plan.looks[-1]} pairs{more}"
-        )
-    return _verdict("inconclusive", "power", f"{shown}; claimed {wanted}; undecided after all {found.pairs} pairs{more}")
-
-
-def _on_exact(found: Comparison, metric: Metric, expect: Expect | None) -> Verdict:
-    shown = show_effect(found)
-    if expect is None:
-        return _verdict("measured", "no_claim", shown)
-    margin = threshold(metric, expect.margin)
-    value = found.differences[0] if found.differences else unbounded(found)
-    slack = EXACT_TOLERANCE * max(1.0, abs(margin))
-    ok = {">=": value >= margin - slack, "<=": value <= margin + slack, "within": abs(value) <= margin + slack}.get(expect.op)
-    if ok is None:
-        raise ConfigError(f"'{expect.op}' does not compare two runs; expected >=, <= or within")
-    return _verdict("confirmed" if ok else "refuted", "exact", f"{shown}; claimed {show_expect(expect)}")
-
-
-def exact(metric: Metric, pairs: Sequence[guards.Pair]) -> Comparison:
-    """The effect of a deterministic metric, from the first pair; the rest must repeat it."""
-    a, b = (required(metric, r) for r in pairs[0])
-    found = guards.compare(metric, a, b)
-    finite = math.isfinite(found)
-    effect = as_effect(metric, found) if finite else None
-    return Comparison(
-        metric=metric.name,
-        unit=metric.unit,
-        better=metric.better,
-        design="deterministic",
-        scale=metric.scale,
-        baseline=a,
-        candidate=b,
-        effect=effect,
-        low=effect,
-        high=effect,
-        pairs=1,
-        differences=[found] if finite else [],
-        mean=found if finite else None,
-    )
-
-
-def unbounded(found: Comparison) -> float:
-    """A ratio against zero: infinitely better or worse."""
-    better = found.candidate > found.baseline if found.better == "higher" else found.candidate < found.baseline
-    return math.inf if better else -math.inf
-
-
-def spread(metric: Metric, runs: Sequence[Run]) -> str:
-    """How a metric that should repeat exactly differs between launches of one variant, or nothing."""
-    values = [required(metric, r) for r in runs]
-    if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
-        return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
-    return ""
+def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
+    """Every condition that makes launches comparable, of each variant against the first."""
+    first, *others = blocks[0]
+    found: dict[str, Gate] = {}
+    for other in others:
+        for g in pair_gates(measured, case, metric, [(b[first], b[other]) for b in blocks]):
+            if g.name not in found or (found[g.name].ok and not g.ok):
+                plain = g.ok or case.kind == "pair"
+                found[g.name] = g if plain else g.model_copy(update={"detail": f"{other} against {first}: {g.detail}"})
+    return list(found.values())
 
 
 def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
@@ -297,9 +274,9 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
             "killed": "was killed",
             "refused": "was refused",
         }[other.outcome]
-        return _verdict("error", "run_error", f"a {other.variant} run {text}: {first_line(other.message)}")
+        return _verdict("run_error", f"a {other.variant} run {text}: {first_line(other.message)}")
     if bad:
-        return _verdict("inconclusive", "oom", f"a {bad[0].variant} run was out of memory: {first_line(bad[0].message)}")
+        return _verdict("oom", f"a {bad[0].variant} run was out of memory: {first_line(bad[0].message)}")
     return None
 
 
@@ -308,68 +285,58 @@ def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verd
     for run in runs:
         problem = None if run.role == "burn_in" else guards.complete(run, metric)
         if problem:
-            return _verdict("error", "run_error", f"a run cannot be used: {problem}")
+            return _verdict("run_error", f"a run cannot be used: {problem}")
     dead = next((c for c in checks if not c.ok), None)
     if dead is not None:
         seen = "not reported" if dead.observed is None else f"{dead.observed:g}"
         return _verdict(
-            "error", "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}"
+            "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}"
         )
     return None
 
 
-def _subject(measured: Measured, case: Case) -> tuple[Metric, Expect | None]:
-    if measured.claim is not None:
-        return metrics.get(measured.claim.metric), measured.claim.expect
-    return metrics.get(case.metric or ""), None
+def spread(metric: Metric, runs: Sequence[Run]) -> str:
+    """How a metric that should repeat exactly differs between launches of one variant, or nothing."""
+    values = [effects.required(metric, r) for r in runs]
+    if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
+        return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
+    return ""
 
 
-def required(metric: Metric, run: Run) -> float:
-    """The metric's value of a launch that must have one."""
-    value = metric.value(run)
-    if value is None:
-        raise ConfigError(f"run {run.run_id} reports no {metric.name}")
-    return value
+def _snapped(bounds: Sequence[tuple[float, float]], margin: float) -> list[tuple[float, float]]:
+    """A figure that meets the margin to the last digits meets it, from whichever side the rule looks."""
+    slack = EXACT_TOLERANCE * max(1.0, abs(margin))
+    near = [next((m for m in (margin, -margin) if abs(value - m) <= slack), value) for value, _ in bounds]
+    return [(value, value) for value in near]
 
 
-def _nearest(expect: Expect, margin: float, mean: float) -> float:
-    return math.copysign(margin, mean) if expect.op == "within" else margin
+def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdict | None:
+    """What follows when variants that the rule needs did not run. A curve may lose values, but not those that its rule stands on."""
+    if len(names) == len(case.variants) or expect is None:
+        return None
+    first, *_, last = case.variants
+    text = f"{', '.join(v for v in case.variants if v not in names)} did not fit or was refused"
+    at = set(curve_rules.named(expect.at)) & set(names)
+    words = in_words(expect, case.kind)
+    if expect.op in ("best", "reaches") and not at and names:
+        return _verdict("exact", f"{text}, while {', '.join(names)} ran; claimed {words}", holds=False)
+    broken = {
+        "best": at == set(names),
+        "not_best": not at or at == set(names),
+        "band": first not in names,
+        "knee": len(names) < 3 or bool(expect.at and not at & set(names[1:-1])),
+        "reaches": len(names) < 3 or last not in names,
+        "rising": False,
+    }
+    if len(names) < 2 or broken.get(expect.op, True):
+        return _verdict("oom", f"{text}; the rest does not settle: {words}")
+    return None
 
 
-def _next(plan: Plan, pairs: int) -> int:
-    return next((look for look in plan.looks if look > pairs), plan.looks[-1])
-
-
-def as_effect(metric: Metric, value: float) -> float:
-    """A difference on the metric's scale as a share, or as it is."""
-    return math.expm1(value) if metric.scale == "log_ratio" else value
-
-
-def show_effect(found: Comparison, between: bool = False) -> str:
-    """The effect in words, such as `+3.6 % [3.1, 4.2]`; a share is shown in points.
-
-    A verdict's sentence has the interval of a look only; `between` shows that of other numbers of pairs too. It holds as well: what stops a
-    series there is time, not the effect, and no more than the planned number of looks is ever taken, so it spends the next one's share.
-    """
-    if found.effect is None:
-        return f"{found.baseline:g} -> {found.candidate:g} {found.unit}, without bound as a ratio"
-    relative = found.scale == "log_ratio"
-    points = found.unit == "share"
-    factor, unit, digits = (100, "%", 1) if relative else (100, "points", 1) if points else (1, found.unit, 3)
-    text = f"{factor * found.effect:+.{digits}f} {unit}"
-    if (found.look is None and not between) or found.low is None or found.high is None:
-        return text
-    return f"{text} [{factor * found.low:.{digits}f}, {factor * found.high:.{digits}f}]"
-
-
-def show_expect(expect: Expect) -> str:
-    """The expectation in words, such as `at least 5 %`."""
-    margin = expect.margin or Quantity(value=0.0, unit="percent")
-    unit = {"percent": " %", "ratio": " times"}.get(margin.unit, f" {margin.unit}")
-    return f"{_OP_WORDS.get(expect.op, expect.op)} {margin.value:g}{unit}"
-
-
-def _verdict(status: Status, reason: Reason, sentence: str) -> Verdict:
+def _verdict(reason: Reason, sentence: str, holds: bool | None = None) -> Verdict:
+    """The state that follows from a reason; those that say yes or no take `holds`."""
+    named = STATES[reason][0]
+    status: Any = named.replace(" ", "_") if holds is None else "confirmed" if holds else "refuted"
     return Verdict(status=status, reason=reason, sentence=sentence)
 
 

@@ -18,7 +18,7 @@ from playbook.cards import model
 from playbook.errors import ConfigError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
-from playbook_bench.judge import curve, curve_rules, guards, metrics, verdict
+from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher
@@ -376,7 +376,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    return curve.steady(running.runs, running.alive, guards.step_deviation(running.aa))
+    return verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
 
 
 def _judge(running: Series, record: Measured) -> Settled:
@@ -399,7 +399,7 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
     if claim is None or case is None or case.kind not in LAUNCHED_KINDS:
         return
     row = metrics.get(claim.metric)
-    verdict.threshold(row, claim.expect.margin)
+    effects.threshold(row, claim.expect.margin)
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")

@@ -20,7 +20,7 @@ from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
 from playbook.records.evidence import Comparison, Gate, Plan, Run, canonical
 from playbook.yaml_files import Strict, load
-from playbook_bench.judge import guards, metrics, receipt, slowdown, statistics, verdict
+from playbook_bench.judge import effects, guards, metrics, receipt, slowdown, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.launch.local import Launcher, Spec
@@ -359,11 +359,9 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
         return replace(blank, sentence=f"the two commits cannot be compared: {'; '.join(broken)}")
     dearer = "; ".join(g.detail for g in cost if not g.ok)
     if metric.deterministic:
-        return _judge_exact(metric, limits, blank, pairs, dearer)
+        return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
     found = _slowdown(running, metric, limits, runs)
-    floor = statistics.aa_deviation(guards.aa_differences(runs, metric))
-    comparison = verdict.compare_launches(metric, pairs, floor, running.plan, None)
-    blank = replace(blank, comparison=comparison)
+    blank = replace(blank, comparison=_effect(running, metric, runs))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
     if found is None or len(pairs) < first:
@@ -372,10 +370,17 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     return replace(blank, status=found.answer, sentence=sentence, pairs_needed=needed)
 
 
-def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, pairs: Sequence[guards.Pair], dearer: str) -> GateResult:
-    found, allowed = verdict.exact(metric, pairs), limits.allowed.get("metric", 0.0)
+def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
+    """The tree's effect as a verdict's record would have it."""
+    rules, blocks = verdict.rules_of(running.plan), guards.blocks_of(runs, schedule.PAIR)
+    curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, guards.aa_differences(runs, metric))
+    return effects.as_pair(curve, rules, metric, None)
+
+
+def _judge_exact(metric: Metric, limits: Limits, blank: GateResult, found: Comparison, dearer: str) -> GateResult:
+    allowed = limits.allowed.get("metric", 0.0)
     worse = slowdown.exact_worse(metric, found.baseline, found.candidate, allowed)
-    shown = f"{metric.name} {verdict.show_effect(found)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
+    shown = f"{metric.name} {effects.show_effect(found)}" + (f", {100 * allowed:g} % is allowed" if allowed else "")
     status: Status = "regression" if worse or dearer else "pass"
     return replace(blank, status=status, sentence="; ".join(filter(None, (shown, dearer))), comparison=found)
 

@@ -15,6 +15,7 @@ from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook.records.read import FROM, Record
 from playbook_bench.judge import verdict
+from playbook_bench.judge.rules import VERSION
 from playbook_bench.run import store
 from playbook_bench.statements import table as statements
 
@@ -92,10 +93,12 @@ def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
     evidence, problems = store.load_checked(path)
     if problems:
         raise StoreError(f"{path} was altered: {problems[0]}; only a record as it was written can be judged again")
-    again = _derive(path, evidence.measured)
+    plan = evidence.measured.plan
+    measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": VERSION})}) if plan else evidence.measured
+    again = _derive(path, measured)
     if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
-    return store.write(store.evidence_of(evidence.measured, again, evidence.command, evidence.seconds, evidence), results)
+    return store.write(store.evidence_of(measured, again, evidence.command, evidence.seconds, evidence), results)
 
 
 def accept(path: Path) -> Path:

@@ -17,8 +17,7 @@ from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
 from playbook.text import count, plain
-from playbook_bench.judge import curve as curves
-from playbook_bench.judge import metrics, receipt, verdict
+from playbook_bench.judge import effects, metrics, receipt
 from playbook_bench.run import confirm, schedule
 from playbook_bench.run.aa import Noise
 from playbook_bench.run.confirm import Outcome
@@ -124,7 +123,7 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
         out.print(Text(f"{outcome.name:<{_NAME - 1}} {how}").append(word).append(f"  {sentence}"))
         return
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {_what(evidence)}  {found.pairs} pairs + A/A, {_clock(evidence.seconds.total)}"))
-    shown = verdict.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
+    shown = effects.show_effect(found, between=True) + (_BETWEEN if found.look is None and found.low is not None else "")
     out.print(Text(f"{_INDENT}{found.metric}  {_value(found.baseline)} -> {_value(found.candidate)} {found.unit}  {shown}"))
     if evidence.derived.receipts:
         out.print(Text(f"{_INDENT}receipt  {_receipts(evidence.derived.receipts)}"))
@@ -156,7 +155,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         change = "" if p.effect is None else f"{100 * p.effect:+.1f} %" if curve.scale == "log_ratio" else f"{p.effect:+.4g}"
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
     if curve.look is None and any(c.low is not None for c in curve.contrasts):
-        out.print(Text(f"{_INDENT}{curves.show(curve, between=True)}{_BETWEEN}"))
+        out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_BETWEEN}"))
     checks = evidence.derived.receipts
     if checks:
         bad = sum(not c.ok for c in checks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Plan, Role, Variant
+from playbook_bench.judge.rules import VERSION
 
 PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4
@@ -42,7 +43,7 @@ def check_limits(pairs: int | None, budget_s: float | None) -> None:
 
 def plan(case: Case, seed: int, pairs_limit: int | None, budget_s: float | None) -> Plan:
     """Looks, error rate and limits. A limit never changes how the error rate is spent."""
-    return Plan(seed=seed, looks=list(case.budget.pairs), pairs_limit=pairs_limit, budget_s=budget_s)
+    return Plan(rules=VERSION, seed=seed, looks=list(case.budget.pairs), pairs_limit=pairs_limit, budget_s=budget_s)
 
 
 def burn_in(variants: Iterable[Variant] = PAIR) -> list[RunSpec]:

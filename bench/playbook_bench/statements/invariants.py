@@ -11,6 +11,7 @@ from playbook.paths import data_root
 from playbook.records.case import Case, Delta
 from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, Verdict, digest, noise_key
 from playbook_bench.judge import verdict
+from playbook_bench.judge.rules import VERSION
 from playbook_bench.run import bisect
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import load
@@ -119,7 +120,7 @@ def planted(metric: str, tokens: int, data: str, delta: Delta | None = None) -> 
         case=CaseRef(id=case.id, sha=digest(case.model_dump(mode="json"), 16), content=case),
         machine=machine,
         profile="planted",
-        plan=Plan(seed=0, looks=case.budget.pairs),
+        plan=Plan(rules=VERSION, seed=0, looks=case.budget.pairs),
         strict={"strict": _STRICT},
         configs={"baseline": {"train": {"micro_batch_size": 1}}, "candidate": {"train": {"micro_batch_size": 2}}},
         runs=runs,

@@ -9,8 +9,10 @@ from test_verdict import STEPS, make_case, make_run
 
 from playbook.records.case import Delta, Guardrails, Loss
 from playbook.records.evidence import Baseline, Gate, Run, Sample
-from playbook_bench.judge import guards, metrics, statistics
+from playbook_bench.judge import guards, metrics
+from playbook_bench.judge.rules import Rules
 
+RULES = Rules()
 SECONDS = metrics.get("step_seconds")
 FOR_A_REASON = {"reason": "as planted"}
 
@@ -49,8 +51,8 @@ def test_pairs_are_the_measured_ones_that_are_whole_in_the_order_of_their_number
     assert [(a.run_id, b.run_id) for a, b in guards.pairs_of(runs)] == [("baseline0", "candidate1"), ("baseline2", "candidate3")]
 
 
-def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number() -> None:
-    """Fewer recompiles are better, so one more is -1."""
+def test_differences_of_a_a_are_those_of_a_b_b_a_over_whole_pairs_by_number() -> None:
+    """Fewer recompiles are better, so one more is -1, and in the second pair +1."""
     runs = [
         recompiles(7.0, pair=1, position=1, role="aa"),
         recompiles(5.0, pair=1, position=0, role="aa"),
@@ -63,7 +65,8 @@ def test_a_difference_of_a_a_is_second_minus_first_of_each_whole_pair_by_number(
         recompiles(1.0, pair=4, position=8),
         recompiles(2.0, pair=4, position=9),
     ]
-    assert guards.aa_differences(runs, metrics.get("recompiles")) == [-1.0, -2.0]
+    assert guards.aa_differences(runs, metrics.get("recompiles")) == [-1.0, 2.0]
+    assert guards.aa_differences(runs, metrics.get("recompiles"), balanced=False) == [-1.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -247,19 +250,19 @@ def test_losses_that_are_not_compared_say_why() -> None:
 def test_noise_needs_two_pairs_on_record() -> None:
     none = (False, "no A/A pairs of this machine are on record for this case")
     for aa in (None, stored(), stored(0.01)):
-        gate, floor = guards.noise(SECONDS, [], aa)
-        assert (said(gate), floor) == (none, 0.0)
-    assert guards.noise(SECONDS, [], stored(0.01, -0.01))[0].ok
+        gate, differences = guards.noise(SECONDS, [], aa)
+        assert (said(gate), differences) == (none, [])
+    assert guards.noise(SECONDS, [], stored(0.01, 0.01))[0].ok
 
 
-def test_the_floor_is_what_is_on_record_and_the_series_own_pairs_are_tested_against_it() -> None:
-    gate, floor = guards.noise(SECONDS, [], stored(0.03, -0.04))
-    assert floor == pytest.approx(math.sqrt((0.03**2 + 0.04**2) / 2))
+def test_noise_is_what_is_on_record_and_the_series_own_pairs_are_tested_against_it() -> None:
+    gate, differences = guards.noise(SECONDS, [], stored(0.03, 0.04))
+    assert differences == pytest.approx([0.03, -0.04])
     assert said(gate) == (True, "same configuration against itself: -0.50 % over 2 pairs, deviation 3.54 %")
-    gate, floor = guards.noise(SECONDS, stored(0.06, 0.06, 0.06).runs, stored(*[0.01, -0.01] * 4))
-    assert floor == pytest.approx(0.01)
+    gate, differences = guards.noise(SECONDS, stored(0.06, -0.06, 0.06).runs, stored(*[0.01] * 8))
+    assert differences == pytest.approx([0.01, -0.01] * 4)
     assert said(gate) == (False, "same configuration against itself: +6.00 % over 3 pairs, deviation 1.00 %")
-    assert not guards.noise(SECONDS, [], stored(0.06, 0.0601, 0.0599, 0.06))[0].ok
+    assert not guards.noise(SECONDS, [], stored(0.06, -0.0601, 0.0599, -0.06))[0].ok
 
 
 def test_the_deviation_of_step_time_is_that_of_stored_pairs() -> None:
@@ -281,15 +284,16 @@ def drifting(share: float) -> list[Run]:
     ]
 
 
-def test_a_variant_that_drifts_is_named_with_its_slope() -> None:
+@pytest.mark.parametrize("names", [("baseline", "candidate"), ("1", "2")])
+def test_a_variant_that_drifts_is_named_with_its_drift(names: tuple[str, str]) -> None:
     still, slower = drifting(0.0), drifting(0.01)
-    gate = guards.steady(list(zip(still, slower, strict=True)), 0.001)
-    found = statistics.trend([[s.seconds for s in r.samples] for r in slower], statistics.STEADY_ALPHA / 2)
-    percent = f"candidate {100 * found.slope:+.3f} % per step [{100 * found.low:.3f}, {100 * found.high:.3f}]"
-    assert said(gate) == (False, percent)
-    assert found.slope == pytest.approx(0.01 / (1 + 0.01 * 19.5), rel=0.1)
-    assert said(guards.steady(list(zip(slower, still, strict=True)), 0.001)) == (False, percent.replace("candidate", "baseline"))
-    assert said(guards.steady(list(zip(still, still, strict=True)), 0.001)) == (True, "")
+    for sides, named in (((still, slower), names[1]), ((slower, still), names[0])):
+        gate = guards.steady(RULES, [dict(zip(names, block, strict=True)) for block in zip(*sides, strict=True)], 0.001)
+        assert said(gate) == (False, f"{named} +31.7 % over the timed steps, gradually")
+    assert said(guards.steady(RULES, [dict(zip(names, block, strict=True)) for block in zip(still, still, strict=True)], 0.001)) == (
+        True,
+        "",
+    )
 
 
 @pytest.mark.parametrize(

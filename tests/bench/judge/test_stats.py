@@ -1,6 +1,7 @@
 """Statistics of matched launches: coverage, error rates, and what must never be said."""
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook_bench.judge import statistics
-from playbook_bench.judge.verdict import decide
+from playbook_bench.judge.curve_rules import Question
+from playbook_bench.judge.curve_rules import decide as decided
+from playbook_bench.judge.rules import Rules
 
 S = 0.007  # deviation of a paired log difference
 LOOKS = (4, 8, 12)
@@ -16,12 +19,24 @@ ALPHA = 0.05
 positive = st.floats(0.5, 2.0)
 
 
-def settle(rng, effect, margin, op):
-    """One simulated series against one claim, with a floor from an A/A of its own, as the harness runs it."""
-    floor = statistics.aa_deviation(rng.normal(0, S, 4))
-    d = rng.normal(effect, S, LOOKS[-1])
+RULES = Rules()
+
+
+def interval(differences, alpha, noise=()):
+    """The interval of one difference over blocks of two variants."""
+    return statistics.intervals([(0.0, d) for d in differences], [(-1.0, 1.0)], alpha, noise)[0]
+
+
+def decide(op, margin, low, high):
+    return {True: "confirmed", False: "refuted", None: None}[decided(Question(op, ["a", "b"], margin), [(low, high)])]
+
+
+def settle(rng, effect, margin, op, noisier=1.0):
+    """One simulated series against one claim, with an A/A of its own, as the harness runs it; the candidate's pairs may be noisier."""
+    noise = rng.normal(0, S, 4)
+    d = rng.normal(effect, S * noisier, LOOKS[-1])
     for n in LOOKS:
-        found = statistics.interval(d[:n], ALPHA / len(LOOKS), floor)
+        found = interval(d[:n], RULES.level(LOOKS, ALPHA, n), noise)
         status = decide(op, margin, found.low, found.high)
         if status:
             return status
@@ -37,23 +52,28 @@ def test_at_least_three_percent_slower(slower, wanted):
     assert statuses.count(wrong) <= 2
 
 
-def test_a_a_is_decided_in_at_most_five_percent():
-    rng = np.random.default_rng(7)
-    statuses = [settle(rng, 0.0, 0.0, ">=") for _ in range(200)]
-    assert len(statuses) - statuses.count("inconclusive") <= 10
-
-
-def test_truth_at_the_margin_is_rarely_decided_either_way():
+@pytest.mark.parametrize("noisier", [1.0, 2.0, 4.0])
+def test_truth_at_the_margin_is_rarely_decided_either_way(noisier):
+    """At most 2.5 % a side are promised, also for a candidate that varies more than the A/A, which is of the baseline, can know."""
     rng = np.random.default_rng(11)
-    statuses = [settle(rng, math.log(1.05), math.log(1.05), ">=") for _ in range(400)]
-    assert statuses.count("confirmed") <= 16
-    assert statuses.count("refuted") <= 16
+    statuses = [settle(rng, math.log(1.05), math.log(1.05), ">=", noisier) for _ in range(1500)]
+    assert statuses.count("confirmed") <= 0.025 * 1500 + 14
+    assert statuses.count("refuted") <= 0.025 * 1500 + 14
 
 
-def test_the_interval_covers():
-    rng = np.random.default_rng(3)
-    hits = sum(found.low <= 0.02 <= found.high for found in (statistics.interval(rng.normal(0.02, S, 6), 0.05) for _ in range(1000)))
-    assert 930 <= hits <= 970
+def test_the_looks_spend_the_error_rate_once():
+    """For normal deviates, by simulation: all looks together spend what was given to them, and none as much as Bonferroni would have to."""
+    rates = statistics.levels(LOOKS, ALPHA)
+    assert rates == pytest.approx((0.0096, 0.0211, 0.0346), abs=2e-4)
+    draws = np.random.default_rng(8).normal(size=(40_000, LOOKS[-1])).cumsum(axis=1)
+    crossed = [np.abs(draws[:, n - 1]) / math.sqrt(n) > NormalDist().inv_cdf(1 - rate / 2) for n, rate in zip(LOOKS, rates, strict=True)]
+    assert np.mean(np.any(crossed, axis=0)) == pytest.approx(ALPHA, abs=0.0035)
+
+
+def test_one_look_spends_all_and_between_looks_the_next_one_counts():
+    assert statistics.levels((8,), ALPHA) == pytest.approx((ALPHA,))
+    assert RULES.level(LOOKS, ALPHA, 5) == RULES.level(LOOKS, ALPHA, 8)
+    assert RULES.level(LOOKS, ALPHA, 13) == RULES.level(LOOKS, ALPHA, 12)
 
 
 @pytest.mark.parametrize("variants", [3, 4])
@@ -63,15 +83,25 @@ def test_a_contrast_of_the_noisiest_variant_covers(variants, blocks):
     rng, alpha, series = np.random.default_rng(5), ALPHA / len(LOOKS), 3000
     weights = [[-1.0, *[0.0] * (variants - 2), 1.0]]
     noise = rng.normal(0, 1, (series, blocks, variants)) * np.array([1.0] * (variants - 1) + [5.0])
-    found = [statistics.simultaneous(rows, weights, alpha)[0] for rows in noise]
+    aa = rng.normal(0, math.sqrt(2), (series, 4))
+    found = [statistics.intervals(rows, weights, alpha, own)[0] for rows, own in zip(noise, aa, strict=True)]
     missed = np.mean([not i.low <= 0 <= i.high for i in found])
     assert missed <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / series)
 
 
-def test_the_floor_keeps_lucky_pairs_from_a_width_of_zero():
-    found = statistics.interval([0.05] * 4, 0.05, floor=0.004)
-    assert found.deviation == 0
-    assert found.high - found.low > 0.01
+def test_the_noise_of_the_machine_keeps_lucky_pairs_from_a_width_of_zero():
+    found = interval([0.05] * 4, 0.05, [0.004, -0.004, 0.004, -0.004])
+    assert found.deviation == pytest.approx(0.0)
+    assert found.high - found.low > 0.005
+
+
+def test_pairs_as_noisy_as_the_machine_get_the_interval_of_both():
+    """Four pairs and four A/A pairs of one deviation: seven degrees of freedom."""
+    d, noise = [0.01, 0.03, 0.01, 0.03], [0.02, -0.02, 0.02, -0.02]
+    found = interval(d, 0.05, noise)
+    pooled = math.sqrt((4 * 0.0001 + 4 * 0.0004) / 7)
+    assert (found.freedom, found.used) == (7, pytest.approx(pooled))
+    assert found.high - found.low == pytest.approx(2 * statistics.t_quantile(0.05, 7) * pooled / 2)
 
 
 @given(st.lists(positive, min_size=4, max_size=12), st.floats(1.0001, 1.5))
@@ -81,9 +111,8 @@ def test_perfect_separation_is_never_no_difference(baseline, factor):
     worst = max(baseline)
     candidate = [worst * factor * (1 + 0.1 * (i % 3)) for i in range(len(baseline))]
     d = [statistics.log_ratio(a, b, True) for a, b in zip(baseline, candidate, strict=True)]
-    found = statistics.interval(d, 0.05 / 3)
+    found = interval(d, 0.05 / 3)
     assert found.mean > 0
-    assert statistics.hodges_lehmann(d) > 0
     assert decide("<=", 0.0, found.low, found.high) != "confirmed"
     assert decide(">=", 0.0, found.low, found.high) != "refuted"
     # Equal within a band may be confirmed only where the band really holds the whole interval.
@@ -94,7 +123,7 @@ def test_perfect_separation_is_never_no_difference(baseline, factor):
 @given(st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=12), st.floats(-0.3, 0.3), st.sampled_from([">=", "<="]))
 @settings(max_examples=200, deadline=None)
 def test_swapping_the_variants_mirrors_the_verdict(d, margin, op):
-    found, mirrored = statistics.interval(d, 0.05), statistics.interval([-x for x in d], 0.05)
+    found, mirrored = interval(d, 0.05), interval([-x for x in d], 0.05)
     assert mirrored.low == pytest.approx(-found.high)
     other = {">=": "<=", "<=": ">="}[op]
     if min(abs(found.low - margin), abs(found.high - margin)) > 1e-9:
@@ -117,15 +146,10 @@ def test_ratios_against_zero():
 
 
 def test_no_interval_from_one_pair_or_from_nan():
-    with pytest.raises(ValueError, match="at least 2 pairs"):
-        statistics.interval([0.1], 0.05)
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        interval([0.1], 0.05)
     with pytest.raises(ValueError, match="not finite"):
-        statistics.interval([0.1, math.nan], 0.05)
-
-
-def test_exact_sign_flips():
-    assert statistics.sign_flip_p([0.01, 0.02, 0.03, 0.04, 0.05, 0.06]) == 2 / 64
-    assert statistics.sign_flip_p([0.01, -0.01]) == 1.0
+        interval([0.1, math.nan], 0.05)
 
 
 def test_what_the_pairs_could_have_settled():
@@ -171,89 +195,66 @@ def test_one_launch_among_equal_ones_stands_out():
     assert statistics.stands_out([1.0] * 5 + [1.1] + [1.0] * 2) == 5
 
 
-def launches(rng, n=30, count=4, drift=0.0, rho=0.0, pattern=0.0):
-    shared = rng.normal(0, pattern, n) if pattern else np.zeros(n)
-    out = []
-    for _ in range(count):
-        noise = np.zeros(n)
-        for i in range(n):
-            noise[i] = (rho * noise[i - 1] if i else 0.0) + rng.normal(0, 0.01)
-        out.append(1 + shared + noise + drift * np.arange(n))
-    return out
-
-
-@pytest.mark.parametrize("kind", [{}, {"pattern": 0.05}, {"rho": 0.4}])
-def test_steady_series_are_called_steady(kind):
-    """One test per variant over all its launches: the false alarms of a series stay near the stated rate."""
-    rng = np.random.default_rng(9)
-    alarms = sum(not statistics.trend(launches(rng, **kind)).steady(0.0) for _ in range(200))
-    assert alarms <= 14
-
-
-@pytest.mark.parametrize("n", [8, 12, 24, 40])
-def test_slow_noise_of_a_busy_host_is_no_drift(n):
-    """Neighbouring steps correlated by 0.8, as on a host that is the limit: 0.11 to 0.17 of these were called drifting by the mean profile's own correlation."""
-    rng = np.random.default_rng(4)
-    alarms = sum(not statistics.trend(launches(rng, n=n, rho=0.8)).steady(0.0) for _ in range(300))
-    assert alarms <= 24
-
-
-def slow(rng, n, rho=0.9, spread=0.01):
-    """Steps of four launches with stationary noise, neighbours correlated by `rho`."""
-    out = np.empty((4, n))
-    out[:, 0] = rng.normal(0, spread, 4)
+def slow(rng, n, rho=0.0, spread=0.01, pattern=0.0, count=4):
+    """Steps of launches with stationary noise, neighbours correlated by `rho`, and a pattern of the data that all of them share."""
+    out = np.empty((count, n))
+    out[:, 0] = rng.normal(0, spread, count)
     for i in range(1, n):
-        out[:, i] = rho * out[:, i - 1] + math.sqrt(1 - rho**2) * rng.normal(0, spread, 4)
-    return 1 + out
+        out[:, i] = rho * out[:, i - 1] + math.sqrt(1 - rho**2) * rng.normal(0, spread, count)
+    return 1 + out + rng.normal(0, pattern or 1e-12, n)
 
 
-@pytest.mark.parametrize("n", [8, 12, 16, 40])
-def test_very_slow_noise_that_launches_do_not_share_is_no_drift(n):
-    """Correlated by 0.9, few steps cannot tell slow noise from a drift, but launches can: 0.08 to 0.12 of these variants were called drifting; 0.025 are promised."""
-    rng = np.random.default_rng(12)
-    alarms = sum(not statistics.trend(slow(rng, n).tolist()).steady(0.0) for _ in range(400))
-    assert alarms <= 14
+def share_found(rng, n, shape, series=100, **noise):
+    found = [statistics.change((slow(rng, n, **noise) * shape).tolist(), statistics.STEADY_ALPHA / 2) for _ in range(series)]
+    return np.mean([f.certain for f in found])
 
 
-@pytest.mark.parametrize(("spread", "rho"), [(0.005, 0.9), (0.01, 0.6), (0.01, 0.9)])
-def test_a_fall_by_five_percent_is_found_in_very_slow_noise(spread, rho):
-    rng = np.random.default_rng(13)
-    fall = 0.05 * np.linspace(1, 0, 16) * rng.uniform(0.7, 1.3, (100, 4, 1))
-    found = sum(not statistics.trend((slow(rng, 16, rho, spread) + f).tolist()).steady(0.0) for f in fall)
-    assert found >= 90
+@pytest.mark.parametrize("n", [8, 12, 40])
+@pytest.mark.parametrize("noise", [{}, {"rho": 0.6}, {"rho": 0.9}, {"pattern": 0.05}, {"rho": 0.9, "pattern": 0.01}])
+def test_steady_steps_are_called_steady(n, noise):
+    """At most 2.5 % of variants may be called unsteady, whatever neighbouring steps have in common; three deviations of 400 series more."""
+    rng = np.random.default_rng(9)
+    assert share_found(rng, n, np.ones(n), 400, **noise) <= 0.025 + 0.024
+
+
+@pytest.mark.parametrize("part", [0.7, 0.5, 0.2])
+@pytest.mark.parametrize("n", [10, 20, 40])
+@pytest.mark.parametrize("rho", [0.0, 0.9])
+def test_a_first_part_at_half_speed_is_found(part, n, rho):
+    rng, first = np.random.default_rng(10), round(part * n)
+    shape = np.where(np.arange(n) < first, 2.0, 1.0)
+    assert share_found(rng, n, shape, rho=rho, spread=0.03) == 1.0
+    found = statistics.change((slow(rng, n) * shape).tolist(), 0.025)
+    assert found.after == first
+    assert f"from step {first + 1} on" in str(found)
+
+
+@pytest.mark.parametrize(("spread", "rho"), [(0.005, 0.9), (0.01, 0.3)])
+def test_a_fall_by_five_percent_is_found_in_slow_noise(spread, rho):
+    assert share_found(np.random.default_rng(13), 16, 1 + 0.05 * np.linspace(1, 0, 16), rho=rho, spread=spread) >= 0.9
+
+
+@pytest.mark.parametrize("n", [8, 20, 40])
+def test_one_slow_step_is_no_change(n):
+    """Wherever it lies, and in all launches alike."""
+    for at in range(n):
+        shape = np.ones(n)
+        shape[at] = 3.0
+        assert not statistics.change((slow(np.random.default_rng(at), n, spread=0.001) * shape).tolist(), 0.025).certain
 
 
 def test_two_launches_are_too_few_to_ask_whether_they_agree():
-    rng = np.random.default_rng(14)
-    found = sum(not statistics.trend(launches(rng, count=2, drift=0.003 * k)).steady(0.0) for k in rng.uniform(0.5, 1.5, 50))
-    assert found == 50
+    assert share_found(np.random.default_rng(14), 30, 1 + 0.003 * np.arange(30), count=2) == 1.0
 
 
-def test_a_drift_is_still_found_in_slow_noise():
-    rng = np.random.default_rng(6)
-    found = sum(not statistics.trend(launches(rng, n=40, rho=0.6, drift=0.001)).steady(0.0) for _ in range(100))
-    assert found >= 90
+def test_a_change_that_is_too_small_for_any_claim_is_let_pass():
+    tiny = [[1 + 1e-6 * i for i in range(30)]] * 4
+    assert "gradually" in RULES.unsteady("baseline", tiny, 0.025, 0.0)
+    assert RULES.unsteady("baseline", tiny, 0.025, 0.001) == ""
 
 
-def test_a_drift_is_seen_and_a_negligible_one_tolerated():
-    rng = np.random.default_rng(1)
-    assert not statistics.trend(launches(rng, drift=0.003)).steady(0.004)
-    tiny = statistics.trend([1 + 1e-6 * np.arange(30) for _ in range(4)])
-    assert not tiny.steady(0.0)
-    assert tiny.steady(0.001)
-
-
-def test_too_few_steps_show_no_drift():
-    assert statistics.trend([[1.0, 2.0, 3.0]]).steady(0.0)
-
-
-def test_four_steps_are_no_drift_more_often_than_the_error_rate_says():
-    """All four are in order once in twelve times; two variants of which one is called drifting would start one series in six over."""
-    rng = np.random.default_rng(2)
-
-    def drifting(total, launches=4, series=400):
-        rows = (rng.normal(1, 0.01, (launches, 4)) + total * np.arange(4) / 4 for _ in range(series))
-        return np.mean([not statistics.trend(r.tolist()).steady(0.004) for r in rows])
-
-    assert drifting(0.0) < 0.04
-    assert drifting(0.1) > 0.9
+def test_too_few_steps_and_equal_ones_show_nothing():
+    assert statistics.change([[1.0, 2.0, 3.0]], 0.025) is None
+    assert not statistics.change([[1.0] * 8] * 4, 0.025).certain
+    with pytest.raises(ValueError, match="equally many"):
+        statistics.change([[1.0] * 8, [1.0] * 7], 0.025)

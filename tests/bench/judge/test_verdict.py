@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,8 +10,22 @@ import pytest
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
-from playbook.records.evidence import Baseline, CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan, Run, Sample
-from playbook_bench.judge import metrics, statistics, verdict
+from playbook.records.evidence import (
+    Baseline,
+    CaseRef,
+    ClaimRef,
+    CollectiveCount,
+    Machine,
+    Measured,
+    Missing,
+    Observed,
+    Plan,
+    Reason,
+    Run,
+    Sample,
+)
+from playbook_bench.judge import effects, metrics, statistics, verdict
+from playbook_bench.judge.rules import VERSION
 
 STEPS = 6
 RULE = Activation(baseline=Receipt(require=[Rule(collective="all_to_all")]), candidate=Receipt(forbid=[Rule(collective="all_to_all")]))
@@ -80,7 +95,7 @@ def series(differences, s_aa=0.005, aa_pairs=4, seed=0, **candidate):
     for i in range(aa_pairs):
         noise += [
             make_run("baseline", i, 2 * i, role="aa"),
-            make_run("baseline", i, 2 * i + 1, seconds=math.exp(s_aa * (-1) ** i), role="aa"),
+            make_run("baseline", i, 2 * i + 1, seconds=math.exp(s_aa * (-1) ** (i // 2)), role="aa"),
         ]
     assert rng is not None
     return runs, Baseline(created="", machine="m", case="planted", profile="cpu", noise_key="k", runs=noise)
@@ -103,7 +118,7 @@ def measured(runs, aa=None, op=">=", margin=5.0, unit="percent", metric="step_se
         "case": CaseRef(id="planted", sha="", content=case),
         "machine": Machine(name="m", description="", gpus=0, cpu="", cores=1),
         "profile": "cpu",
-        "plan": Plan(seed=0, looks=list(looks)),
+        "plan": Plan(rules=VERSION, seed=0, looks=list(looks)),
         "strict": {"s": {"env": {"A": "1"}}},
         "configs": {"baseline": {"moe": {"dispatcher": "a"}}, "candidate": {"moe": {"dispatcher": "b"}}},
         "runs": runs,
@@ -157,7 +172,7 @@ def test_a_unit_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="points does not fit step_seconds"):
         judge(around(0.1), unit="points")
     with pytest.raises(ConfigError, match="percent does not fit"):
-        verdict.threshold(metrics.get("compile_time_share"), Quantity(value=5.0, unit="percent"))
+        effects.threshold(metrics.get("compile_time_share"), Quantity(value=5.0, unit="percent"))
 
 
 def test_undecided_says_what_would_settle_it():
@@ -177,31 +192,34 @@ def test_between_looks_there_is_no_verdict(pairs):
 
 def test_between_looks_the_figures_have_an_interval_and_the_sentence_has_none():
     found = judge(around(0.5, 5))
-    assert verdict.show_effect(found.comparison, between=True).startswith("+50.1 % [48.7, 51.4]")
+    assert effects.show_effect(found.comparison, between=True).startswith("+50.1 % [49.3, 50.8]")
     assert "[" not in found.verdict.sentence.split(";")[0]
     alone = judge(around(0.5, 1)).comparison
-    assert verdict.show_effect(alone, between=True) == verdict.show_effect(alone), "one pair has no interval"
+    assert effects.show_effect(alone, between=True) == effects.show_effect(alone), "one pair has no interval"
 
 
 def test_an_interval_between_looks_spends_no_more_than_the_plan():
     """A series that time stops anywhere, with an interval there and at each look before: how often any of them misses the truth."""
-    draw = random.Random(4)
+    draw, rules = random.Random(4), verdict.RULES[VERSION]
     missed = 0
     for _ in range(1500):
         last = draw.randint(2, 12)
         noise = [draw.gauss(0, 1) for _ in range(last)]
         seen = sorted({n for n in (4, 8, 12) if n < last} | {last})
-        found = [statistics.interval(noise[:n], 0.05 / 3) for n in seen]
+        aa = [draw.gauss(0, 1) for _ in range(4)]
+        found = [statistics.intervals([(0.0, d) for d in noise[:n]], [(-1.0, 1.0)], rules.level((4, 8, 12), 0.05, n), aa)[0] for n in seen]
         missed += any(not i.low <= 0 <= i.high for i in found)
     assert missed / 1500 < 0.05
 
 
-def test_every_look_spends_a_third():
-    assert judge(around(0.1)).comparison.alpha_look == pytest.approx(0.05 / 3)
+def test_later_looks_have_more_of_the_error_rate():
+    spent = [judge(around(0.1, n)).comparison.alpha_look for n in (4, 8, 12)]
+    assert spent == sorted(spent)
+    assert spent[0] < 0.05 / 3 < spent[-1] < 0.05
     assert judge(around(0.1, 8)).comparison.look == 2
 
 
-def test_the_noise_floors_the_deviation():
+def test_the_noise_of_the_machine_enters_the_interval():
     quiet, noisy = judge([0.06] * 4, s_aa=0.001), judge([0.06] * 4, s_aa=0.02)
     assert quiet.verdict.status == "confirmed"
     assert noisy.verdict.status == "inconclusive"
@@ -241,13 +259,51 @@ def test_steadiness_is_asked_once_of_the_pairs_to_the_first_look():
     assert verdict.derive(measured([late(r) if r.pair < 4 else r for r in runs], aa)).verdict.reason == "not_steady"
 
 
-def test_fragile_where_the_median_points_the_other_way():
-    # The mean is carried by two pairs; most of the pairs say the opposite. Only at a margin far below can >= be confirmed.
-    d = [0.002] * 9 + [-0.012, -0.010, -0.002]
-    found = judge(d, op=">=", margin=-5, s_aa=0.0001)
-    assert found.comparison.hodges_lehmann * found.comparison.mean < 0
-    assert found.verdict.reason == "fragile"
-    assert judge(d, op="within", margin=5, s_aa=0.0001).verdict.status == "confirmed"
+D = [0.002] * 9 + [-0.012, -0.010, -0.002]
+"""The mean is carried by two pairs; most of the pairs say the opposite."""
+
+
+@pytest.mark.parametrize(("op", "margin", "other", "mirrored"), [(">=", -5.0, "<=", 100 / 0.95 - 100), ("within", 5.0, "within", 5.0)])
+def test_a_median_on_the_other_side_of_zero_says_nothing_of_the_margin(op, margin, other, mirrored):
+    """So the claim holds, and so does its mirror image once the variants are swapped."""
+    assert judge(D, op=op, margin=margin, s_aa=0.0001).verdict.status == "confirmed"
+    assert judge([-d for d in D], op=other, margin=mirrored, s_aa=0.0001).verdict.status == "confirmed"
+
+
+def test_a_record_of_version_1_replays_by_its_own_rules():
+    old = judge(D, op=">=", margin=-5, s_aa=0.0001, plan=Plan(seed=0, looks=[4, 8, 12]))
+    assert old.verdict.reason == "fragile"
+    assert (old.comparison.alpha_look, old.comparison.sign_flip_p is None) == (pytest.approx(0.05 / 3), False)
+    with pytest.raises(ConfigError, match="version 99"):
+        judge(D, plan=Plan(rules=99, seed=0, looks=[4, 8, 12]))
+
+
+@pytest.mark.parametrize("part", [4, 3, 2])
+def test_a_first_part_at_half_speed_is_not_steady(part):
+    runs, aa = series(around(0.2), s_aa=0.001)
+    runs = [
+        r.model_copy(
+            update={"samples": [s.model_copy(update={"seconds": s.seconds * (2 if i < part else 1)}) for i, s in enumerate(r.samples)]}
+        )
+        for r in runs
+    ]
+    found = verdict.derive(measured(runs, aa)).verdict
+    assert found.reason == "not_steady"
+    assert f"from step {part + 1} on" in found.sentence
+
+
+def test_an_a_a_under_a_drift_from_launch_to_launch_is_no_contamination():
+    """A B B A: each launch 1 % slower than the one before, which second minus first would take for a difference."""
+    runs, _ = series(around(0.2))
+    noise = [make_run("baseline", i // 2, i, seconds=1.01**i, role="aa") for i in range(8)]
+    assert verdict.derive(measured(runs, series([0.0])[1].model_copy(update={"runs": noise}))).verdict.status == "confirmed"
+
+
+def test_each_reason_has_its_state_in_one_table():
+    assert set(verdict.STATES) == set(get_args(Reason))
+    assert {state for state, _ in verdict.STATES.values()} == {
+        "not applicable", "error", "inconclusive", "measured", "confirmed or refuted",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
