@@ -29,6 +29,7 @@ Settings = Annotated[
 Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
+Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
@@ -52,19 +53,36 @@ def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_
 
 
 @layout_app.command("memory")
-def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
-    """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP."""
-    from playbook.planner.memory import estimate
+def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, memory: Memory = None, as_json: AsJson = False) -> None:
+    """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP.
+
+    With --memory, exits with 2 if it does not fit.
+    """
+    from playbook.planner.memory import estimate, verdict
 
     plan = _plan(model, settings, gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
+    found = None if memory is None else verdict(most.peak, memory)
     if as_json:
-        print_json({"layout": degrees(plan), "unit": "bytes", "peak": most.peak, "stage": most.stage, "stages": [s.row() for s in stages]})
-        return
+        totals = {"peak": most.peak, "stage": most.stage, "memory_gib": memory, "verdict": found}
+        print_json({"layout": degrees(plan), "unit": "bytes", **totals, "stages": [s.row() for s in stages]})
+    else:
+        _show_memory(
+            plan,
+            stages,
+            most,
+            "no GPU is named: --memory GIB says whether that fits" if found is None else f"{found}: a GPU has {memory:g} GiB",
+        )
+    if found == "does not fit":
+        raise typer.Exit(USAGE)
+
+
+def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict: str) -> None:
     say(_line(plan))
     print_table([_row(s) for s in stages], tuple(_row(most)))
     say(f"peak {most.peak / GIB:.1f} GiB allocated on stage {most.stage}, columns in GiB; reserved memory and the driver's are not in it")
+    say(verdict)
 
 
 @layout_app.command("traffic")

@@ -121,6 +121,16 @@ def estimate(plan: Plan) -> list[StageBytes]:
     return [_stage(plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
 
 
+TIGHT = 0.05
+"""The share of a GPU's memory that an estimate should leave: its own error, and what the allocator and the driver take."""
+
+
+def verdict(peak_bytes: float, gpu_gib: float) -> str:
+    """Whether a peak fits a GPU: fits, tight, or does not fit."""
+    share = peak_bytes / (gpu_gib * GIB)
+    return "does not fit" if share > 1 else "tight" if share > 1 - TIGHT else "fits"
+
+
 def peak(plan: Plan) -> float:
     """Peak allocated bytes of the fullest rank.
 

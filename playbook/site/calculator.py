@@ -91,6 +91,10 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
 """Groups of the form: title, whether it starts open, and each key with its label."""
 
 
+_FREE = {"sp": "where TP is above 1", "uneven": "where layers do not divide"}
+"""What a switch that nobody set means."""
+
+
 def tables() -> dict[str, Any]:
     """Models, choices, defaults and constants, as plain data for the scripts."""
     shown = {f.name: f.default for f in fields(Plan) if f.name not in ("shape", "model", "options")}
@@ -169,7 +173,7 @@ def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], known: Map
 
 def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
     option = known["options"].get(key)
-    if key in ("recompute", "graphs"):
+    if key in ("recompute", "graphs", "offload_modules"):
         boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in known["labels"][key])
         return f'<fieldset class="pb-boxes"><legend>{html.escape(label)}</legend>{boxes}</fieldset>'
     if key == "model":
@@ -182,7 +186,7 @@ def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
         names = [(v, v) for v in known["labels"][key]]
         return _select(key, label, names if option["default"] else [("", "not chosen"), *names], option["default"])
     if option and option["kind"] == "switch":
-        words = [("", "where TP is above 1")] if option["free"] else []
+        words = [("", _FREE[key])] if option["free"] else []
         default = "" if option["free"] else str(option["default"]).lower()
         return _select(key, label, [*words, ("false", "off"), ("true", "on")], default)
     if key in ("rank_order", "cp_sizes"):

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from playbook.planner.memory import TIGHT
 from playbook.site.pages import render
 from playbook.site.text import link, mapping, number, text
 
 TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
-
-TIGHT = 0.05
-"""An estimate that leaves less than this share of a GPU's memory free is marked tight."""
 
 
 def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:

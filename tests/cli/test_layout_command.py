@@ -67,3 +67,13 @@ def test_mistakes_are_messages_and_exit_with_two(capsys, words, says):
     code, out, err = run(capsys, *words)
     assert code == 2
     assert says in out + err
+
+
+@pytest.mark.parametrize(
+    ("gib", "code", "says"), [("200", 0, "fits"), ("165", 0, "tight"), ("141", 2, "does not fit"), (None, 0, "no GPU is named")]
+)
+def test_a_peak_is_compared_with_the_gpu_that_is_named(capsys, gib, code, says):
+    words = ["memory", "--model", "qwen3_30b_a3b", "gpus=8", "ep=8", "mbs=4", *(["--memory", gib] if gib else [])]
+    found, out, _ = run(capsys, *words)
+    assert (found, out.strip().splitlines()[-1].startswith(says)) == (code, True), out
+    assert json.loads(run(capsys, *words, "--json")[1])["verdict"] == (says if gib else None)
