@@ -8,7 +8,7 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from ranks import ROOT, run, steps, summary
+from ranks import SUPPORT, run, steps, summary
 from safetensors.torch import load_file, save_file
 
 from playbook_trainer.huggingface import weights
@@ -39,7 +39,7 @@ def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
     name, ranks, words = CASES[case]
     given = folder_of(name, tmp_path / "in")
-    script = [sys.executable, str(ROOT / "tests" / "multiproc" / "weights_ranks.py")]
+    script = [sys.executable, str(SUPPORT / "ranks" / "weights_ranks.py")]
     line = [f"trainer/configs/{name}.yaml", str(tmp_path / "out"), f"init.weights={tmp_path / 'in'}", *words]
     results = run(line, ranks, command=script, timeout=280)
     assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
