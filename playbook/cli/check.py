@@ -270,7 +270,7 @@ def _delta(values: Mapping[str, Any]) -> str:
 
 def _function(loaded: LoadedCase) -> Iterator[Finding]:
     case = loaded.case
-    table = logic.ARITHMETIC if case.kind == "arithmetic" else logic.INVARIANTS
+    table = logic.names(case.kind)
     if case.function not in table:
         yield loaded.finding(
             ("function",), f"function '{case.function}' is not in the harness's table{did_you_mean(str(case.function), table)}"

@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from playbook.planner import layout
+from playbook_bench.statements.arithmetic.batch_pressure import batch_pressure
+from playbook_bench.statements.arithmetic.dp_floor import dp_floor
+from playbook_bench.statements.arithmetic.min_gpus_families import min_gpus_families
 
 TINY = {"heads": 4, "kv_heads": 2, "layers": 4, "experts": 8, "seq_len": 256, "micro_batch_size": 1, "global_batch_size": 8}
 power = st.sampled_from([1, 2, 4, 8])
@@ -74,7 +77,7 @@ def test_cp_is_the_smallest_power_of_two_that_keeps_the_shard_target(seq_len):
 
 
 def test_dp_floor_holds_and_names_the_next_size():
-    holds, sentence, figures = layout.dp_floor(gpus=64, pp=4, tp=1, seq_lens=[4096, 8192, 16384, 32768, 65536, 131072])
+    holds, sentence, figures = dp_floor(gpus=64, pp=4, tp=1, seq_lens=[4096, 8192, 16384, 32768, 65536, 131072])
     assert holds
     assert [r["dp"] for r in figures["rows"]] == [16, 8, 4, 2, 1, 0]
     assert "131072 tokens need 128 GPUs" in sentence
@@ -82,20 +85,20 @@ def test_dp_floor_holds_and_names_the_next_size():
 
 @pytest.mark.parametrize("seq_lens", [[4096, 8192], [65536], [131072, 262144], [4096, 65536, 131072]])
 def test_dp_floor_is_refuted_where_dp_does_not_fall_to_one_by_halves(seq_lens):
-    assert not layout.dp_floor(gpus=64, pp=4, tp=1, seq_lens=seq_lens)[0]
+    assert not dp_floor(gpus=64, pp=4, tp=1, seq_lens=seq_lens)[0]
 
 
 @given(st.integers(0, 5), st.integers(1, 6))
 def test_batch_pressure_keeps_tokens_or_accumulation(first, doublings):
     lens = [4096 << i for i in range(first, first + doublings)]
-    holds, _, figures = layout.batch_pressure(gpus=2048, pp=1, tp=1, micro_batch_size=1, global_batch_size=4096, seq_lens=lens)
+    holds, _, figures = batch_pressure(gpus=2048, pp=1, tp=1, micro_batch_size=1, global_batch_size=4096, seq_lens=lens)
     assert holds is (len(lens) > 1)
     for row in figures["rows"]:
         assert row["dp"] * row["accumulation"] == 4096
 
 
 def test_batch_pressure_is_refuted_where_no_layout_takes_the_batch():
-    holds, sentence, _ = layout.batch_pressure(gpus=6, pp=1, tp=1, micro_batch_size=1, global_batch_size=8, seq_lens=[4096, 8192])
+    holds, sentence, _ = batch_pressure(gpus=6, pp=1, tp=1, micro_batch_size=1, global_batch_size=8, seq_lens=[4096, 8192])
     assert not holds
     assert "no layout" in sentence
 
@@ -104,16 +107,16 @@ FAMILY = {"model": "deepseek_v3", "seq_len": 131072, "cp": 32, "ep": 32, "pp": 8
 
 
 def test_published_families_need_what_they_say():
-    assert layout.min_gpus_families(families=[FAMILY])[0]
+    assert min_gpus_families(families=[FAMILY])[0]
 
 
 @pytest.mark.parametrize("wrong", [{"gpus": 128}, {"gpus": 512}, {"uneven": False}, {"cp": 64}])
 def test_a_wrong_family_refutes_the_claim(wrong):
-    assert not layout.min_gpus_families(families=[FAMILY, {**FAMILY, **wrong}])[0]
+    assert not min_gpus_families(families=[FAMILY, {**FAMILY, **wrong}])[0]
 
 
 def test_no_family_is_no_proof():
-    assert not layout.min_gpus_families(families=[])[0]
+    assert not min_gpus_families(families=[])[0]
 
 
 def test_what_is_left_out_of_a_grid_is_one():
@@ -124,7 +127,7 @@ def test_what_is_left_out_of_a_grid_is_one():
 
 def test_a_floor_of_data_parallelism_counts_tensor_and_pipeline_ranks():
     """16 GPUs, of which a copy takes 2 x 2 x cp."""
-    holds, sentence, figures = layout.dp_floor(gpus=16, pp=2, tp=2, seq_lens=[8192, 16384, 32768])
+    holds, sentence, figures = dp_floor(gpus=16, pp=2, tp=2, seq_lens=[8192, 16384, 32768])
     assert (holds, figures) == (
         True,
         {
@@ -136,7 +139,7 @@ def test_a_floor_of_data_parallelism_counts_tensor_and_pipeline_ranks():
     assert sentence == (
         "on 16 GPUs with pp 2 and tp 2, dp halves with each doubling, reaches 1 at 16384 tokens, and 32768 tokens need 32 GPUs"
     )
-    holds, sentence, figures = layout.dp_floor(gpus=24, pp=2, tp=2, seq_lens=[8192, 16384])
+    holds, sentence, figures = dp_floor(gpus=24, pp=2, tp=2, seq_lens=[8192, 16384])
     assert (holds, figures["rows"]) == (False, [{"seq_len": 8192, "cp": 2, "dp": 3}, {"seq_len": 16384, "cp": 4, "dp": 0}])
     assert "dp goes [3, 0]" in sentence
 
@@ -161,7 +164,7 @@ def test_a_floor_of_data_parallelism_counts_tensor_and_pipeline_ranks():
     ],
 )
 def test_pressure_on_the_batch_counts_tensor_and_pipeline_ranks(gpus, batch, seq_lens, holds, says):
-    found = layout.batch_pressure(gpus=gpus, pp=2, tp=2, micro_batch_size=2, global_batch_size=batch, seq_lens=seq_lens)
+    found = batch_pressure(gpus=gpus, pp=2, tp=2, micro_batch_size=2, global_batch_size=batch, seq_lens=seq_lens)
     assert found[0] is holds
     assert says in found[1]
 
@@ -169,15 +172,15 @@ def test_pressure_on_the_batch_counts_tensor_and_pipeline_ranks(gpus, batch, seq
 def test_a_published_layout_needs_its_gpus_and_its_split():
     v3 = {"model": "deepseek_v3", "seq_len": 131072, "cp": 32, "ep": 32, "pp": 8, "vpp": 4, "gpus": 256, "uneven": True}
     even = {"model": "qwen3_30b_a3b", "seq_len": 65536, "cp": 16, "tp": 2, "pp": 4, "vpp": 3, "gpus": 128, "uneven": False}
-    holds, sentence, figures = layout.min_gpus_families(families=[v3, even])
+    holds, sentence, figures = min_gpus_families(families=[v3, even])
     assert holds
     assert sentence == (
         "deepseek_v3 at 131072 tokens needs 256 GPUs and splits 61 layers unevenly over 32 chunks; qwen3_30b_a3b at 65536 tokens needs 128 GPUs"
     )
     assert [(r["layers"], r["chunks"], r["uneven"]) for r in figures["families"]] == [(61, 32, True), (48, 12, False)]
     plain = {"model": "qwen3_30b_a3b", "seq_len": 65536, "pp": 4, "gpus": 4, "uneven": False}
-    assert layout.min_gpus_families(families=[plain])[2]["families"][0]["chunks"] == 4
+    assert min_gpus_families(families=[plain])[2]["families"][0]["chunks"] == 4
     for wrong in ({"gpus": 128}, {"gpus": 512}, {"uneven": False}, {"vpp": 1, "pp": 61}):
-        assert not layout.min_gpus_families(families=[even, {**v3, **wrong}])[0]
-    assert not layout.min_gpus_families(families=[{**even, "uneven": True}])[0]
-    assert not layout.min_gpus_families(families=[])[0]
+        assert not min_gpus_families(families=[even, {**v3, **wrong}])[0]
+    assert not min_gpus_families(families=[{**even, "uneven": True}])[0]
+    assert not min_gpus_families(families=[])[0]

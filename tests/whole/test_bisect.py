@@ -16,7 +16,7 @@ from test_gate import case, options, repo, worktrees  # noqa: F401
 from playbook.errors import ConfigError, LaunchError
 from playbook_bench.launch import local
 from playbook_bench.run import bisect, gate
-from playbook_bench.statements import invariants
+from playbook_bench.statements.invariants.bisect_finds_the_commit import bisect_finds_the_commit
 
 EXACT = "dispatch_bytes_per_token_layer"
 """A metric that takes one pair for each commit."""
@@ -117,7 +117,7 @@ def test_commits_that_do_not_follow_each_other(repo: Any, good: str, bad: str, s
 
 
 def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert invariants.bisect_finds_the_commit()[0]
+    assert bisect_finds_the_commit()[0]
     real = bisect.search
 
     def late(history: Any, judge: Any, told: Any = None) -> bisect.Found:
@@ -125,6 +125,6 @@ def test_the_invariant_holds_and_notices_a_search_that_errs(monkeypatch: pytest.
         return bisect.Found(found.suspects[-1:], found.trouble, found.judged)
 
     monkeypatch.setattr(bisect, "search", late)
-    holds, sentence, _ = invariants.bisect_finds_the_commit()
+    holds, sentence, _ = bisect_finds_the_commit()
     assert not holds
     assert "wrong" in sentence

@@ -20,7 +20,8 @@ from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict
 from playbook_bench.run import replay, store
-from playbook_bench.statements import invariants, table
+from playbook_bench.statements import table
+from playbook_bench.statements.planted import planted as planted_record
 
 RECORDS = [r.path for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE]
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
@@ -93,7 +94,7 @@ def test_swapping_the_variants_turns_the_verdict_over(path):
 @pytest.fixture
 def record(tmp_path):
     """A record of planted runs, made by the harness's own invariant."""
-    measured = invariants.planted("step_seconds", 1, "same")
+    measured = planted_record("step_seconds", 1, "same")
     evidence = store.evidence_of(measured, verdict.derive(measured), "playbook confirm planted", store.Seconds())
     return store.write(evidence, tmp_path)
 
@@ -249,7 +250,7 @@ def test_arithmetic_that_cannot_be_done_is_a_mistake_in_the_case(function, argum
 def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
     case = Case(id="x", kind="invariant", summary="s", function="unequal_work_is_refused")
     assert table.run(case)[0]
-    monkeypatch.setattr(invariants.verdict, "pair_gates", lambda *a, **k: [])
+    monkeypatch.setattr(verdict, "pair_gates", lambda *a, **k: [])
     assert not table.run(case)[0]
 
 

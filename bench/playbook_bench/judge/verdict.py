@@ -17,6 +17,7 @@ from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt,
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.rules import VERSION, Rules
+from playbook_bench.statements import Statement
 
 EXACT_TOLERANCE = 1e-9
 RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
@@ -48,9 +49,6 @@ STATES: dict[Reason, tuple[str, str]] = {
     "power": ("inconclusive", "the last look is taken and an interval still contains the margin"),
 }
 """Which state follows from what."""
-
-Statement = tuple[bool, str, dict[str, Any]]
-"""Whether an arithmetic statement or an invariant holds, the sentence that says why, and the figures behind it."""
 
 
 def derive(measured: Measured, statement: Statement | None = None) -> Derived:

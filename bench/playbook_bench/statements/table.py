@@ -1,58 +1,39 @@
-"""Cases without runs: arithmetic of shapes and layouts, and rules that the harness enforces on itself."""
+"""The functions that a case of kind `arithmetic` or `invariant` may name: those of the two folders, loaded when they are called.
+
+Adding one is adding a module to `arithmetic/` or `invariants/` with a function of its name, which returns a `Statement`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+import pkgutil
 
 from playbook.errors import ConfigError
-from playbook.lint import labels
-from playbook.planner import layout, traffic
 from playbook.records.case import Case
 from playbook.yaml_files import did_you_mean
-from playbook_bench.statements import arithmetic, invariants, number_formats, short_runs, utilization
+from playbook_bench.statements import Statement, arithmetic, invariants
 
-Statement = tuple[bool, str, dict[str, Any]]
-Function = Callable[..., Statement]
+_FOLDERS = {"arithmetic": arithmetic, "invariant": invariants}
 
-ARITHMETIC: Mapping[str, Function] = {
-    "dp_floor": layout.dp_floor,
-    "batch_pressure": layout.batch_pressure,
-    "min_gpus_families": layout.min_gpus_families,
-    "hot_inside": traffic.hot_inside,
-    "refused_together": labels.refused_together,
-    "vision_left_out": utilization.vision_left_out,
-    "published_utilization": utilization.published_utilization,
-    "interleaving": arithmetic.interleaving,
-    "platform_walls": arithmetic.platform_walls,
-    "offload_makes_it_fit": arithmetic.offload_makes_it_fit,
-    "mfu_falls_as_throughput_rises": arithmetic.mfu_falls_as_throughput_rises,
-    "rows_per_rank": arithmetic.rows_per_rank,
-    "coarser": number_formats.coarser,
-    "routing_flips": number_formats.routing_flips,
-}
-INVARIANTS: Mapping[str, Function] = {
-    "unequal_work_is_refused": invariants.unequal_work_is_refused,
-    "bisect_finds_the_commit": invariants.bisect_finds_the_commit,
-    "tracker_gets_configuration": short_runs.tracker_gets_configuration,
-    "finetune_saves_and_evaluates": short_runs.finetune_saves_and_evaluates,
-    "layouts_are_judged_by_dry_run": invariants.layouts_are_judged_by_dry_run,
-}
+
+def names(kind: str) -> list[str]:
+    """The functions for cases of this kind."""
+    return sorted(module.name for module in pkgutil.iter_modules(_FOLDERS[kind].__path__))
 
 
 def run(case: Case) -> Statement:
     """Whether the case's statement holds, the sentence that says so, and the figures behind it.
 
     Raises:
-        ConfigError: the function is not in the table, or its arguments do not fit.
+        ConfigError: there is no such function, or its arguments do not fit.
     """
-    table = ARITHMETIC if case.kind == "arithmetic" else INVARIANTS
-    name = case.function or ""
-    if name not in table:
-        raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, table)}")
+    name, known = case.function or "", names(case.kind)
+    if name not in known:
+        raise ConfigError(f"case '{case.id}': function '{name}' is not known{did_you_mean(name, known)}")
+    function = getattr(importlib.import_module(f"{_FOLDERS[case.kind].__name__}.{name}"), name)
     try:
-        holds, sentence, figures = table[name](**case.arguments)
+        holds, sentence, figures = function(**case.arguments)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
         raise ConfigError(f"case '{case.id}': {name} does not take these arguments: {type(e).__name__}: {e}") from e
     return bool(holds), sentence, json.loads(json.dumps(figures))

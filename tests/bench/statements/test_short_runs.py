@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from playbook_bench.statements import short_runs
+from playbook_bench.statements.invariants.finetune_saves_and_evaluates import finetune_saves_and_evaluates
+from playbook_bench.statements.invariants.tracker_gets_configuration import tracker_gets_configuration
 
 
 @pytest.mark.full
 def test_the_whole_configuration_reaches_the_tracker() -> None:
     pytest.importorskip("tensorboard")
-    holds, sentence, figures = short_runs.tracker_gets_configuration()
+    holds, sentence, figures = tracker_gets_configuration()
     assert holds, sentence
     assert figures == {"missing": []}
 
@@ -26,15 +28,15 @@ def test_a_tracker_that_gets_only_the_path_is_noticed(monkeypatch: pytest.Monkey
         (out / "config.yaml").write_text("optimizer:\n  lr: 0.000123\n")
         return ""
 
-    monkeypatch.setattr(short_runs, "_train", only_the_path)
-    holds, sentence, _ = short_runs.tracker_gets_configuration()
+    monkeypatch.setattr(short_runs, "train", only_the_path)
+    holds, sentence, _ = tracker_gets_configuration()
     assert not holds
     assert "missing from the tracker's file: optimizer:" in sentence
 
 
 @pytest.mark.full
 def test_a_run_from_saved_weights_evaluates_saves_and_goes_on() -> None:
-    holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
+    holds, sentence, _ = finetune_saves_and_evaluates()
     assert holds, sentence
 
 
@@ -46,8 +48,8 @@ def test_half_a_configuration_is_not_the_whole_one(monkeypatch: pytest.MonkeyPat
             (out / name).write_text("optimizer:\n  lr: 0.000123\n")
         return ""
 
-    monkeypatch.setattr(short_runs, "_train", optimizer_alone)
-    assert not short_runs.tracker_gets_configuration()[0]
+    monkeypatch.setattr(short_runs, "train", optimizer_alone)
+    assert not tracker_gets_configuration()[0]
 
 
 @pytest.mark.parametrize(("evaluated", "resumed"), [([], [5, 6]), ([2, 4], [1, 2, 3, 4, 5, 6])])
@@ -62,13 +64,13 @@ def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
         (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in resumed))
         return ""
 
-    monkeypatch.setattr(short_runs, "_train", planted)
-    assert not short_runs.finetune_saves_and_evaluates()[0]
+    monkeypatch.setattr(short_runs, "train", planted)
+    assert not finetune_saves_and_evaluates()[0]
 
 
 @pytest.mark.full
 def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_runs, "_TINY", (*short_runs._TINY, "train.stepz=1"))
-    holds, sentence, _ = short_runs.finetune_saves_and_evaluates()
+    holds, sentence, _ = finetune_saves_and_evaluates()
     assert not holds
     assert "export: the trainer ended with code 2" in sentence

@@ -9,7 +9,14 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.records.case import list_cases, load_case
-from playbook_bench.statements import arithmetic, number_formats, table
+from playbook_bench.statements import number_formats, table
+from playbook_bench.statements.arithmetic.coarser import coarser
+from playbook_bench.statements.arithmetic.interleaving import interleaving
+from playbook_bench.statements.arithmetic.mfu_falls_as_throughput_rises import mfu_falls_as_throughput_rises
+from playbook_bench.statements.arithmetic.offload_makes_it_fit import offload_makes_it_fit
+from playbook_bench.statements.arithmetic.platform_walls import platform_walls
+from playbook_bench.statements.arithmetic.routing_flips import routing_flips
+from playbook_bench.statements.arithmetic.rows_per_rank import rows_per_rank
 
 H100 = {"peak_flops_per_s": 989.5e12, "domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 GB200 = {"peak_flops_per_s": 2500e12, "domain": 64, "fast_bytes_per_s": 900e9, "slow_bytes_per_s": 50e9}
@@ -29,37 +36,37 @@ def test_every_arithmetic_case_has_an_answer(case_id):
 
 
 def test_the_bubble_of_interleaving_is_that_of_a_hand_sum():
-    holds, sentence, figures = arithmetic.interleaving(pp=8, vpp=[1, 4], microbatches=[32])
+    holds, sentence, figures = interleaving(pp=8, vpp=[1, 4], microbatches=[32])
     assert holds
     assert [r["bubble"] for r in figures["rows"]] == [pytest.approx(7 / 39), pytest.approx(7 / 135)]
     assert "7 -> 31" in sentence
-    assert not arithmetic.interleaving(pp=8, vpp=[4, 1], microbatches=[32])[0]
-    assert not arithmetic.interleaving(pp=1, vpp=[1, 2], microbatches=[8])[0]
+    assert not interleaving(pp=8, vpp=[4, 1], microbatches=[32])[0]
+    assert not interleaving(pp=1, vpp=[1, 2], microbatches=[8])[0]
 
 
 def test_the_walls_of_two_platforms_change_places_with_them():
-    assert arithmetic.platform_walls(**WALLS, platforms={"H100": H100, "GB200": GB200})[0]
-    assert not arithmetic.platform_walls(**WALLS, platforms={"GB200": GB200, "H100": H100})[0]
+    assert platform_walls(**WALLS, platforms={"H100": H100, "GB200": GB200})[0]
+    assert not platform_walls(**WALLS, platforms={"GB200": GB200, "H100": H100})[0]
     with pytest.raises(ConfigError, match="expected two"):
-        arithmetic.platform_walls(**WALLS, platforms={"H100": H100})
+        platform_walls(**WALLS, platforms={"H100": H100})
 
 
 def test_offload_makes_a_layout_fit_only_where_the_state_is_what_is_too_much():
-    holds, _, figures = arithmetic.offload_makes_it_fit(**LONG)
+    holds, _, figures = offload_makes_it_fit(**LONG)
     assert holds
     assert figures["peak_bytes"] - figures["peak_bytes_with_offload"] == pytest.approx(32.2 * 2**30, rel=0.05)
-    assert not arithmetic.offload_makes_it_fit(**{**LONG, "gpu_gib": 141})[0]  # fits as it is
-    assert not arithmetic.offload_makes_it_fit(**{**LONG, "gpu_gib": 40})[0]  # does not fit either way
+    assert not offload_makes_it_fit(**{**LONG, "gpu_gib": 141})[0]  # fits as it is
+    assert not offload_makes_it_fit(**{**LONG, "gpu_gib": 40})[0]  # does not fit either way
     with pytest.raises(ConfigError, match="expected one of"):
-        arithmetic.offload_makes_it_fit(**{**LONG, "model": "deepseek"})
+        offload_makes_it_fit(**{**LONG, "model": "deepseek"})
 
 
 def test_mfu_falls_only_where_throughput_rises_less_than_the_peak():
     row = {"model": "m", "gpu": "H100", "bf16_tflops": 240.5, "bf16_peak": 989.5, "fp8_peak": 1979}
-    assert arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 242.9}])[0]
-    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 240.0}])[0]
-    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 500.0}])[0]
-    assert not arithmetic.mfu_falls_as_throughput_rises(rows=[])[0]
+    assert mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 242.9}])[0]
+    assert not mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 240.0}])[0]
+    assert not mfu_falls_as_throughput_rises(rows=[{**row, "fp8_tflops": 500.0}])[0]
+    assert not mfu_falls_as_throughput_rises(rows=[])[0]
 
 
 def test_elements_are_those_of_the_formats():
@@ -86,24 +93,24 @@ def test_elements_are_those_of_the_formats():
 
 
 def test_a_coarser_format_loses_more_and_a_block_of_zeros_stays():
-    assert number_formats.coarser(formats=["mxfp8", "nvfp4"], factor=3)[0]
-    assert not number_formats.coarser(formats=["nvfp4", "mxfp8"], factor=1)[0]
+    assert coarser(formats=["mxfp8", "nvfp4"], factor=3)[0]
+    assert not coarser(formats=["nvfp4", "mxfp8"], factor=1)[0]
     assert number_formats.rounded([0.0] * 20, number_formats.FORMATS["nvfp4"]) == [0.0] * 20
     assert all(math.isfinite(x) for x in number_formats.rounded([1e30, 1e-30], number_formats.FORMATS["mxfp8"]))
     with pytest.raises(ConfigError, match="expected two or more"):
-        number_formats.coarser(formats=["fp6", "nvfp4"], factor=1)
+        coarser(formats=["fp6", "nvfp4"], factor=1)
 
 
 def test_rounding_flips_routing_more_where_more_experts_compete():
-    few = number_formats.routing_flips(experts=8, top_k=2, tokens=500, spread=1.0, least=0.0)[2]["share"]
-    many = number_formats.routing_flips(experts=512, top_k=8, tokens=500, spread=1.0, least=0.0)[2]["share"]
+    few = routing_flips(experts=8, top_k=2, tokens=500, spread=1.0, least=0.0)[2]["share"]
+    many = routing_flips(experts=512, top_k=8, tokens=500, spread=1.0, least=0.0)[2]["share"]
     assert few < many
 
 
 def test_rows_vary_without_dropping_and_a_larger_capacity_drops_less():
     case = {"tokens": 256, "experts": 32, "top_k": 4, "ranks": 4, "batches": 10}
-    holds, _, tight = arithmetic.rows_per_rank(**case, capacity_factor=1.0)
-    wide = arithmetic.rows_per_rank(**case, capacity_factor=4.0)[2]
+    holds, _, tight = rows_per_rank(**case, capacity_factor=1.0)
+    wide = rows_per_rank(**case, capacity_factor=4.0)[2]
     assert holds
     assert tight["dropped"] > 0 == wide["dropped"]
-    assert not arithmetic.rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always
+    assert not rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always

@@ -6,7 +6,8 @@ import pytest
 
 from playbook.planner import clusters, flops
 from playbook.planner.models import MODELS
-from playbook_bench.statements.utilization import published_utilization, vision_left_out
+from playbook_bench.statements.arithmetic.published_utilization import published_utilization
+from playbook_bench.statements.arithmetic.vision_left_out import vision_left_out
 
 PHOTO = {"images": [[480, 640]], "text_tokens": 100}
 
