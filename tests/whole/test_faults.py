@@ -461,7 +461,7 @@ def test_two_harnesses_share_a_results_folder(case, tmp_path):
 def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
     plant(baseline={"fault": fault, "rank": 1})
     timeout = 60 if fault == "kill" else 12
-    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, REAL)
+    found = bench(case("dispatch_bytes_per_token_layer", timeout=timeout, steps=400), tmp_path, command=REAL)
     assert found.evidence.measured.runs[-1].outcome == outcome
     assert found.status == "error"
 
@@ -469,7 +469,7 @@ def test_real_trainer_faults(case, tmp_path, plant, fault, outcome):
 @pytest.mark.full
 def test_real_trainer_with_its_feature_disabled(case, tmp_path, plant):
     plant(candidate={"fault": "disable"})
-    found = bench(case("dispatch_bytes_per_token_layer", steps=4), tmp_path, REAL)
+    found = bench(case("dispatch_bytes_per_token_layer", steps=4), tmp_path, command=REAL)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from playbook.errors import ConfigError
-from playbook.paths import data_root
+from playbook.paths import data_root, repo_root
 from playbook.records.case import Activation, Case, Delta, Receipt, Rule
 from playbook_bench.judge import slowdown
 from playbook_bench.launch.local import LocalLauncher
@@ -390,3 +390,18 @@ def test_a_gate_from_an_installed_copy_inside_a_repository_does_not_pass_it(repo
     installed.mkdir(parents=True)
     with pytest.raises(ConfigError, match="is no checkout of its own but a folder in"):
         gate.run(case("dispatch_bytes_per_token_layer"), "HEAD", options(tmp_path), root=installed)
+
+
+def test_the_case_of_continuous_integration_fails_where_a_slowdown_is_planted(repo, tmp_path):
+    """The project's own gate compared HEAD with HEAD. Here rows go through the all-to-all in twice as many bytes, in a copy of this code."""
+    for part in ("playbook", "bench/playbook_bench", "trainer"):
+        shutil.copytree(repo_root() / part, repo.root / part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    repo({})
+    own = Options(profile="cpu", results=tmp_path / "results")
+    assert gate.run("moe-dispatch-bytes", "HEAD", own, root=repo.root).status == "pass"
+    path = repo.root / "trainer" / "playbook_trainer" / "torch" / "parallel" / "dispatch.py"
+    plain = "rows = all_to_all(rows, route.send, route.receive, self.ep)"
+    assert plain in path.read_text()
+    path.write_text(path.read_text().replace(plain, plain.replace("(rows,", "(rows.double(),") + ".float()"))
+    found = gate.run("moe-dispatch-bytes", "HEAD", own, root=repo.root)
+    assert (found.status, found.exit_code) == ("regression", 1), found.sentence
