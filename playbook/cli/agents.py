@@ -1,4 +1,4 @@
-"""`playbook skills` and `playbook mcp`: what agents read."""
+"""`playbook skills` and `playbook mcp`: the interfaces for agents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ app.add_typer(skills_app, name="skills")
 
 @skills_app.command("list")
 def skills_list(as_json: AsJson = False) -> None:
-    """List the skills that ship, with what they are for."""
+    """List the skills that come with Playbook, with what each is for."""
     skills = load_skills(data_root("skills")).values()
     rows = [{"name": s.name, "description": s.front.description, "cards": list(s.cards), "path": str(s.path)} for s in skills]
     print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"))
@@ -72,7 +72,7 @@ def skills_check(
 
 @skills_app.command("index")
 def skills_index() -> None:
-    """Write skills/README.md, the index of the skills that ship."""
+    """Write skills/README.md, the index of the skills."""
     folder = data_root("skills")
     (folder / INDEX).write_text(index(load_skills(folder).values()), encoding="utf-8")
     say(str(folder / INDEX))
@@ -103,20 +103,20 @@ def skills_report(
 
 
 def stock_here() -> Stock:
-    """Cards, and evidence from this folder's runs and from the repository."""
+    """Cards and evidence for an export: records of this folder and of the repository."""
     cards = load_all()
     return Stock(cards, records_here(cards, None), datetime.now(UTC).date(), __version__)
 
 
 def known_here(skills: Sequence[str]) -> Known:
-    """What the shipped cards, cases, trainer and this command line know; `skills` are the names that may be mentioned."""
+    """All ids, keys and commands that a skill may refer to; `skills` are the names of skills it may mention."""
     from playbook.cli.check import trainer_keys
 
     return Known(load_all(), set(list_cases()), set(skills), trainer_keys(), parse)
 
 
 def parse(words: Sequence[str]) -> Accepted | str:
-    """A command line as this version takes it, or its own complaint; nothing is run."""
+    """Parse a command line without running it; the result, or the error message of the parser."""
     node: Any = typer.main.get_command(root.app)
     path: list[str] = []
     rest = list(words)
@@ -193,7 +193,7 @@ def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
 
 
 def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
-    """Launches as the schedule counts them; their cost as the stored A/A runs of this profile took."""
+    """Number of launches by the schedule, and their cost by the stored A/A runs of this profile."""
     from playbook_bench.run import schedule
     from playbook_bench.run.variants import resolve_variant
 
@@ -221,7 +221,7 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
 
 
 def _baselines(case: str, profile: str) -> list[Baseline]:
-    """The stored A/A of a case on a profile, from any environment."""
+    """The stored A/A runs of a case on a profile, in any software environment."""
     from playbook_bench.run.store import load_baseline
 
     folders: list[Path] = [DEFAULT_RESULTS / "baselines", data_root("baselines")]

@@ -36,7 +36,7 @@ def search(
     status: Annotated[
         str | None,
         typer.Option(
-            help="Only claims that stand so on some machine: confirmed, refuted, inconclusive, not_applicable, error, stale, untested."
+            help="Only claims with this status on some machine: confirmed, refuted, inconclusive, not_applicable, error, stale, untested."
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many cards.")] = 5,
@@ -65,12 +65,12 @@ def search(
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
     if hits:
-        say(f"what to set, and where each claim stands: playbook cards show {hits[0].id}")
+        say(f"settings and the status of each claim: playbook cards show {hits[0].id}")
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: what a search builds lives until it has answered, and looking through it takes a tenth of its time."""
+    """Switch garbage collection off. A search keeps nearly everything it allocates, and collecting takes a tenth of its time."""
     gc.disable()
     try:
         yield
@@ -79,7 +79,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
-    """Claims that stand so, by this folder's runs and the repository's."""
+    """Ids of the claims with this status, by the records of this folder and of the repository."""
     from playbook.records.read import with_status
 
     return with_status(cards, records_here(cards, here()), datetime.now(UTC).date(), status)
@@ -121,7 +121,7 @@ def cards_list(
 
 
 def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """Each claim of a card with where it stands, followed by its mechanism check."""
+    """One row for each claim of a card and for each mechanism check, with its status."""
     for claim in card.claims:
         shared = {"card": card.id, "kind": claim.kind}
         yield {"id": claim.id, **shared, "mechanism_of": None, **status_of(claim, records), "statement": claim.statement}
@@ -132,7 +132,7 @@ def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any
 
 @cards_app.command("show")
 def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
-    """Show one card, with where its claims stand."""
+    """Show one card, with the status of its claims."""
     cards = load.load_all()
     if card_id not in cards:
         holder = load.card_of(card_id, cards)

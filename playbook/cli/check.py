@@ -1,4 +1,4 @@
-"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys, then all evidence. Part of the command line.
+"""`playbook cards check` from end to end: cards, then cases, then the trainer's keys, then all evidence.
 
 Each package judges what it owns; here their answers are put side by side.
 """
@@ -31,18 +31,18 @@ from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
-"""What a receipt counts with; see `playbook.records.case.Rule`."""
+"""The variables that a formula for a count may use; see `playbook.records.case.Rule`."""
 
 RECIPES = "trainer/configs/recipes/"
-"""Where a family's `recipe` begins, whatever the machine."""
+"""The folder that every `recipe` of a family begins with."""
 
 RANKS = "ranks"
-"""The one key of profiles and deltas that belongs to the launch, not to the trainer."""
+"""The only key of profiles and deltas that is not a key of the trainer: the number of processes."""
 
 
 @dataclass(frozen=True)
 class LoadedCase:
-    """A case with the place of each of its values."""
+    """A case with the line and column of each value."""
 
     case: Case
     path: Path
@@ -69,7 +69,7 @@ DEGREE_KEYS = {
     "data.seq_len": "seq_len",
     RANKS: "ranks",
 }
-"""The keys of a profile that a scope asks about, by the scope's name."""
+"""Profile keys that correspond to a fact of a scope, with the name of that fact."""
 
 
 def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
@@ -132,7 +132,7 @@ def _read_case(path: Path, cases: dict[str, LoadedCase], findings: list[Finding]
 
 
 def _cases_beside(cards: Cards) -> tuple[dict[Path, dict[str, LoadedCase]], list[Finding]]:
-    """By card, the cases that it brings along, as `playbook confirm CARD.yaml` finds them; and what does not load."""
+    """Cases that lie beside a card file, by card, as `playbook confirm CARD.yaml` finds them; and findings for those that do not load."""
     shipped = data_root("cases").resolve()
     read: dict[Path, dict[str, LoadedCase]] = {}
     own: dict[Path, dict[str, LoadedCase]] = {}
@@ -196,7 +196,7 @@ def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str,
 def _same(
     entry: LoadedCard, here: Path_, kind: str, name: str | None, metric: str, comparison: Comparison, cases: Mapping[str, LoadedCase]
 ) -> Iterator[Finding]:
-    """A claim and its case must speak of the same thing."""
+    """Findings where a claim and its case differ in kind, metric or comparison."""
     loaded = cases.get(name or "")
     if loaded is None:
         return  # reported as a case that does not exist, or as a case file that does not load
@@ -214,7 +214,7 @@ def _same(
 
 
 def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
-    """A rule on a curve must speak of variants that its case has."""
+    """Findings where a rule on a curve names variants that the case does not have."""
     loaded = cases.get(claim.case or "")
     if loaded is not None and claim.kind == loaded.case.kind and claim.kind in ("sweep", "interaction") and not case_problems(loaded.case):
         for message in curve_rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
@@ -222,7 +222,7 @@ def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, Load
 
 
 def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iterator[Finding]:
-    """The margin's unit must fit the metric."""
+    """A finding where the unit of the margin does not fit the metric."""
     if metric in METRICS and expect.margin is not None:
         try:
             threshold(METRICS[metric], expect.margin)
@@ -231,7 +231,7 @@ def _margin(entry: LoadedCard, here: Path_, metric: str, expect: Expect) -> Iter
 
 
 def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
-    """At least one profile of the case must lie in the claim's scope, as far as its layout says."""
+    """A finding where the layouts of all profiles of the case lie outside the scope of the claim."""
     loaded = cases.get(claim.case or "")
     if loaded is None or not loaded.case.profiles or scope.problems(claim.scope):
         return
@@ -252,7 +252,7 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
 
 
 def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Finding]:
-    """Claims whose newest record has expired: what it found may no longer hold."""
+    """Warnings for claims whose newest record has expired."""
     for entry, i, claim in cards.claims():
         own = [r for r in records if not r.altered and r.claim_ref and speaks_for(r.claim_ref, entry.card.id, claim)]
         # One that settles nothing takes no verdict's place, however new it is; one that is judged again is valid no longer than its runs.
@@ -278,7 +278,7 @@ def _function(loaded: LoadedCase) -> Iterator[Finding]:
 
 
 def _formulas(loaded: LoadedCase) -> Iterator[Finding]:
-    """Every count must be a formula over the numbers of a receipt."""
+    """Findings for counts that are not formulas over the known variables."""
     for where, found in receipts(loaded.case):
         for i, rule in enumerate(found.require):
             try:
@@ -300,7 +300,7 @@ def _unknown_keys(loaded: LoadedCase) -> Iterator[Finding]:
 
 
 def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
-    """Every configuration delta that the case writes down, with its place."""
+    """All configuration deltas of the case, with their places."""
     places: list[tuple[Path_, Mapping[str, Any]]] = [(("baseline",), case.baseline), (("candidate",), case.candidate)]
     places += [(("values", i, "set"), value.set) for i, value in enumerate(case.values)]
     for i, factor in enumerate(case.factors):
@@ -309,7 +309,7 @@ def _deltas(case: Case) -> list[tuple[Path_, Mapping[str, Any]]]:
 
 
 def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
-    """Each variant on each profile must resolve, differ only as declared, and divide its ranks."""
+    """Findings for variants that do not resolve, differ in undeclared keys, or do not divide their ranks."""
     for profile in loaded.case.profiles:
         try:
             problems = list(_variant_problems(loaded.case, profile))
@@ -328,7 +328,7 @@ def _variant_problems(case: Case, profile: str) -> Iterator[str]:
 
 
 def _recipes(cards: Cards) -> Iterator[Finding]:
-    """Families whose recipe is not there, or is not what the family says."""
+    """Findings for families whose recipe is missing or disagrees with the family."""
     for entry in cards.loaded:
         for i, family in enumerate(entry.card.families):
             if family.recipe is not None:
@@ -338,7 +338,7 @@ def _recipes(cards: Cards) -> Iterator[Finding]:
 
 
 def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:
-    """Where a recipe is not what its family says."""
+    """Messages for the values in which a recipe and its family disagree."""
     path = recipes.folder() / recipe.removeprefix(RECIPES)
     if not path.is_file():
         have = [RECIPES + p.name for p in recipes.folder().glob("*.yaml") if p.name != recipes.INDEX]
@@ -356,7 +356,7 @@ def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:
 
 
 def _compared(family: ConfigFamily, config: trainer.TrainerConfig, gpus: int) -> dict[str, tuple[Any, Any]]:
-    """What a family says, and what the configuration has, by key; None where the family is silent."""
+    """By key, the value that the family states (None if it states none) and the value of the configuration."""
     par, settings = config.parallel, family.settings
     etp = par.etp or par.tp
     degrees = {"tp": par.tp, "cp": par.cp, "pp": par.pp, "vpp": par.vpp, "ep": par.ep, "etp": etp}

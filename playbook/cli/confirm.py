@@ -86,7 +86,7 @@ def confirm(
 
 
 def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outcome]], as_json: bool, counts: bool = False) -> None:
-    """Run with progress, print every verdict, and leave with the exit code that they add up to; `counts` what does not apply here."""
+    """Run with a progress line, print every verdict, and exit with their combined code. With `counts`, claims that do not apply here are only counted."""
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out, counts)
     try:

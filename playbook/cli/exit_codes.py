@@ -1,4 +1,4 @@
-"""How a command ends: every way out as an exit code that no verdict has already."""
+"""Exit codes of commands. A crash or a mistake of the user never looks like a verdict."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from playbook.errors import FileError, PlaybookError
 FAILED = 5
 INTERRUPTED = 130
 READER_LEFT = 141
-"""128 + SIGPIPE: what a shell reports of a command whose reader went away."""
+"""128 + SIGPIPE, the code of a command whose reader has closed the pipe."""
 
 
 def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
-    """The exit code of a command; a user's mistake is a message, and no accident looks like a verdict (Python's own code for one is 1)."""
+    """Run a command and return its exit code. Errors become one message; a crash ends with 5, since Python's own code for it, 1, means `refuted`."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, who does not want to hear
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)
@@ -65,14 +65,14 @@ def _tell(text: str) -> None:
 
 
 def _without_reader() -> int:
-    """The reader left (`playbook cards list | head -1`): there is nobody to tell, and nothing to be flushed when Python ends."""
+    """Give up the output after the reader has closed the pipe, as in `playbook cards list | head -1`."""
     for stream in (sys.stdout, sys.stderr):
         _abandon(stream)
     return READER_LEFT
 
 
 def _abandon(stream: Any) -> None:
-    """Point the stream elsewhere, so that what is left in its buffer cannot fail once more at the end."""
+    """Redirect the stream to the null device, so that flushing the rest of its buffer at exit cannot fail."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as in a test, has nothing to flush to
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

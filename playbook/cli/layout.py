@@ -35,7 +35,7 @@ Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 @layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
-    """Check a layout against every rule, and offer the nearest legal ones; exits with 2 if it breaks one."""
+    """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
     from playbook.planner.search import nearest
 
     plan = _plan(model, settings, gpus)
@@ -54,9 +54,9 @@ def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_
 
 @layout_app.command("memory")
 def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, memory: Memory = None, as_json: AsJson = False) -> None:
-    """Estimate peak allocated memory per rank, stage by stage, with layers of megatron-core, which split a vision tower over TP.
+    """Estimate peak allocated memory per rank and pipeline stage, for the layers of megatron-core (a vision tower is split over TP).
 
-    With --memory, exits with 2 if it does not fit.
+    With --memory, exit code 2 if it does not fit.
     """
     from playbook.planner.memory import estimate, verdict
 
@@ -114,7 +114,7 @@ def _plan(model: str, settings: list[str] | None, gpus: int | None) -> Plan:
 
 
 def degrees(plan: Plan) -> dict[str, Any]:
-    """A plan's degrees and batch, the derived ones included."""
+    """All degrees and batch sizes of a plan, derived ones included."""
     keys = ("model", "gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "seq_len", "microbatches")
     return {k: getattr(plan, k) for k in keys} | {"layers": plan.shape.layers, "gbs": plan.global_batch}
 
@@ -134,7 +134,7 @@ def _explain(broken: list[str], near: list[Near]) -> None:
 
 
 def _row(stage: StageBytes) -> dict[str, str]:
-    """A stage in GiB; columns that are zero everywhere still show, so that nothing seems forgotten."""
+    """One row of the table, in GiB; columns that are zero are kept, so that nothing seems forgotten."""
     parts = ("parameters", "gradients", "optimizer", "fp8_weights", "gathered", "activations", "transient", "workspace", "peak", "host")
     figures = stage.row()
     flying = "+".join(map(str, stage.in_flight))

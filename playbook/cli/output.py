@@ -1,4 +1,4 @@
-"""What the command line prints: cards as text, tables, JSON. Strings in, strings out."""
+"""Output of the commands: lines, tables, JSON, cards as text."""
 
 from __future__ import annotations
 
@@ -127,5 +127,5 @@ def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Itera
 
 
 def _verdict_lines(status: Mapping[str, Any]) -> Iterable[str]:
-    """What was found on each machine."""
+    """One line for the verdict of each machine."""
     return (f"  {v['sentence']}  [on {v['machine']}, {v['evidence']}]" for v in status["verdicts"])

@@ -64,7 +64,7 @@ def schemas_export(
 
 
 def schema_models() -> dict[str, type[BaseModel]]:
-    """The model behind each schema, from the package that owns it."""
+    """The Pydantic model behind each schema, by the name of the schema."""
     from playbook_trainer.config.tree import TrainerConfig
 
     return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
@@ -85,7 +85,7 @@ def site_build(
 
 
 def reference() -> Reference:
-    """Metrics, commands and the trainer's keys as plain data."""
+    """Metrics, commands and configuration keys of the trainer as plain data, for the pages of the site."""
     tree = typer.main.get_command(root.app)
     rows = [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "value"} for row in metrics.METRICS.values()]
     schema = schemas.schema("trainer", trainer.TrainerConfig)
@@ -154,15 +154,15 @@ def _row(recipe: recipes.Recipe, index: recipes.Index) -> dict[str, Any]:
 
 
 def peak_gib(report: Report) -> float:
-    """The fullest rank's peak."""
+    """Peak memory of the fullest rank. Units: GiB."""
     return max(stage.peak for stage in report.stages) / GIB
 
 
 def _word(value: Any) -> str:
-    """A value as it is typed after `key=` in a shell."""
+    """A value in the notation of `key=value` on a command line."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def fits(row: Mapping[str, Any]) -> bool:
-    """Whether each stated world, and the small version, is estimated to fit."""
+    """Whether the recipe fits on each stated number of GPUs, and its small version as well."""
     return bool(max(row["peaks_gib"].values()) < row["memory_gib"] and row["small_peak_gib"] < row["small_memory_gib"])

@@ -1,4 +1,4 @@
-"""`--launcher slurm`: the same command as a job of its own, and `--launcher srun`: what that job runs in its allocation."""
+"""Jobs of Slurm: `--launcher slurm` submits the same command as a job, which runs it with `--launcher srun` in its allocation."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _RESULT = "result.json"
 _POLL_S = 2.0
 _LAST_LOOKS = 5
 _STOPPED = (-1, 130, 143, 255)
-"""Exit codes of a job that was interrupted; it has no result yet."""
+"""Exit codes of an interrupted command, for which no result is written."""
 _SAVING_S = 90
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says about the job."""
+    """The options of a command that concern its job."""
 
     nodes: int | None
     cluster: Path | None
@@ -49,7 +49,7 @@ class Request:
 
 
 def check_launcher(name: str) -> None:
-    """One of the launchers.
+    """Check the name of a launcher.
 
     Raises:
         PlaybookError: it is none.
@@ -59,7 +59,7 @@ def check_launcher(name: str) -> None:
 
 
 def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
-    """What only a job has is asked for with a job: left unread, `--job 7` would end with 0 and `--nodes 2` would run on one.
+    """Refuse options of jobs without `--launcher slurm`: ignored, `--job 7` would end with 0 and `--nodes 2` would run on one node.
 
     Raises:
         PlaybookError: there is no such launcher, or an option does not go with it.
@@ -88,7 +88,7 @@ def load_cluster(path: Path | None) -> Cluster:
 
 
 def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
-    """The launcher of this process's allocation; None where runs are local.
+    """The launcher for the allocation that this process runs in; None for local runs.
 
     Raises:
         PlaybookError: there is no such launcher, no allocation, or the cluster's file is invalid.
@@ -103,7 +103,7 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
 
 
 def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False) -> Journal | None:
-    """The journal of this command, on these machines; runs of forked ranks and of fresh processes form no series together.
+    """The journal in this folder for these machines. Forked and fresh ranks have separate journals, since they are not compared.
 
     Raises:
         StoreError: it cannot be used.
@@ -116,7 +116,7 @@ def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False)
 
 
 def confirm_words(targets: Sequence[str], profile: str | None, pairs: int | None, budget: str | None, seed: int | None) -> list[str]:
-    """Targets and options of `confirm` as words again."""
+    """The targets and options of `confirm` as words of a command line."""
     given = {"--profile": profile, "--pairs": pairs, "--budget": budget, "--seed": seed}
     return [*targets, *(word for flag, value in given.items() if value is not None for word in (flag, str(value)))]
 
@@ -177,7 +177,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
 
 
 def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
-    """All ranks that the allocation holds, as one step; logs of each start in a folder of their own."""
+    """Run all ranks of the allocation as one step of srun; every start has its own folder of logs."""
     from playbook_bench.launch import cluster as clusters
     from playbook_bench.launch import local
     from playbook_bench.launch.local import Spec
@@ -203,13 +203,13 @@ def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
 
 @dataclass
 class Job:
-    """What submitit runs on the first node: the command line, with its answer kept beside its log."""
+    """The job as submitit runs it on the first node: a command line whose JSON output is kept beside the log."""
 
     words: list[str]
     folder: str
 
     def __call__(self) -> int:
-        """Run the command; an interruption passes through, so that the job has no result yet."""
+        """Run the command and write its result; an interrupted command writes none."""
         from playbook_bench.run import store
 
         def app(words: list[str], **how: Any) -> Any:
@@ -235,7 +235,7 @@ class Job:
         return code
 
     def checkpoint(self) -> Any:
-        """Before the time limit: let training save, then queue the same command again. A confirm has its journal."""
+        """Called before the time limit: let training save a checkpoint, then queue the same command again. `confirm` continues from its journal."""
         from submitit.helpers import DelayedSubmission
 
         if self.words[0] == "train":
@@ -244,7 +244,7 @@ class Job:
 
 
 def _let_the_steps_save(job: str) -> None:
-    """SIGTERM to the ranks of all steps, and time to end."""
+    """Send SIGTERM to the ranks of all steps and wait until they have ended."""
     command = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i"]
     deadline = time.monotonic() + _SAVING_S
     told: set[str] = set()
@@ -269,7 +269,7 @@ def _submit(
     own: Sequence[str],
     config: str | None = None,
 ) -> int:
-    """Write the job's folder, hand it to sbatch, and wait. A job that sbatch refuses leaves nothing behind."""
+    """Write the folder of the job, submit it with sbatch, and wait. The folder is removed if sbatch refuses the job."""
     import shutil
 
     from playbook_bench.launch import cluster as clusters
@@ -313,10 +313,10 @@ def _submit(
 
 
 def _check_folder(results: Path) -> None:
-    """The results folder must be one that sbatch takes as it is: in the path of a job's log it reads %, and a backslash, in its own way.
+    """Refuse a results folder with characters that sbatch interprets in the path of a log: % and backslash.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it has one.
     """
     if any(c in "%\\" or not c.isprintable() for c in str(results)):
         raise ConfigError(
@@ -328,7 +328,7 @@ def _check_folder(results: Path) -> None:
 def _job(
     name: str, words: Sequence[str], folder: Path, cluster: Cluster, nodes: int, variables: Mapping[str, str], own: Sequence[str]
 ) -> tuple[Job, dict[str, Any]]:
-    """The job with its own folder's paths in its words, and its parameters for submitit."""
+    """The job, with the paths of its folder filled in, and its parameters for submitit."""
     from playbook_bench.launch import cluster as clusters
 
     paths = {"--journal": ["--journal", str(folder / "journal")], "config.yaml": [str(folder / "config.yaml")]}
@@ -363,7 +363,7 @@ def _folder_of(job: str, results: Path, advice: str) -> Path:
 
 
 def _follow(job: str, folder: Path, request: Request) -> int:
-    """Show what the job says until it has a result. Ctrl-C leaves it alone."""
+    """Print the log of the job until it has a result. Ctrl-C stops printing, not the job."""
     log, result = folder / f"{job}_0_log.out", folder / _RESULT
     out = sys.stderr if request.as_json else sys.stdout
     shown, state, gone = 0, "", 0
@@ -394,7 +394,7 @@ def _follow(job: str, folder: Path, request: Request) -> int:
 
 
 def _echo(log: Path, shown: int, out: TextIO) -> int:
-    """Print what the log has grown by; returns how much of it has been shown."""
+    """Print the new part of the log; returns how many bytes of it have been shown."""
     try:
         with log.open("rb") as f:
             f.seek(shown)
@@ -408,7 +408,7 @@ def _echo(log: Path, shown: int, out: TextIO) -> int:
 
 
 def _end(job: str) -> str:
-    """How a job that has left the queue ended, in Slurm's words, such as NODE_FAIL; nothing where it does not know any more."""
+    """The final state of a job that has left the queue, such as NODE_FAIL; an empty string if Slurm has forgotten it."""
     try:
         done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
     except OSError:
@@ -420,7 +420,7 @@ def _end(job: str) -> str:
 
 
 def _state(job: str) -> str | None:
-    """What the queue says of the job, such as `pending (Resources)`; nothing once it has left, None where the queue does not answer."""
+    """The state of the job in the queue, such as `pending (Resources)`; an empty string after it has left, None if squeue fails."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %R"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     state, _, rest = done.stdout.strip().partition(" ")

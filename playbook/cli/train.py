@@ -58,7 +58,7 @@ def config_export(
         bool, typer.Option("--json", help="One JSON document on one line of stdout, with the keys behind each setting.")
     ] = False,
 ) -> None:
-    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan job file; what cannot be said there is a comment."""
+    """Print a configuration as Megatron-LM flags, Megatron-Bridge overrides or a torchtitan job file; what the other trainer lacks becomes a comment."""
     from playbook_trainer.config.tree import load, parse_overrides
     from playbook_trainer.export.render import export as exported
 
@@ -108,7 +108,7 @@ def train(
     job: JobId = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on one line of stdout, of a dry run or a job.")] = False,
 ) -> None:
-    """Train: one rank alone, this rank of a torchrun launch, or all ranks of a job of Slurm."""
+    """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
         show_dry_run(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
@@ -132,7 +132,7 @@ def train(
 
 
 def show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
-    """Print the layout and what each rank would hold, and with `build` what one rank of it does hold once it is built here; one GPU if none are named.
+    """Print the layout and the estimated memory of each rank; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
@@ -178,7 +178,7 @@ def show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, bui
 
 
 def _build(config: TrainerConfig, gpus: int) -> Built:
-    """One rank's model, on this machine's GPU."""
+    """Build the model of one rank on the GPU of this machine."""
     if config.backend != "megatron":
         raise ConfigError(f"--build builds models of the megatron backend, found {config.backend}; leave it out, or set backend: megatron")
     from playbook_trainer.megatron.checks import installed

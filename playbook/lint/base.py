@@ -1,4 +1,4 @@
-"""What every lint rule is made of: the cards it looks at, the configurations in them, and when two situations overlap."""
+"""Building blocks of the lint rules: the cards, the configurations in them, and whether two situations overlap."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB
 
 @dataclass(frozen=True)
 class Shelf:
-    """The cards that are checked, all the cards they can disagree with (the checked ones last), and the day to judge age by."""
+    """The input of a rule: the cards to check, all cards that they can disagree with (the checked ones last), and today's date."""
 
     checked: Sequence[LoadedCard]
     every: Sequence[LoadedCard]
     today: str
 
     def pairs(self) -> Iterator[tuple[LoadedCard, LoadedCard]]:
-        """Each pair of cards of which the second is checked, once; a card is also paired with itself."""
+        """Every pair of cards whose second card is checked, each once; a card is also paired with itself."""
         asked = {id(e) for e in self.checked}
         for j, second in enumerate(self.every):
             if id(second) in asked:
@@ -38,7 +38,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can be wrong: `check` yields (card, place in it, message)."""
+    """One lint rule; `check` yields (card, place in the card, message) for each finding."""
 
     id: str
     title: str
@@ -57,7 +57,7 @@ Found = tuple[LoadedCard, Path_, str]
 
 @dataclass(frozen=True)
 class Config:
-    """Something that a card sets: a family, a decision, or a variant of a claim, as flat keys."""
+    """One configuration of a card, as flat keys: a family, a decision, or a variant of a claim."""
 
     entry: LoadedCard
     where: Path_
@@ -70,7 +70,7 @@ class Config:
 
 
 def configs(entry: LoadedCard) -> Iterator[Config]:
-    """Every configuration that a card speaks of."""
+    """All configurations of a card."""
     for i, family in enumerate(entry.card.families):
         yield Config(
             entry,
@@ -132,12 +132,12 @@ def linked(first: LoadedCard, a: Claim | None, second: LoadedCard, b: Claim | No
 
 
 def show(value: Any) -> str:
-    """A value as a card writes it."""
+    """A value in the notation of a card."""
     return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
 
 
 def place(entry: LoadedCard, here: LoadedCard, label: str) -> str:
-    """`label`, with its card where that is another one."""
+    """The label, with the id of its card if that differs from the card being checked."""
     return label if entry is here else f"{label} of card '{entry.card.id}'"
 
 

@@ -1,4 +1,4 @@
-"""Lint rules about cards that contradict each other, or themselves, without saying so."""
+"""Lint rules that find undeclared contradictions between cards, or within one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _opposed(a: Claim, b: Claim) -> bool:
 
 
 def effect(expect: Expect) -> tuple[str, float, float] | None:
-    """What an expectation allows the effect to be: (scale, least, most); ratios and percent become logarithms."""
+    """The interval of effects that an expectation allows, as (scale, least, most); ratios and percentages become logarithms."""
     if expect.margin is None or expect.op == "holds":
         return None
     unit, value = expect.margin.unit, expect.margin.value
@@ -138,7 +138,7 @@ def _gains_nothing(claim: Claim) -> bool:
 
 
 def same_row(shelf: Shelf) -> Iterator[Found]:
-    """One configuration that two families state differently, or that fills in what its source leaves open."""
+    """Families that describe one configuration with different values, or fill in a value that the source does not give."""
     index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     asked = {id(e) for e in shelf.checked}
     for entry in shelf.every:
@@ -177,7 +177,7 @@ def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard,
 
 
 def one_measurement(shelf: Shelf) -> Iterator[Found]:
-    """The same figures under two descriptions: two families whose measurements are equal and whose settings are not."""
+    """Families with equal measurements but different settings: one row copied under two descriptions."""
     index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     for entry in shelf.every:
         for i, family in enumerate(entry.card.families):
@@ -210,7 +210,7 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
 
 
 def duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
-    """Two cards on one subject, by their titles and aliases: a search cannot tell them apart."""
+    """Cards on the same subject by title and aliases, which a search cannot tell apart."""
     words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
     for first, second in shelf.pairs():
         if first is second or first.card.id == second.card.id or linked(first, None, second, None):

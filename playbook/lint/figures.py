@@ -1,4 +1,4 @@
-"""Lint rules about numbers: units, text that should be a number, and figures that contradict arithmetic or each other."""
+"""Lint rules on numbers: wrong units, numbers written as text, and figures that contradict arithmetic or each other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def figure_units(shelf: Shelf) -> Iterator[Found]:
 
 
 def text_numbers(shelf: Shelf) -> Iterator[Found]:
-    """Numbers written as text, which nothing can compare."""
+    """Numbers written as text."""
     for entry in shelf.checked:
         places: list[tuple[Path_, Mapping[str, Any]]] = [
             (("families", i, "settings"), f.settings) for i, f in enumerate(entry.card.families)
@@ -69,7 +69,7 @@ def text_numbers(shelf: Shelf) -> Iterator[Found]:
 
 
 def is_text_number(text: str) -> bool:
-    """Whether a text is a number in disguise, such as `~300` or `19 %`."""
+    """Whether a text is really a number, such as `~300` or `19 %`."""
     return len(text) <= 40 and bool(_NUMERIC.match(text.strip()) or _TILDE.match(text.strip()))
 
 
@@ -100,7 +100,7 @@ def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) ->
 
 
 def implied_peak(shelf: Shelf) -> Iterator[Found]:
-    """TFLOP/s over MFU is the peak that a row was divided by; rows of one chip and precision must agree on it within rounding."""
+    """Rows of one chip and precision that imply different peaks. The peak of a row is its TFLOP/s divided by its MFU."""
     rows = [row for entry in shelf.every for row in _peaks(entry)]
     asked = {id(e) for e in shelf.checked}
     for (first, _, name_a, key_a, low_a, high_a), (second, where, name_b, key_b, low_b, high_b) in combinations(rows, 2):
@@ -134,7 +134,7 @@ def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[st
 
 
 def rounding(value: Quantity) -> tuple[float, float]:
-    """The interval that a written number stands for: half a unit of its last digit that is not a trailing zero, if it is rounded."""
+    """The interval of values that round to a written number: half a unit of its last significant digit to either side, if it is rounded."""
     if not value.approx:
         return value.value, value.value
     text = f"{value.value:.6f}".rstrip("0").rstrip(".")
@@ -145,7 +145,7 @@ def rounding(value: Quantity) -> tuple[float, float]:
 
 
 def figure_conflicts(shelf: Shelf) -> Iterator[Found]:
-    """The same figure with two values where both situations hold."""
+    """One figure with two values in situations that overlap."""
     rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
     asked = {id(e) for e in shelf.checked}
     for (first, _, a), (second, i, b) in combinations(rows, 2):

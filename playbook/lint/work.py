@@ -1,4 +1,4 @@
-"""Lint rules about comparisons: unequal work, claims that nothing can settle, and sources that time has passed by."""
+"""Lint rules on comparisons: unequal work, claims that no run can settle, and outdated sources."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WORK = (
     "freeze_vision",
     "task",
 )
-"""Settings that decide how much work a step does; rows that differ in one of them are no comparison of anything else."""
+"""Settings that decide how much work a step does; rows that differ in one of them cannot be compared on speed."""
 
 SOURCE_MONTHS = 24
 """Sources older than this are reported. Ours: megatron-core renames labels and fields about every half year."""
 
 
 def ranked_rows(shelf: Shelf) -> Iterator[Found]:
-    """Rankings between families that did unequal work, or that their own figures contradict."""
+    """Rankings of families that did unequal work, or whose figures say the opposite."""
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
         for i, ranking in enumerate(entry.card.rankings):
@@ -73,13 +73,13 @@ def compared_work(shelf: Shelf) -> Iterator[Found]:
 
 
 def _tokens(side: Mapping[str, Any]) -> int | None:
-    """Tokens per step, where a variant says both of its factors."""
+    """Tokens per step of a variant that sets both batch size and sequence length."""
     batch, length = side.get("train.global_batch_size"), side.get("data.seq_len")
     return batch * length if isinstance(batch, int) and isinstance(length, int) else None
 
 
 def cannot_settle(shelf: Shelf) -> Iterator[Found]:
-    """Claims that no run can contradict: variants without a difference, or margins that every result meets."""
+    """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
             here: Path_ = ("claims", i)

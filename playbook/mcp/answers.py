@@ -1,4 +1,4 @@
-"""What the MCP server answers, as typed records: each becomes an output schema that clients can check."""
+"""The answers of the MCP server as typed models; each becomes an output schema that clients can check."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Standing(BaseModel):
     sentence: str
     created: str
     stale: str | None
-    """Why it no longer speaks for today; null while it does."""
+    """Why the verdict is stale; null if it is not."""
     evidence: str
     repeat: str
-    """The command that gave it."""
+    """The command that repeats the measurement."""
 
 
 class SearchHit(BaseModel):
@@ -29,13 +29,13 @@ class SearchHit(BaseModel):
     claims: list[str]
     """Ids of its claims, nearest to the question first."""
     standing: dict[str, list[str]]
-    """Each of these claims to its verdicts, as in a list of cards; empty where it is untested, however sure its words are."""
+    """Verdicts by claim id, as in the list of cards; an empty list for a claim that was never tested."""
     why: str
     """The passage that matched best."""
     applies: bool
-    """Whether any of its claims speaks for the stated machine; true where none was stated."""
+    """Whether any claim of the card applies to the stated machine; true if no machine was stated."""
     limits: list[str]
-    """Claims that do not speak for it, each with what was found and expected."""
+    """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
 
 
 class SearchAnswer(BaseModel):
@@ -54,18 +54,18 @@ class CardRow(BaseModel):
     wall: str
     symptoms: list[str]
     claims: dict[str, list[str]]
-    """Claim id to its verdicts, each `status on machine` or, where it no longer counts, `status, stale on machine`; empty where it is untested."""
+    """Verdicts by claim id, each as `status on machine` or `status, stale on machine`; an empty list for a claim that was never tested."""
 
 
 class CardList(BaseModel):
-    """The cards there are."""
+    """All cards."""
 
     cards: list[CardRow]
     left_out: int = 0
 
 
 class CardAnswer(BaseModel):
-    """One card with where its claims stand."""
+    """One card with the verdicts on its claims."""
 
     card: Card
     verdicts: dict[str, list[Standing]]
@@ -77,11 +77,11 @@ class ClaimAnswer(BaseModel):
     card_id: str
     claim: Claim
     verdicts: dict[str, list[Standing]]
-    """Of the claim and of its mechanism check, each on its own."""
+    """Verdicts by id: of the claim, and of its mechanism check."""
 
 
 class EvidenceRow(Standing):
-    """One record."""
+    """One evidence record."""
 
     expires: str
     case: str | None
@@ -96,7 +96,7 @@ class EvidenceList(BaseModel):
 
 
 class LayoutAnswer(BaseModel):
-    """Whether a layout can run, and what follows from it."""
+    """Whether a layout is legal, and the degrees that follow from it."""
 
     legal: bool
     broken: list[str]
@@ -106,7 +106,7 @@ class LayoutAnswer(BaseModel):
     edp: int | None
     """Data-parallel degree of the experts."""
     min_gpus: int
-    """The fewest GPUs that hold one copy."""
+    """The smallest number of GPUs that holds one copy of the model."""
 
 
 class StageMemory(BaseModel):
@@ -139,7 +139,7 @@ class MemoryAnswer(BaseModel):
 
     peak: float
     stage: int
-    """The fullest stage."""
+    """The pipeline stage with the highest peak."""
     stages: list[StageMemory]
 
 
@@ -149,35 +149,35 @@ class PlannedProfile(BaseModel):
     profile: str
     ranks: int
     launches_least: int
-    """Up to the first look."""
+    """Launches up to the first look at the results, the earliest end."""
     launches_most: int
-    """Up to the last look. A series that drifts starts over once, which this leaves out."""
+    """Launches up to the last look, the latest end. A series whose step time drifts starts over once; that is not counted."""
     seconds_per_launch: float | None
     """Median of the stored A/A runs on this profile; null where none is stored."""
     seconds_least: float | None
     seconds_most: float | None
     limit_s: float
-    """The case's own budget; the series ends there."""
+    """The case's time budget, after which the series ends."""
     noise: str
-    """Whether the noise of this machine and case is stored, or has to be measured first."""
+    """Whether the noise of this case on this machine is known, or is measured first."""
 
 
 class PlannedCase(BaseModel):
-    """What the claims of one case need."""
+    """One case of a plan, with the claims that it settles."""
 
     case: str
     kind: str
     claims: list[str]
     requires: list[str]
     profiles: list[PlannedProfile] = Field(default_factory=list)
-    """Empty for arithmetic and invariants, which launch nothing."""
+    """Empty for cases that launch no training run."""
 
 
 class Plan(BaseModel):
-    """What confirming a card would run. Nothing was run to find out."""
+    """What confirming a card would run, worked out without running anything."""
 
     card_id: str
     command: str
     cases: list[PlannedCase]
     without_case: list[str] = Field(default_factory=list)
-    """Claims that no case settles."""
+    """Ids of claims that have no case."""

@@ -50,7 +50,7 @@ from playbook.skills.model import FILE, Skill
 from playbook.yaml_files import did_you_mean
 
 MAX_CHARS = 60_000
-"""An answer's JSON; about 15,000 tokens. What is longer is refused with the way to ask for less."""
+"""Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
 MAX_ROWS = 100
 MAX_TEXT = 600
 
@@ -77,7 +77,7 @@ Answer = CallToolResult | InputRequiredResult
 
 @dataclass(frozen=True)
 class Library:
-    """What the server reads from. Evidence grows while the server runs: every answer looks for files that are new or have changed."""
+    """The data behind the answers. Evidence files may appear while the server runs, so every answer reads new and changed ones."""
 
     cards: Mapping[str, Card]
     skills: Mapping[str, Skill]
@@ -87,21 +87,21 @@ class Library:
     version: str
 
     def stock(self) -> Stock:
-        """Cards and evidence as of now."""
+        """Cards with the evidence that exists now."""
         return Stock(self.cards, self.records(), self.today(), self.version)
 
     def card(self, card_id: str) -> Card:
-        """The card of that id, or an error that a caller can act on."""
+        """The card with this id; an unknown id raises an error that names the nearest ones."""
         if card_id not in self.cards:
             raise PlaybookError(f"card '{card_id}' does not exist{did_you_mean(card_id, self.cards)}")
         return self.cards[card_id]
 
 
 class Strict(MCPServer[Any]):
-    """A server whose tools refuse arguments that they do not have; the base class drops them, so that a misspelt degree would count as 1."""
+    """A server whose tools refuse unknown arguments. The base class drops them silently, and a misspelt degree would count as 1."""
 
     async def list_tools(self) -> list[Tool]:
-        """The tools, with schemas that say that there are no other arguments."""
+        """The tools; their schemas forbid additional arguments."""
         found = await super().list_tools()
         return [t.model_copy(update={"input_schema": {**t.input_schema, "additionalProperties": False}}) for t in found]
 
@@ -119,7 +119,7 @@ class Strict(MCPServer[Any]):
 
 
 def server(library: Library) -> MCPServer[Any]:
-    """The server with its tools and resources; `run("stdio")` serves it."""
+    """Build the server with its tools and resources; `run("stdio")` on it serves."""
     out = Strict("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
@@ -142,7 +142,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
         limit: Annotated[int, Field(ge=1, le=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, with why, where their claims stand, and whether they apply to the stated machine; no hits where none does."""
+        """Cards that answer a question, best first, with the reason, the status of their claims, and whether they apply to the stated machine; no hits where none does."""
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
@@ -171,7 +171,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**READ_ONLY))
     def get_claim(card_id: CardId, claim_id: ClaimId) -> ClaimAnswer:
-        """One claim with statement, mechanism, scope, sources, and its verdicts; `W9.m` gives the claim that it checks."""
+        """One claim with statement, mechanism, scope, sources, and verdicts; the id of a mechanism check such as `W9.m` gives the claim that it belongs to."""
         with _told():
             return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
@@ -179,13 +179,13 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
 def _evidence(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List evidence", annotations=ToolAnnotations(**READ_ONLY))
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = 20) -> EvidenceList:
-        """The records on one claim, newest first: machine, verdict, when, whether it still counts, and the command that repeats it."""
+        """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
         with _told():
             return evidence_list(library, claim_id, limit)
 
     @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**READ_ONLY))
     def plan_confirmation(card_id: CardId) -> Plan:
-        """What confirming a card would run: cases, profiles, launches, and a rough cost from stored A/A runs. Runs nothing."""
+        """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
         with _told():
             return bounded(library.plan(library.card(card_id)), "plan its claims one by one on the command line")
 
@@ -236,7 +236,7 @@ def _memory(out: MCPServer[Any]) -> None:
         fp8: Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"] = "",
         uneven: bool = False,
     ) -> MemoryAnswer:
-        """Peak allocated bytes per GPU, stage by stage, of a layout that breaks no rule; what the allocator reserves beyond it is not in it."""
+        """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
         with _told():
             shape(model, {})
             plan = LayoutPlan(
@@ -249,7 +249,7 @@ def _memory(out: MCPServer[Any]) -> None:
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
-    """Cards with their verdicts, and skills with what they link to. Each has a fixed address; none is made from an argument."""
+    """Register cards with their verdicts, and skills with the files that they link to. Every address is fixed; none is built from an argument."""
 
     def cards(*ids: str) -> str:
         return card_file(ids, library.stock())
@@ -271,7 +271,7 @@ def _skill_now(skill: Skill, library: Library) -> str:
 
 
 def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: Callable[[], str]) -> None:
-    """One resource, read when it is asked for."""
+    """Register one resource, which is read on request."""
 
     def told() -> str:
         with _told(ResourceError):
@@ -282,7 +282,7 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
 
 
 def card_list(library: Library) -> CardList:
-    """A row for each card, as many as an answer holds."""
+    """One row for each card, cut at the length of an answer."""
     stock = library.stock()
     rows = []
     for card in list(library.cards.values())[:MAX_ROWS]:
@@ -295,7 +295,7 @@ def card_list(library: Library) -> CardList:
 
 
 def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
-    """A claim, by its own id or by its mechanism check's.
+    """The claim with this id, or the claim whose mechanism check has it.
 
     Raises:
         PlaybookError: there is no such card or claim.
@@ -309,7 +309,7 @@ def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
 
 
 def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
-    """The newest records on a claim.
+    """The newest evidence records on a claim.
 
     Raises:
         PlaybookError: no card has such a claim.
@@ -340,7 +340,7 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
 
 
 def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
-    """The counts of a model: those given, the others from the table.
+    """Layers, experts and other counts of a model: the given ones, the rest from the table of models.
 
     Raises:
         PlaybookError: the model is not in the table, or counts are missing.
@@ -375,10 +375,10 @@ def layout_answer(
 
 
 def bounded(answer: A, instead: str) -> A:
-    """The answer, unless it is too long for a reader's context.
+    """The answer itself, if it is short enough for an agent's context.
 
     Raises:
-        PlaybookError: it is; `instead` says how to ask for less.
+        PlaybookError: it is too long; `instead` says how to ask for less.
     """
     length = len(answer.model_dump_json())
     if length > MAX_CHARS:
@@ -396,7 +396,7 @@ def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[St
 
 @contextmanager
 def _told(kind: type[Exception] = ToolError) -> Iterator[None]:
-    """A user's mistake, or a record that cannot be read, becomes an error that the agent can read."""
+    """Turn a mistake of the caller, or an unreadable record, into an error message for the agent."""
     try:
         yield
     except PlaybookError as e:

@@ -1,4 +1,4 @@
-"""What a skill says, checked against what exists: links, commands, ids of cards, claims, cases and skills, and restated figures."""
+"""Checks of skills: links resolve, commands parse, ids of cards, claims, cases and skills exist, and no figure is restated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIGURE = re.compile(rf"(?<![A-Za-z0-9.])[~<>]?\d[\d.,]*(?:\s*(?:{_UNIT})|[x×](?
 
 @dataclass(frozen=True)
 class Accepted:
-    """A command line that the command line takes: the command, and the values of its parameters."""
+    """A command line that parses: the command, and the values of its parameters."""
 
     command: str
     values: Mapping[str, Any]
@@ -46,14 +46,14 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Known:
-    """What a skill may speak of."""
+    """Everything that a skill may refer to."""
 
     cards: Mapping[str, Card]
     cases: Collection[str]
     skills: Collection[str]
     trainer_keys: Collection[str]
     parse: Callable[[Sequence[str]], Accepted | str]
-    """A command line's words, as the command line takes them, or why it does not."""
+    """Parse the words of a command line; the result, or the reason why it does not parse."""
 
     def claims(self) -> set[str]:
         """The ids of all claims and mechanism checks."""
@@ -66,7 +66,7 @@ def claim_ids(card: Card) -> list[str]:
 
 
 def check(skill: Skill, known: Known) -> list[Finding]:
-    """Everything in a skill that does not exist, does not resolve, or is a figure."""
+    """Findings for everything in a skill that does not exist, does not resolve or restates a figure."""
     found: list[Finding] = []
     named: set[str] = set()
     for line, words in command_lines(skill):

@@ -1,4 +1,4 @@
-"""Self-contained skill folders: SKILL.md, the cards that it points at with their newest verdicts, and copies of what it links to."""
+"""Export of skills as self-contained folders: SKILL.md, card.yaml with the newest verdicts, and copies of linked files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFERENCES = "references"
 
 @dataclass(frozen=True)
 class Stock:
-    """What an export draws from."""
+    """The cards and records that an export reads."""
 
     cards: Mapping[str, Card]
     records: Sequence[Record]
@@ -117,7 +117,7 @@ def card_file(ids: Sequence[str], stock: Stock) -> str:
 
 
 def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
-    """The newest verdict of each machine on a claim, and whether it still speaks for today; empty where it is untested."""
+    """The newest verdict of each machine on a claim, and whether it is stale; empty for a claim that was never tested."""
     claim = next((c for claim in card.claims for c in (claim, claim.mechanism_check) if c and c.id == claim_id), None)
     return [
         {
@@ -149,7 +149,7 @@ def _skill_text(skill: Skill, moved: Mapping[str, str], today: date) -> str:
 
 
 def _reference(source: Path) -> str:
-    """A linked file without links of its own: what they lead to is not exported, and readers follow one level only."""
+    """A linked file with its own links removed, since their targets are not exported."""
     text = source.read_text(encoding="utf-8")
     if source.suffix != ".md":
         return text
@@ -157,7 +157,7 @@ def _reference(source: Path) -> str:
 
 
 def _write(folder: Path, content: Mapping[str, str]) -> Path:
-    """The whole folder or none of it: it is filled under another name and then renamed."""
+    """Write a folder completely or not at all: it is filled under a temporary name and then renamed."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:

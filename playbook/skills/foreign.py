@@ -54,7 +54,7 @@ _SHORT = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
 
 @dataclass
 class Skill:
-    """What one skill folder holds, without its prose."""
+    """The contents of one skill folder, without its prose."""
 
     path: Path
     front_matter: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Skill:
 
 
 def summary(skill: Skill) -> dict[str, Any]:
-    """A skill as a row of a table: its name and counts."""
+    """One row of a table: the name of the skill and its counts."""
     return {
         "skill": _plain(skill.path.name),
         "front_matter": skill.front_matter,
@@ -162,7 +162,7 @@ def _front_matter(skill: Skill, path: Path, text: str) -> Iterator[Finding]:
 
 
 def front_matter_problems(data: Mapping[str, Any], folder: str) -> Iterator[tuple[str, str]]:
-    """What the Agent Skills specification does not allow: (key, message) for each.
+    """Violations of the Agent Skills specification as pairs (key, message).
 
     Source: https://agentskills.io/specification.
     """
@@ -308,7 +308,7 @@ def _text_numbers(value: Any, where: Path_) -> Iterator[tuple[Path_, str]]:
 
 
 def _plain(text: str) -> str:
-    """A short, printable form of a name that others chose."""
+    """A short printable form of a name from an untrusted file."""
     kept = "".join(c if c.isprintable() else "?" for c in text)
     return kept if len(kept) <= 64 else kept[:61] + "..."
 

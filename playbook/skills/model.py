@@ -22,7 +22,7 @@ from playbook.yaml_files import MAX_BYTES, Marks, Path_, Strict, did_you_mean, l
 FILE = "SKILL.md"
 INDEX = "README.md"
 CARDS_KEY = "playbook-cards"
-"""The metadata key that names the cards a skill points at, separated by spaces. The specification leaves metadata to authors."""
+"""The metadata key with the ids of the cards that a skill points at, separated by spaces."""
 
 MAX_LINES, MAX_BODY = 500, 20_000
 """Lines and characters of a body; about 5000 tokens at four characters each. Source: the specification, progressive disclosure."""
@@ -47,7 +47,7 @@ class Skill:
 
     front: FrontMatter
     lines: tuple[str, ...]
-    """The whole file, front matter included, so that an index plus one is the line's number."""
+    """All lines of the file, front matter included: line number n is at index n - 1."""
     body_start: int
     """Index of the first line after the front matter."""
     path: Path
@@ -150,7 +150,7 @@ def choose(skills: Mapping[str, Skill], names: Sequence[str]) -> list[Skill]:
 
 
 def split_description(skill: Skill) -> tuple[str, str]:
-    """What the skill does, and when to use it."""
+    """The description: what the skill does, and when to use it."""
     what, _, when = skill.front.description.partition("Use when ")
     return what.strip(), when.strip()
 
@@ -201,7 +201,7 @@ def _text(path: Path) -> str:
 
 
 def _front(skill: Skill, folder: str) -> Iterator[Finding]:
-    """What the fields' types cannot say. Length and line limits of the body are checked here too."""
+    """Checks that the types of the fields cannot express, and the limits on the length of the body."""
     front = skill.front
     if front.name != folder:
         yield skill.finding(("name",), f"name '{front.name}' differs from the folder '{folder}'; make them equal")
@@ -225,7 +225,7 @@ def _front(skill: Skill, folder: str) -> Iterator[Finding]:
 
 
 def _flow(skill: Skill, source: str) -> Iterator[Finding]:
-    """Flow style, which the specification's reference reader refuses."""
+    """Findings for YAML flow style, which the reference reader of the specification refuses."""
     pending = [yaml.compose(source, Loader=yaml.SafeLoader)]
     while pending:
         node = pending.pop()
