@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
+from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, TRACE, Record
+from playbook.records.table import to_frame
 from playbook.site.cards import Shelf, anchor, coverage, effect
 from playbook.site.figures import curves
 from playbook.site.figures.svg import samples
@@ -27,6 +29,9 @@ from playbook.site.text import (
     text,
 )
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _CONTENT = {"text": "text", "vqa": "photographs with questions"}
 _OF_ONES_OWN = {"text": "text", "vqa": "images with questions"}
 
@@ -34,9 +39,10 @@ _OF_ONES_OWN = {"text": "text", "vqa": "images with questions"}
 def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     """One verdict with everything behind it."""
     title = f"{record.about or 'a case'} on {record.machine}"
-    if record.altered:
+    if record.altered or not isinstance(record.content, Evidence):
         return render("altered.md", title=title, record=record)
-    spent = " ".join(filter(None, [_computing(record), _limited(record), _on_data(record), _stolen(record)]))
+    launches, steps = to_frame([record.content]), to_frame([record.content], per="step")
+    spent = " ".join(filter(None, [_computing(record), _limited(record), _on_data(launches), _stolen(record)]))
     runs = sorted(
         (r for r in record.get("measured", "runs", default=[]) if isinstance(r, Mapping)), key=lambda r: int(r.get("position") or 0)
     )
@@ -54,7 +60,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         spent=markdown(spent),
         gates=_gates(record),
         missing=record.get("measured", "missing", default=[]),
-        steps=markdown(samples(runs)),
+        steps=markdown(samples(launches, steps)),
         launches=[_launch(r) for r in runs],
         figures=[[text(str(k).replace("_", " ")), _figure(v)] for k, v in record.get("derived", "figures", default={}).items()],
         environment=_environment(record),
@@ -239,18 +245,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _on_data(record: Record) -> str:
+def _on_data(launches: pd.DataFrame) -> str:
     """A sentence on the share of step time that the host spent on data; only variants above NOTABLE_DATA."""
-    shares: dict[str, list[float]] = {}
-    for run in record.get("measured", "runs", default=[]):
-        timed = [s for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")] if run.get("role") == "measure" else []
-        if seconds := math.fsum(_seconds(s, "seconds") for s in timed):
-            shares.setdefault(str(run.get("variant")), []).append(math.fsum(_seconds(s, "data_seconds") for s in timed) / seconds)
-    medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
+    measured = launches[launches.role == "measure"]
+    medians = (measured.timed_data_seconds / measured.timed_seconds).groupby(measured.variant).median()
     shown = ", ".join(f"{number(round(100 * m))} % of the step in {text(v)}" for v, m in medians.items() if m >= NOTABLE_DATA)
     return f"The host spent {shown} on data." if shown else ""
 
@@ -265,11 +263,6 @@ def _stolen(record: Record) -> str:
     medians = {variant: statistics.median(each) for variant, each in sorted(shares.items())}
     shown = ", ".join(f"{number(round(m))} % from {text(v)}" for v, m in medians.items() if m >= NOTABLE_STOLEN)
     return f"The hypervisor kept processor time from this machine: {shown}." if shown else ""
-
-
-def _seconds(sample: Mapping[str, Any], name: str) -> float:
-    value = sample.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _yes(ok: Any) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from playbook.records.evidence import Evidence
 from playbook.records.read import Record
+from playbook.records.table import to_frame
 from playbook.site.figures.svg import contrasts, curve
 from playbook.site.text import attribute, code, number, percent, quantity, table, text
 
@@ -87,12 +89,11 @@ def _point(point: Mapping[str, Any], unit: str) -> tuple[str, float | None, str]
 
 def _memory(record: Record, variants: list[str]) -> list[tuple[str, float | None]]:
     """The most device memory that any launch of a variant allocated."""
-    most: dict[str, float] = {}
-    for run in record.get("measured", "runs", default=[]):
-        value = _number((run.get("metrics") or {}).get(MEMORY)) if isinstance(run, Mapping) else None
-        if value is not None and value > 0:
-            most[str(run.get("variant"))] = max(most.get(str(run.get("variant")), 0.0), value)
-    return [(v, most.get(v)) for v in variants]
+    launches = to_frame([record.content]) if isinstance(record.content, Evidence) else None
+    if launches is None or f"metric.{MEMORY}" not in launches:
+        return [(v, None) for v in variants]
+    most = launches.groupby("variant")[f"metric.{MEMORY}"].max()
+    return [(v, float(most[v]) if most.get(v, 0.0) > 0 else None) for v in variants]
 
 
 def _number(value: Any) -> float | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from playbook.site.text import attribute, percent
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _WIDTH = 720
 _MAX_POINTS = 80
@@ -51,9 +54,13 @@ def _label(x: str, label: str, y: int) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{attribute(label)}</text>'
 
 
-def samples(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds of every timed step, launch by launch in the order in which they ran; the bar is a launch's mean."""
-    series = [(r, _seconds(r)) for r in runs]
+def samples(launches: pd.DataFrame, steps: pd.DataFrame) -> str:
+    """Seconds of every timed step, launch by launch in the order in which they ran; the bar is a launch's mean.
+
+    Shapes: both tables are one record's, as `playbook.records.table.to_frame` makes them.
+    """
+    seconds_of = steps[steps.timed.astype(bool)].groupby("position").seconds.agg(list).to_dict()
+    series = [(run, seconds_of.get(run["position"], [])) for run in launches.sort_values("position").to_dict("records")]
     values = [v for _, s in series for v in s]
     if not values:
         return ""
@@ -75,7 +82,7 @@ def samples(runs: Sequence[Mapping[str, Any]]) -> str:
     return "".join([*out, "</svg>"])
 
 
-def _launch(run: Mapping[str, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
+def _launch(run: Mapping[Hashable, Any], seconds: Sequence[float], at: float, column: float, y: Any, bottom: int) -> str:
     variant = "candidate" if run.get("variant") == "candidate" else "baseline"
     aside = "" if run.get("role") == "measure" else " pb-aside"
     shown = seconds[:: max(1, math.ceil(len(seconds) / _MAX_POINTS))]
@@ -97,11 +104,6 @@ def _launch(run: Mapping[str, Any], seconds: Sequence[float], at: float, column:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _seconds(run: Mapping[str, Any]) -> list[float]:
-    found = [s.get("seconds") for s in run.get("samples") or [] if isinstance(s, Mapping) and s.get("timed")]
-    return [float(v) for v in found if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v >= 0]
 
 
 def curve(points: Sequence[tuple[str, float | None, str]], label: str) -> str:
