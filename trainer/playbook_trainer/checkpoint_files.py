@@ -71,7 +71,7 @@ class Stored(Strict):
     pieces: list[Piece]
 
     def problem(self) -> str:
-        """What is wrong with it, or nothing."""
+        """The first inconsistency of the entry, or an empty string."""
         volume = 0
         for p in self.pieces:
             if not len(p.offsets) == len(p.sizes) == len(self.shape):
@@ -83,7 +83,7 @@ class Stored(Strict):
 
 
 class Header(Strict):
-    """What a checkpoint says about itself, apart from its tensors."""
+    """Metadata of a checkpoint: everything but its tensors."""
 
     step: int = Field(ge=0)
     world_size: int = Field(gt=0)
@@ -102,7 +102,7 @@ class Header(Strict):
 
 
 class Index(Header):
-    """checkpoint.json."""
+    """The content of checkpoint.json."""
 
     schema_: Literal["checkpoint/1"] = Field(default="checkpoint/1", alias="schema")
     tensors: dict[str, Stored]
@@ -114,7 +114,7 @@ def sealed(content: bytes) -> bytes:
 
 
 def check_seal(content: bytes, header: Header, folder: Path) -> None:
-    """Refuse a checkpoint.json whose bytes are not those that were written.
+    """Refuse a checkpoint.json whose checksum does not match its bytes.
 
     Raises:
         ConfigError: they are not.

@@ -39,7 +39,7 @@ MAX_SKIPPED = 10
 
 @dataclass
 class Trainer:
-    """Everything a step needs."""
+    """The state of a training run on this rank."""
 
     config: TrainerConfig
     device: torch.device
@@ -54,12 +54,13 @@ class Trainer:
 
     @property
     def axes(self) -> Axes:
-        """Which ranks work together."""
+        """The parallel axes of this rank."""
         return self.engine.axes
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Run the whole configuration on this rank; returns "ok", "nan" or "stopped"."""
+    # Device and process group, then the model, then the newest checkpoint, then the data from where that stands.
     device = start(config, rank, world)
     engine = make_engine(config, rank, world, device)
     axes = engine.axes
@@ -69,6 +70,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     trainer.step = resumed.step if resumed else 0
     if config.checkpoint.dir:
         trainer.stop.listen()
+
+    # From here rank 0 writes; what the user should know is said before the first step.
     recorder = Recorder(config, axes, device, first_step=trainer.step)
     if config.checkpoint.every and not config.checkpoint.dir:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
@@ -83,6 +86,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
         recorder.say(
             f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; without the section profile it trains on"
         )
+
+    # All steps; a checkpoint that is being written is waited for, however they end.
     try:
         outcome = run_steps(trainer, recorder)
         engine.saver.wait()
@@ -93,6 +98,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
         raise
     finally:
         trainer.watchdog.close()
+
+    # After the clock has stopped: exported weights, one observed step for the receipt, and the summary, which comes last.
     if outcome == "ok" and config.checkpoint.export:
         engine.export(Path(config.checkpoint.export))
     extra: dict[str, Any] = {}
@@ -189,13 +196,13 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
 
 
 def last_step(trainer: Trainer) -> int:
-    """The step after which the run, as it stands before its first, ends."""
+    """Number of the last step. Call it before the first step of the run."""
     config = trainer.config
     return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
 
 
 def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None) -> StepStats:
-    """One optimizer step over the global batch; `before_update` runs when all gradients are there."""
+    """Run one optimizer step over the global batch. `before_update` is called once all gradients are complete."""
     config, engine, axes = trainer.config, trainer.engine, trainer.axes
     with range_("step"):
         began = time.perf_counter()
@@ -224,13 +231,13 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
 
 
 def is_compared(trainer: Trainer) -> bool:
-    """Whether the ranks' own times are to be compared in the next step."""
+    """Whether the next step compares how long each rank takes for its own work (`train.straggler_every`)."""
     every = trainer.config.train.straggler_every
     return every > 0 and (trainer.step + 1) % every == 0
 
 
 def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
-    """A step in which every rank measures the time at its own work."""
+    """Run one step in which every rank measures the time of its own work, in seconds, and record the comparison."""
     busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
     with trainer.engine.ranges(), listening(busy):
         stats = train_step(trainer)
@@ -269,7 +276,7 @@ def _periodically(trainer: Trainer, recorder: Recorder) -> None:
 
 
 def save(trainer: Trainer, recorder: Recorder) -> None:
-    """Save a checkpoint of this step, unless there is one; the time it takes belongs to no step."""
+    """Save a checkpoint after this step, unless there is one already. Saving counts for no step's time."""
     if trainer.engine.saver.latest == trainer.step:
         return
     recorder.flush()
@@ -300,7 +307,7 @@ def _data_counters(trainer: Trainer) -> dict[str, int]:
 
 
 def observe_step(trainer: Trainer) -> dict[str, Any]:
-    """One more step under observation, after the clock has stopped: receipt, saved activations, bytes of state."""
+    """Run one more step after the timed ones, under observation. Returns the activation receipt, bytes of saved activations and bytes of state."""
     config, engine, axes = trainer.config, trainer.engine, trainer.axes
     observer = Observer(engine.model, axes.group_names())
     held: dict[str, int] = {}
@@ -352,7 +359,7 @@ def _forgets_tokenizer(config: TrainerConfig) -> bool:
 
 
 def profiling(config: TrainerConfig) -> bool:
-    """Whether this run exists to be traced."""
+    """Whether this run records a trace; such a run times nothing and ends after the traced steps."""
     return config.profile.nvtx or config.profile.kineto
 
 
@@ -384,7 +391,7 @@ class _Trace:
 
 @contextmanager
 def annotated(config: TrainerConfig, out: Path | None) -> Iterator[_Trace]:
-    """Ranges switched on as the configuration asks."""
+    """A block in which the model's ranges go to the collectors that `profile` names; yields what starts and stops them."""
     with ExitStack() as stack:
         profiler = None
         if config.profile.nvtx:

@@ -15,14 +15,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this rank was asked to end, and whether any rank was."""
+    """Records that a signal asked this rank to stop, and finds out whether any rank was asked."""
 
     def __init__(self) -> None:
         self.asked = False
         self._copies: list[tuple[Tensor, Any]] = []
 
     def listen(self) -> None:
-        """Take the signals from here on; a second one has its usual effect. Data workers that start later inherit this and outlive it."""
+        """Handle SIGNALS from now on; a second signal has its usual effect. Data workers that start later inherit the handler, so they survive the first signal too."""
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 signal.signal(signum, self._ask)

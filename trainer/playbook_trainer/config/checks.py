@@ -27,7 +27,7 @@ def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
 
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:
-    """Broken rules of layout arithmetic."""
+    """Violations of the layout arithmetic on `world` ranks, a line for each."""
     if config.backend == "megatron":
         return megatron.layout_problems(config, world)
     model, par, train = config.model, config.parallel, config.train
@@ -112,7 +112,7 @@ def context_problems(config: TrainerConfig) -> list[str]:
 
 
 def feature_problems(config: TrainerConfig) -> list[str]:
-    """What the backend does not do."""
+    """Features of the configuration that its backend does not support."""
     problems = data_problems(config)
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
@@ -122,7 +122,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
 
 
 def torch_problems(config: TrainerConfig) -> list[str]:
-    """What the torch backend does not do."""
+    """Features of the configuration that the torch backend does not support."""
     par, problems = config.parallel, []
     if config.megatron != MegatronConfig():
         problems.append("the section megatron belongs to the megatron backend: leave it out, or set backend: megatron")
@@ -240,7 +240,7 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
 
 
 def notes(config: TrainerConfig) -> list[str]:
-    """What may stand in a configuration, which is to run with other degrees too, and has no effect in this run."""
+    """Settings that have no effect in this run, such as those of a parallel degree of 1; a line for each."""
     name = config.moe.dispatcher
     idle = config.backend == "torch" and config.model.num_experts > 0 and config.parallel.ep == 1 and name != "alltoall"
     return [f"moe.dispatcher {name} has no effect at parallel.ep 1: every rank has all experts, and no dispatcher runs"] if idle else []

@@ -27,7 +27,7 @@ _QUERY_S = 20
 
 
 def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
-    """What the layout and the features of a configuration ask for.
+    """The environment variables that the configuration needs on this platform, with their values.
 
     Source: `CUDA_DEVICE_MAX_CONNECTIONS` by Megatron-LM's checks of its arguments (1 with TP or CP before Blackwell, so that collectives
     start in the order of their launch; never 1 with FSDP) and by the environments of Megatron-Bridge's performance recipes (32 on

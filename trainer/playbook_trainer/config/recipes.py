@@ -59,7 +59,7 @@ class Index(Strict):
 
 
 def folder() -> Path:
-    """Where the recipes lie."""
+    """The folder of the recipes."""
     return data_root("configs") / "recipes"
 
 
@@ -74,7 +74,7 @@ def index() -> Index:
 
 
 def find(file: str) -> Recipe:
-    """The index's entry for a file.
+    """The entry of a recipe file in the index.
 
     Raises:
         ConfigError: it has none.

@@ -44,7 +44,7 @@ class GeneratedConfig(Strict):
 
 
 class DataConfig(Strict):
-    """What the model reads."""
+    """The training data and how it is packed into rows."""
 
     kind: Literal["text", "vqa", "mock"] = "text"
     """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
@@ -126,7 +126,7 @@ class ParallelConfig(Strict):
 
 
 class MoeConfig(Strict):
-    """How routed tokens reach their experts."""
+    """Mixture-of-experts settings: dispatch, expert products, router."""
 
     dispatcher: Literal["allgather", "alltoall", "dedup", "deepep", "hybridep"] = "alltoall"
     """allgather: every rank gets every token. alltoall: each token travels once for each of its experts. dedup: once for each rank that holds one of
@@ -148,7 +148,7 @@ class MoeConfig(Strict):
 
 
 class InitConfig(Strict):
-    """Where the first weights come from."""
+    """The source of the initial weights."""
 
     weights: str | None = None
     """A folder as Hugging Face transformers saves it (config.json and safetensors), to finetune from; None draws them from the seed."""
@@ -195,7 +195,7 @@ class PrecisionConfig(Strict):
 
 
 class OffloadConfig(Strict):
-    """What waits in host memory while the GPU does not need it."""
+    """Offload of activations and optimizer state to host memory."""
 
     activations: bool = False
     """What each decoder layer but the last saves for its backward pass; copied beside the computation, layer by layer, there and back."""
@@ -218,7 +218,7 @@ class CompileConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """The loop."""
+    """The training loop: steps, batch sizes, precision, recompute, kernels."""
 
     steps: int = Field(default=20, gt=0)
     warmup_steps: int = Field(default=3, ge=0)
@@ -306,7 +306,7 @@ class CheckpointConfig(Strict):
 
 
 class TrackerConfig(Strict):
-    """Where a run is followed, besides its own files. Each gets the whole resolved configuration."""
+    """Experiment trackers besides the run's own files. Each gets the whole resolved configuration."""
 
     tensorboard: bool = False
     """Event files in `output`/tensorboard."""
@@ -331,7 +331,7 @@ class ProfileConfig(Strict):
 
 
 class TrainerConfig(Strict):
-    """The whole tree."""
+    """The root of the configuration."""
 
     backend: Literal["torch", "megatron"] = "torch"
     seed: int = Field(default=1234, ge=0, lt=2**32)

@@ -15,7 +15,7 @@ GREY = 128
 
 
 class ImageDecoder:
-    """Decodes, caches and counts."""
+    """Decodes and resizes images, caches them if `data.cache` says so, and counts what it did."""
 
     def __init__(self, data: DataConfig) -> None:
         self._skip, self._max_pixels = data.on_bad_image == "skip", data.max_source_pixels

@@ -180,7 +180,7 @@ class Loader:
         return {**place, "stream": self._stream, "extent": self._extent}
 
     def counters(self) -> dict[str, int]:
-        """What this rank has handed out so far, by the names of COUNTERS: images, padding tokens, samples shortened to fit a row."""
+        """Counts of what this rank has read so far, by the names in COUNTERS: images, padding tokens, samples shortened to fit a row."""
         return dict(self._counters)
 
     def close(self) -> None:

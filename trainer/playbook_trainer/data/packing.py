@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Sized(Protocol):
-    """What rows are packed from."""
+    """A sample whose length in tokens is known."""
 
     def __len__(self) -> int: ...
 
@@ -28,7 +28,7 @@ class Sized(Protocol):
 D = TypeVar("D", bound=Sized)
 
 Place = tuple[int, int, int]
-"""A document within a lane: the how-manieth chunk drawn, the how-manieth sample of that chunk, the how-manieth piece of that sample."""
+"""A document within a lane, by three numbers from 0: of the chunk in the order of drawing, of the sample in that chunk, of the piece of that sample."""
 
 LaneState = list[int]
 """Rows made, then the place to draw from next, then the places of the documents that wait; three numbers a place."""
@@ -43,12 +43,12 @@ class Packing:
 
 
 def first_fit(waiting: Sequence[int], room: int) -> int | None:
-    """The first of the waiting lengths that fits into `room`."""
+    """Index of the first waiting length that is at most `room`; None if there is none."""
     return next((i for i, length in enumerate(waiting) if length <= room), None)
 
 
 class Lane(Generic[T, D]):
-    """Every L-th row, one after the other.
+    """Rows k, k + L, k + 2 L, ... of an endless run of rows, packed in that order.
 
     First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
     """
@@ -78,7 +78,7 @@ class Lane(Generic[T, D]):
             self._waiting.extend((place, self._at(place)) for place in places[1:])
 
     def row(self) -> list[D]:
-        """The next row."""
+        """Pack the next row of the lane."""
         row, room, most = [], self._packing.seq_len, max(1, self._packing.buffer)
         self._refill(most)
         at: int | None = 0

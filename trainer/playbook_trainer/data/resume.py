@@ -14,7 +14,7 @@ _OTHER = "set {key} back, or choose another checkpoint.dir to start anew"
 
 
 def identity(config: TrainerConfig) -> dict[str, Any]:
-    """What decides which documents there are and in which order, by the configuration's keys.
+    """The configuration keys, with their values, that decide which documents are read and in which order.
 
     Sizes of images and of the packing buffer are not among it: with others, every place in the stream still means the same sample.
     """

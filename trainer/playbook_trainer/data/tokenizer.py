@@ -12,7 +12,7 @@ NUM_BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """All that the data needs of a tokenizer."""
+    """Turns text into token ids."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without any special token."""

@@ -114,7 +114,7 @@ class InMemory:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """The box that covers a whole tensor of this shape."""
     return tuple((0, n) for n in shape)
 
 
@@ -124,7 +124,7 @@ def sizes(box: Box) -> Shape:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
+    """The box as a tuple of slices, to index a tensor with."""
     return tuple(slice(a, b) for a, b in box)
 
 
@@ -135,7 +135,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    """The table between the two layouts, in the order of the model."""
+    """All rules for a model: for each of our tensors, the checkpoint's tensors that hold the same numbers. In the order of the model."""
     base = "model." if config.vision is None else "model.language_model."
     vocab = (config.vocab_size, config.hidden_size)
     depths = range(config.num_layers, config.num_layers + config.mtp_layers)

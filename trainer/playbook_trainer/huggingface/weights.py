@@ -119,7 +119,7 @@ def open_folder(config: ModelConfig, folder: Path, stack: ExitStack) -> Files:
 
 
 def check_tensors(config: ModelConfig, source: Source) -> None:
-    """Refuse anything but the model's tensors.
+    """Refuse a checkpoint with missing, unknown or misshapen tensors.
 
     Checkpoints of models with tied embeddings may hold the output layer a second time; transformers ignores it.
 
@@ -169,7 +169,7 @@ class Writer:
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The next tensor, in the order in which sizes were given."""
+        """Write the next tensor. Tensors come in the order of the sizes that were given."""
         # A copy of its own for each tensor: safetensors refuses views that share memory.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if name in self._last:

@@ -183,20 +183,20 @@ def forward_step(
 
 
 def packed(borders: Tensor | None, longest: int) -> PackedSeqParams | None:
-    """A stream of documents for attention and rotary embedding; None for plain rows."""
+    """The borders of packed documents in the form that megatron-core takes; None for plain rows."""
     if borders is None:
         return None
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that gradients are of, and the sum over labels that is reported."""
+    """The loss times `scale`, which gradients are taken of, and the unscaled sum over labels (nats), which is reported."""
     total = (losses.float() * weight.view_as(losses)).sum()
     return total * scale, {"loss": total.detach().clone()}
 
 
 def require(config: TrainerConfig, device: torch.device, world: int) -> None:
-    """Refuse what this rank's device and packages cannot serve on so many ranks.
+    """Refuse a configuration that this rank's device or packages cannot run on `world` ranks.
 
     Raises:
         ConfigError: one line for each.
@@ -224,7 +224,7 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
 
 
 def prepare(config: TrainerConfig, device: torch.device) -> None:
-    """What has to be so before the first tensor: the configuration alone chooses attention, and graphs are not captured on the default stream.
+    """Set the process up before the first tensor: unset Transformer Engine's attention variables, and leave the default stream if graphs are captured.
 
     Source: Megatron-LM, `megatron/training/initialize.py` (stream), and megatron-core, `LanguageModule._set_attention_backend` (variables).
     """
@@ -235,7 +235,7 @@ def prepare(config: TrainerConfig, device: torch.device) -> None:
 
 
 def open_buffers(config: TrainerConfig) -> None:
-    """Transformer Engine's buffers for tensor-parallel collectives in pieces.
+    """Allocate Transformer Engine's user buffers, with which tensor-parallel collectives overlap matrix products in pieces.
 
     Source: Megatron-LM, `megatron/training/initialize.py` (_initialize_tp_communicators).
     """
@@ -256,7 +256,7 @@ def open_buffers(config: TrainerConfig) -> None:
 
 
 def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
-    """What the device is too old for."""
+    """Problems of the configuration on this device: no GPU, or a generation without the asked-for units."""
     if device.type != "cuda":
         return ["backend megatron needs a GPU, and there is none: set backend: torch"]
     have, recipe = torch.cuda.get_device_capability(device), config.precision.fp8
@@ -272,7 +272,7 @@ def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
 
 
 def seed(config: TrainerConfig) -> None:
-    """Random states of this rank, apart for what tensor-parallel ranks hold in common and what they do not.
+    """Seed the random states of this rank: one that all tensor-parallel ranks share, and one of its own.
 
     Graphs need states that a graph can read, and an earlier run in this process may have left others.
     """
@@ -297,7 +297,7 @@ def transformer_config(config: TrainerConfig) -> Any:
 
 
 def build_chunks(config: TrainerConfig, transformer: Any, device: torch.device) -> list[nn.Module]:
-    """The chunks of the model on this rank, with their first weights."""
+    """Build this rank's model chunks (one per virtual pipeline stage) and initialise their weights."""
     count = config.parallel.vpp
     chunks = [_chunk(config, transformer, stage if count > 1 else None) for stage in range(count)]
     dtype = settings.DTYPES[config.train.dtype]
@@ -330,7 +330,7 @@ def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Mod
 
 
 def has_experts(layer: nn.Module) -> bool:
-    """Whether a decoder layer routes tokens."""
+    """Whether a decoder layer is a mixture-of-experts layer."""
     return hasattr(layer.mlp, "router")
 
 

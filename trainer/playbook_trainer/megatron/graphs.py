@@ -36,7 +36,7 @@ def forget(config: TrainerConfig) -> None:
 
 @contextmanager
 def wrapping(config: TrainerConfig) -> Iterator[None]:
-    """The stream on which data parallelism is put around the model.
+    """A block for wrapping the model in data parallelism, on the stream that CUDA graphs need.
 
     It holds the nodes that accumulate gradients, and these stay on the stream on which they were made. A graph of the whole iteration runs
     them, so it has to be the one that captures; the default stream takes no part in a capture.
@@ -55,7 +55,7 @@ def wrapping(config: TrainerConfig) -> Iterator[None]:
 
 
 class Graphs:
-    """Graphs of parts, which Transformer Engine captures after the first steps, or of a whole iteration; nothing where none is asked for."""
+    """CUDA graphs of the megatron backend: of parts of layers, captured by Transformer Engine after the first steps, or of a whole iteration."""
 
     def __init__(self, config: TrainerConfig, transformer_config: Any, chunks: list[Any], optim: Any) -> None:
         self.impl, self._step, self._chunks = fields.graph_impl(config), 0, chunks
@@ -79,7 +79,7 @@ class Graphs:
         )
 
     def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The schedule, captured whole where that is asked for."""
+        """The pipeline schedule; with `cuda_graph_impl: full_iteration`, wrapped so that it is captured as one graph."""
         if self.impl != "full_iteration":
             return run
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -88,7 +88,7 @@ class Graphs:
         return captured
 
     def before_step(self) -> None:
-        """Capture, when the steps before have warmed everything up."""
+        """Capture the graphs before the step that follows the warm-up steps; does nothing in all others."""
         if self._helper is not None and self._step == GRAPH_WARMUP:
             if self._overlaps:
                 for chunk in self._chunks:

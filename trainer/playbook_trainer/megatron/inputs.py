@@ -45,7 +45,7 @@ class Inputs:
     vision: VisionBatch | None = None
 
     def to(self, device: Any) -> Inputs:
-        """The same on `device`."""
+        """The same micro-batch with its tensors on `device`."""
         moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         vision = self.vision
         if vision is not None:
@@ -54,7 +54,7 @@ class Inputs:
 
 
 def is_stream(config: TrainerConfig) -> bool:
-    """Whether micro-batches go in as a stream of documents."""
+    """Whether micro-batches are packed documents in thd format, without padding between them."""
     return config.data.pack or not config.data.pad or config.model.vision is not None
 
 

@@ -85,7 +85,7 @@ def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:
 
 @contextmanager
 def alone(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of many that are not there."""
+    """A block in which this process is one rank of `world`, with no other rank present."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

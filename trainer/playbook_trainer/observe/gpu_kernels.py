@@ -32,7 +32,7 @@ class Event:
 
 @dataclass
 class Kernels:
-    """What was counted."""
+    """Counts of one step on this rank's GPU."""
 
     names: Counter[str] = field(default_factory=Counter)
     counters: dict[str, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Kernels:
 
 @contextmanager
 def watching() -> Iterator[Kernels]:
-    """Count what runs on this rank's GPU inside the block; complete after it."""
+    """Count the kernels that run on this rank's GPU inside the block. The counts are filled in when the block ends."""
     found = Kernels()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         yield found
@@ -50,7 +50,7 @@ def watching() -> Iterator[Kernels]:
 
 
 def events(profiler: torch.profiler.profile) -> Iterator[Event]:
-    """What a profiler has recorded, but for its annotations.
+    """The profiler's events on the GPU and calls of the CUDA runtime, without annotations.
 
     Read where torch keeps it: `profiler.events()` builds a tree, which takes ten seconds where a step launches 30,000 kernels.
     """

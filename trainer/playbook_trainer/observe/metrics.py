@@ -42,7 +42,7 @@ SHOWN_DATA = 0.05
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step's figures, still on the device: reading them would make the host wait."""
+    """Figures of one step. Tensors stay on the device, since reading one makes the host wait for it."""
 
     step: int
     lr: float
@@ -55,7 +55,7 @@ class StepStats:
 
 
 def lengths(began: float, ends: Sequence[float]) -> list[float]:
-    """How long each step lasted, from when the last rank had ended the one before to when the last rank ended it.
+    """Seconds of each step, from the moment the slowest rank ended the previous step to the moment the slowest rank ended this one.
 
     So steps add up to the time that passed. The longest of the ranks' own lengths would not: where ranks take turns at being late, each step
     would hold somebody's delay twice. `ends` are the latest over the ranks, in seconds from a common start.
@@ -65,7 +65,7 @@ def lengths(began: float, ends: Sequence[float]) -> list[float]:
 
 @dataclass
 class Recorder:
-    """Times steps without stopping the device, and writes them down every `log_every` steps."""
+    """Measures step times without synchronising the device, and writes one line of metrics.jsonl per step, every `log_every` steps."""
 
     config: TrainerConfig
     axes: Axes
@@ -112,14 +112,14 @@ class Recorder:
             self.trackers = tracker.start(self.config, self.out)
 
     def begin_timed(self) -> None:
-        """The warm-up is over; from here steps count."""
+        """End the warm-up: steps from here on are timed."""
         self.flush()
         self._timed = not (self.config.profile.nvtx or self.config.profile.kineto)
         self.phases["warm_up"] = time.time() - self.began
         self._restart()
 
     def add(self, stats: StepStats) -> None:
-        """A step has been issued."""
+        """Record a step that the host has issued; the device may still be running it."""
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
@@ -128,23 +128,23 @@ class Recorder:
             self.flush()
 
     def note_eval(self, step: int, loss: float) -> None:
-        """An evaluation's mean loss; the time it took belongs to no step."""
+        """Record the mean loss per label of an evaluation. Its time counts for no step."""
         self.flush()
         self.evals[step] = loss
         self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
         self._restart()
 
     def note_ranks(self, step: int, times: dict[str, Any]) -> None:
-        """The ranks' own times in a step."""
+        """Record the comparison of the ranks' own times in a step."""
         self.ranks[step] = times
 
     def pause(self) -> None:
-        """What came since the last step belongs to no step."""
+        """Write what is pending, and leave the time since the last step out of all steps."""
         self.flush()
         self._restart()
 
     def flush(self) -> None:
-        """Wait for the device and write what is pending."""
+        """Wait for the device, then write the lines of all pending steps."""
         if not self.pending:
             return
         steps = [stats.totals.read() for stats, _, _ in self.pending]
@@ -236,11 +236,11 @@ class Recorder:
         )
 
     def utilisation(self, flops: float, seconds: float) -> float | None:
-        """The share of the ranks' peak that so many FLOPs in so many seconds are; None where no peak is known."""
+        """`flops` per `seconds` as a share of the peak of all ranks (0 to 1); None where no peak is known."""
         return flops / seconds / self.axes.world.size / self.peak.flops_per_s if self.peak and seconds > 0 else None
 
     def flops(self) -> dict[str, Any]:
-        """What the timed steps have computed: by class per step, and as shares of the peak."""
+        """FLOPs of the timed steps: per step by class of operation, and as shares of the peak (mfu, hfu)."""
         steps = max(1, self.timed_steps)
         return {
             "formula": FORMULA,
@@ -252,7 +252,7 @@ class Recorder:
         }
 
     def say(self, text: str) -> None:
-        """A line for people, from rank 0."""
+        """Print a line on rank 0."""
         if self.out is not None:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
@@ -260,7 +260,7 @@ class Recorder:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Inside, what keeps a run's files from being written is one message.
+    """A block in which a failure to write the run's files becomes one message.
 
     Raises:
         DataError: the disk is full, or the folder has gone or takes no files.
@@ -320,7 +320,7 @@ def source_sha() -> str:
 
 
 def environment(device: torch.device, world: int) -> dict[str, Any]:
-    """What only the ranks can tell about the machine."""
+    """Versions and device names that only a rank can read, for the run's fingerprint."""
     cuda = device.type == "cuda"
     strict: dict[str, Any] = {
         "torch": torch.__version__,
@@ -409,7 +409,7 @@ def write_summary(
 
 
 def stragglers(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How often each rank was the slowest, and the most that one took over the median; None without comparisons."""
+    """How often each rank was the slowest, and the largest ratio of the slowest rank's time to the median; None without comparisons."""
     if not ranks:
         return None
     slowest = Counter(str(times["slowest"]) for times in ranks.values())

@@ -26,7 +26,7 @@ BACKWARD = ".bwd"
 
 
 class Sink(Protocol):
-    """Something that wants to know where in the step the program is."""
+    """Receives the beginning and end of named ranges of a step, and counts."""
 
     def push(self, name: str) -> None:
         """A range begins on this thread."""
@@ -35,7 +35,7 @@ class Sink(Protocol):
         """The innermost range ends on this thread."""
 
     def tally(self, name: str, amount: int) -> None:
-        """So much of something was done."""
+        """Add `amount` to the counter `name`."""
 
 
 # Annotation is about the process, not about one object in it; the list is empty in a timed run.
@@ -45,13 +45,13 @@ _open: list[str] = []
 
 
 def open_ranges() -> list[str]:
-    """Where in the step the program is."""
+    """Names of the ranges that are open now, outermost first."""
     return list(_open)
 
 
 @contextmanager
 def listening(sink: Sink) -> Iterator[None]:
-    """Ranges reach `sink` inside this block."""
+    """A block in which ranges and counts are sent to `sink`."""
     _sinks.append(sink)
     try:
         yield
@@ -60,7 +60,7 @@ def listening(sink: Sink) -> Iterator[None]:
 
 
 def tally(name: str, amount: int = 1) -> None:
-    """Tell whoever listens that so much of `name` was done: the counters of the receipt."""
+    """Add `amount` to the counter `name` of every sink; receipts report these counters."""
     for sink in _sinks:
         sink.tally(name, amount)
 
@@ -82,7 +82,7 @@ class NvtxSink:
         self._pop()
 
     def tally(self, name: str, amount: int) -> None:
-        """A trace shows when, not how much."""
+        """Do nothing: traces hold no counters."""
 
 
 class KinetoSink:
@@ -105,7 +105,7 @@ class KinetoSink:
                 return
 
     def tally(self, name: str, amount: int) -> None:
-        """A trace shows when, not how much."""
+        """Do nothing: traces hold no counters."""
 
 
 class range_:

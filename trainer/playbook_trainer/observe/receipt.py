@@ -67,7 +67,7 @@ class Observer:
         self.saved = _Saved(model)
 
     def push(self, name: str) -> None:
-        """A range opened."""
+        """Open a range."""
         self.ranges[name] += 1
         self.stack.append(name)
 
@@ -79,11 +79,11 @@ class Observer:
                 return
 
     def tally(self, name: str, amount: int) -> None:
-        """So much of something was done."""
+        """Add to a counter."""
         self.counters[name] += amount
 
     def record(self, op: str, group: str, size: int, num_bytes: float) -> None:
-        """One collective was issued."""
+        """Count a collective with its bytes."""
         inside = self.stack[-1] if self.stack else ""
         backward = inside.endswith(BACKWARD) or "backward" in self.stack
         key = (op, group, inside.removesuffix(BACKWARD), "backward" if backward else "forward")
@@ -109,7 +109,7 @@ class Observer:
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Everything in this block is observed; slower than a plain step, and never timed."""
+    """A block whose operators, collectives and saved tensors are recorded by `observer`. It is slower than a plain step and never timed."""
     with listening(observer), _Operators(observer), torch.autograd.graph.saved_tensors_hooks(observer.saved.pack, _Saved.unpack):
         yield
 

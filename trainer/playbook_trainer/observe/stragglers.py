@@ -47,10 +47,10 @@ class Busy:
                 self._spans[-1].append(self._now(name))
 
     def tally(self, name: str, amount: int) -> None:
-        """Counts do not matter here."""
+        """Do nothing: only times are measured."""
 
     def seconds(self) -> float:
-        """The sum; on a GPU it waits for the device."""
+        """Seconds inside the named ranges so far. On a GPU this waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         return sum(_between(*span) for span in self._spans if len(span) == 2)
@@ -69,7 +69,7 @@ def _between(a: Any, b: Any) -> float:
 
 
 def compare(own: float, axes: Axes, device: torch.device) -> dict[str, Any]:
-    """Least, median and longest time over the ranks, and whose the longest is."""
+    """Shortest, median and longest of the ranks' own times in seconds, and the number of the slowest rank."""
     times = [own]
     if axes.world.size > 1:
         found = torch.empty(axes.world.size, dtype=torch.float64, device=device)

@@ -18,13 +18,13 @@ CONFIG_TAG = "config"
 
 
 class Tracker(Protocol):
-    """Where a run is followed."""
+    """An experiment tracker: receives the figures of each step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of one step."""
+        """Send the figures of one step."""
 
     def close(self, summary: Mapping[str, float]) -> None:
-        """The run's figures; nothing follows."""
+        """Send the figures of the whole run, then close the tracker."""
 
 
 def check(config: TrainerConfig) -> None:
@@ -42,7 +42,7 @@ def check(config: TrainerConfig) -> None:
 
 
 def start(config: TrainerConfig, out: Path) -> list[Tracker]:
-    """The trackers that the configuration asks for, told of all of it.
+    """Open the trackers that the configuration names, and send each the whole resolved configuration.
 
     Raises:
         ConfigError: one of them cannot be reached.
@@ -76,7 +76,7 @@ class TensorBoard:
         self._writer.add_text(CONFIG_TAG, "".join(f"    {line}\n" for line in text.splitlines()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each."""
+        """Write one scalar per figure."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -106,7 +106,7 @@ class WandB:
             raise ConfigError(f"tracker.wandb: {e}; log in with `wandb login`, or set tracker.offline: true") from e
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of the history."""
+        """Append one row to the run's history."""
         self._run.log(dict(values), step=step)
 
     def close(self, summary: Mapping[str, float]) -> None:

@@ -25,15 +25,15 @@ class Watchdog:
             self._thread.start()
 
     def alive(self, step: int) -> None:
-        """A step is over."""
+        """Restart the countdown: a step has ended."""
         self._step, self._last = step, time.monotonic()
 
     def rest(self) -> None:
-        """Nothing is watched until the next `alive`."""
+        """Pause the countdown until the next `alive`."""
         self._last = math.inf
 
     def close(self) -> None:
-        """Stop watching."""
+        """End the watching thread."""
         self._closed.set()
         if self._timeout_s is not None:
             self._thread.join()

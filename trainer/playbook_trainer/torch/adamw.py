@@ -47,7 +47,7 @@ class AdamW(torch.optim.AdamW):
                     self.state[param][key] = value.to(param.device, value.dtype if key == "remainder" else self.moments, copy=True)
 
     def begin(self, param: Tensor) -> dict[str, Any]:
-        """The parameter's state, which its first step or a checkpoint begins."""
+        """The optimizer state of a parameter; created at its first step, or before a checkpoint is read."""
         state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -58,13 +58,13 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def whole(self, param: Tensor) -> Tensor:
-        """The float32 weights of a parameter that is their upper half, in memory of their own."""
+        """The float32 master weights of a bf16 parameter, from it and its 16-bit remainder, in new memory."""
         state = self.begin(param)
         return param_remainders.join(param, state["remainder"], state["exp_avg_sq"])
 
     @torch.no_grad()
     def put(self, param: Tensor, values: Tensor, at: tuple[slice, ...] = ()) -> None:
-        """Set a parameter that is an upper half, or a box of it, to float32 values."""
+        """Set a bf16 parameter, or a box of it, and its 16-bit remainder from float32 values."""
         state = self.begin(param)
         values = values.to(param.device, torch.float32)
         param_remainders.split(values, param[at], state["remainder"][at], state["exp_avg_sq"][at])
@@ -108,7 +108,7 @@ def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], st
 
 
 def torchs(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
-    """As `update`, in float32 throughout, by the kernel that torch.optim.AdamW has for it: what whole weights get, to the last bit."""
+    """One AdamW update in float32 by torch's fused kernel: bit-identical to torch.optim.AdamW on float32 master weights."""
     beta1, beta2 = group["betas"]
     before = torch.full((), step - 1, dtype=torch.float32, device=p.device)
     adamw(

@@ -78,7 +78,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
 
 
 def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device, put: Put = set_values) -> None:
-    """Give the parameters their first values: from the seed, or from a folder."""
+    """Set the parameters to their first values, drawn from the seed or read from `init.weights`."""
     if config.init.weights is None:
         fill(model, axes, initial_value(config.model, config.seed, DTYPES[config.train.dtype]), device, put)
     else:
@@ -86,14 +86,14 @@ def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.
 
 
 def narrow(model: nn.Module) -> None:
-    """Make what is trained 16 bits wide, so that FSDP has nothing to cast; what is frozen has no optimizer to hold its other half."""
+    """Convert trained parameters to bfloat16, so that FSDP casts nothing. Frozen ones stay in float32, since no optimizer holds their remainder."""
     for param in model.parameters():
         if param.requires_grad:
             param.data = param.data.bfloat16()
 
 
 def leave_multiprocessors(number: int) -> None:
-    """Matrix products of this process (grouped ones, and those through cuBLASLt) run on all multiprocessors but so many.
+    """Keep `number` multiprocessors free of this process's matrix products (grouped ones, and those through cuBLASLt), for collectives.
 
     Source: `_SMCarveout_EXPERIMENTAL` of torch's ATen/Context.h, which GroupMM.cu subtracts from the blocks of its persistent kernel.
     """
@@ -153,7 +153,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
 
 
 def operators(config: TrainerConfig) -> Ops:
-    """The element-wise parts of a layer: plain, compiled, or where asked for a kernel."""
+    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says."""
     train = config.train
     ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
     if train.fused_activation:
@@ -172,7 +172,7 @@ def operators(config: TrainerConfig) -> Ops:
 
 
 def loss_rows(train: TrainConfig) -> LossRows:
-    """How a chunk of logits becomes loss and gradient."""
+    """The function that turns a chunk of logits into loss and gradient: plain, compiled, or a Triton kernel."""
     if train.fused_loss:
         from playbook_trainer.torch.kernels.cross_entropy import fused_rows
 
@@ -181,7 +181,7 @@ def loss_rows(train: TrainConfig) -> LossRows:
 
 
 def meet(axes: Axes, device: torch.device) -> None:
-    """One small reduction in every group that carries sends and receives.
+    """Run one small all-reduce in every group that later carries point-to-point transfers.
 
     NCCL wants all ranks of a group in its first operation, and a step of point-to-point exchanges may leave some out.
     Source: PyTorch, `torch.distributed.batch_isend_irecv`, note.

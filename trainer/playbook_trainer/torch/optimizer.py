@@ -41,7 +41,7 @@ class Shard:
 
 
 def shards(model: nn.Module, axes: Axes) -> list[Shard]:
-    """Every trained parameter."""
+    """This rank's shard of every trained parameter."""
     out = []
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -93,14 +93,14 @@ def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> No
 
 
 def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Mapping[str, Callable[[], Tensor]]:
-    """What puts this rank's float32 weights together, of the parameters that are only their upper halves."""
+    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights; empty where masters are float32."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return {}
     return {part.name: partial(optimizer.whole, part.local) for part in parts}
 
 
 def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
-    """Sets values of a parameter; of one that is an upper half, the lower one too."""
+    """The function that sets values of a parameter, and with `master_weights: remainder` its remainder too."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return set_values
     upper = {part.name: part.local for part in parts}
@@ -149,7 +149,7 @@ def _norms(grads: list[Tensor]) -> list[Tensor]:
 
 
 def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_norm: float) -> None:
-    """Clip by the global norm, update, and drop the gradients; where the state lives on the host, on the host."""
+    """Clip by the global norm, update, and set all gradients to None; on the host, if the optimizer state is there."""
     grads = []
     for part in parts:
         grad = part.grad()
@@ -171,7 +171,7 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
 
 
 def drop_gradients(parts: list[Shard]) -> None:
-    """Forget this step's gradients."""
+    """Set all gradients to None."""
     for part in parts:
         part.param.grad = part.local.grad = None
 

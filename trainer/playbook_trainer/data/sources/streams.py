@@ -96,7 +96,7 @@ class ShardStream(Generic[T]):
             raise DataError(f"{name} leaves no sample for '{split}'; expected at least {HOLD_OUT}, so that one can be held out")
 
     def chunk(self, number: int) -> Items[T]:
-        """Every so-manieth sample of a shard that belongs to the split."""
+        """The chunk's samples of this split, from its shard."""
         part, shard = divmod(number, self.num_chunks // self._parts)
         items = self._open(shard)
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
@@ -139,7 +139,7 @@ class Sharded(Generic[T_co]):
 
 
 class Joined(Generic[T]):
-    """Several lots of items, end to end."""
+    """Several lists of items as one, in order."""
 
     def __init__(self, lots: Sequence[Items[T]]) -> None:
         self._lots = lots
@@ -154,7 +154,7 @@ class Joined(Generic[T]):
 
 
 class Mapped(Generic[S, T]):
-    """A function of each item, computed when it is asked for."""
+    """The results of a function over items, computed on access."""
 
     def __init__(self, function: Callable[[S], T], items: Items[S]) -> None:
         self._function, self._items = function, items

@@ -69,7 +69,7 @@ def question_answer(place: str, record: dict[str, Any]) -> tuple[str, str]:
 
 
 def refuse_video(place: str, keys: Any) -> None:
-    """Say clearly that video is out."""
+    """Refuse a record with a video: only images are supported."""
     if "video" in keys or "videos" in keys:
         raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
 
@@ -100,7 +100,7 @@ def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConf
 
 
 def merge_factor(model: ModelConfig) -> int:
-    """Pixels along one side of a visual token."""
+    """Side length of a visual token, in pixels."""
     assert model.vision is not None
     return model.vision.patch_size * model.vision.spatial_merge_size
 

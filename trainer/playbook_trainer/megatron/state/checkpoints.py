@@ -56,7 +56,7 @@ _UNREADABLE = (OSError, dcp.CheckpointException, RuntimeError, KeyError, ValueEr
 
 
 class MegatronHeader(Header):
-    """checkpoint.json."""
+    """The content of checkpoint.json."""
 
     schema_: Literal["megatron-checkpoint/1"] = Field(default="megatron-checkpoint/1", alias="schema")
     format: Literal["torch_dist", "fsdp_dtensor"]
@@ -128,7 +128,7 @@ class MegatronSaver:
         return True
 
     def wait(self) -> None:
-        """Nothing is written behind the training's back."""
+        """Do nothing: saving has finished when `save` returns."""
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
         """What megatron-core saves: the model's chunks and the optimizer, as it names them."""
@@ -319,7 +319,7 @@ def install(chunk: Any, own: dict[str, Any]) -> None:
 
 
 def read_header(folder: Path) -> MegatronHeader:
-    """What a checkpoint says about itself.
+    """Read the metadata of a checkpoint.
 
     Raises:
         ConfigError: it is missing, or not what this backend writes.

@@ -29,7 +29,7 @@ class IndexUnpickler(pickle.Unpickler):
     """Reads an index of torch's; a name that no index holds is an error, and nothing is called."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the name stands for.
+        """The class of that name, if an index may hold it.
 
         Raises:
             pickle.UnpicklingError: it is none of what an index consists of.

@@ -63,7 +63,7 @@ def _block(width: int) -> int:
 
 
 def spread(x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
-    """Each token's row at its K places: (R, D)."""
+    """Copy each token's row to its K places: (R, D)."""
     n, width = x_ND.shape
     rows = x_ND.new_empty((n * k, width))
     if n:
@@ -101,12 +101,12 @@ def expand(x_ND: Tensor, place_R: Tensor, k: int) -> Tensor:
 
 
 def weigh(rows_RD: Tensor, place_R: Tensor, prob_NK: Tensor) -> Tensor:
-    """Each token's K rows, wherever they stand, weighted and added up: (N, D)."""
+    """Sum of each token's K rows times their probabilities, for rows in any order: (N, D)."""
     return _Weigh.apply(rows_RD, place_R, prob_NK)
 
 
 def join(rows_RD: Tensor, place_R: Tensor, k: int) -> Tensor:
-    """Each token's K rows, wherever they stand, added up: (N, D)."""
+    """Sum of each token's K rows, for rows in any order: (N, D)."""
     return _Join.apply(rows_RD, place_R, k)
 
 

@@ -35,7 +35,7 @@ from playbook_trainer.torch.parallel.folding import Fold
 
 @dataclass(frozen=True)
 class Options:
-    """How the decoder computes, apart from what it computes."""
+    """Settings that change how the decoder computes (kernels, parallelism, recompute), not what it computes."""
 
     axes: Axes = field(default_factory=Axes)
     dispatcher: str = "alltoall"
@@ -70,7 +70,7 @@ class Options:
 
 @dataclass
 class Sequence:
-    """What every layer of a micro-batch needs besides its input."""
+    """The inputs that all layers share in a micro-batch: rotary tables and document borders."""
 
     cos_Nd: Tensor
     sin_Nd: Tensor
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.scale(x.dtype), self.eps)
 
     def scale(self, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
-        """The weight, ready for use."""
+        """The weight in the precision of the computation."""
         return (self.weight if weight is None else weight).to(dtype)
 
     def kept_until_read(self, x: Tensor) -> AbstractContextManager[Tensor]:
@@ -102,7 +102,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix, multiplied as the options say."""
+    """A linear layer without bias; `options.linear` multiplies."""
 
     def __init__(self, size_in: int, size_out: int, options: Options) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             return r.exit(tensor.leave(out_ND, self.axes))
 
     def part_weights(self) -> list[Tensor]:
-        """What `project` needs besides the input and the rotary tables."""
+        """The weights that `project` takes as arguments."""
         return [m.weight for m in (self.q_proj, self.k_proj, self.v_proj, self.q_norm, self.k_norm)]
 
     def project(self, x_ND: Tensor, cos_Nd: Tensor, sin_Nd: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         return q_NHd, k_NGd, v_NGd
 
     def core(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, *, seq: Sequence) -> Tensor:
-        """The attention itself, (N, H, d)."""
+        """Attention of queries over keys and values: (N, H, d)."""
         if self.axes.cp.size > 1:
             return context.attend_across(q_NHd, k_NGd, v_NGd, seq.batch, self.axes.cp, self.backend)
         cu, top = seq.batch.cu_seqlens, seq.batch.max_seqlen
@@ -198,11 +198,11 @@ class Router(nn.Module):
             return expert_NK, r.exit(prob_NK)
 
     def part_weights(self) -> list[Tensor]:
-        """What `choose` needs besides the input."""
+        """The weights that `choose` takes as arguments."""
         return [self.weight]
 
     def choose(self, x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores, and of these the best."""
+        """Compute the scores and choose each token's top-k experts."""
         return self.route(self.product(x_ND, weight), self.top_k, self.normalize)
 
 
@@ -232,7 +232,7 @@ class Experts(nn.Module):
             return r.exit(self._grouped(rows_RD, counts, prob_R, self.product))
 
     def activated(self, h_RF: Tensor, prob_R: Tensor | None) -> AbstractContextManager[Tensor]:
-        """The input of the second product."""
+        """The activated hidden rows, input of the second product; recomputed in the backward pass if `moe_act` is."""
         if prob_R is None:
             return recomputed(self.again, self.ops.swiglu, h_RF)
         return recomputed(self.again, self.ops.weighted_swiglu, h_RF, prob_R)
@@ -396,7 +396,7 @@ class Decoder(nn.Module):
             return r.exit(self.output(use, tensor.enter(r.enter(x_ND), axes)))
 
     def share(self, vision: VisionBatch, encoded: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
-        """The visual tokens among this rank's tokens, for the input and for the first layers."""
+        """The features of this rank's visual tokens: for the input, then for each DeepStack layer."""
         visual = [encoded[0], *encoded[1]]
         if self.options.axes.sequence_parallel:
             # Each tp rank has encoded all images and uses some of the tokens: with the sum of the gradients all go on alike.

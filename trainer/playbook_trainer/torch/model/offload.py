@@ -30,7 +30,7 @@ SMALLEST = 1 << 16
 
 
 class Trip:
-    """One forward pass: its layers, and what each of them has sent to the host."""
+    """Activation offload of one forward pass: copies what each layer saves to host memory, and back for the backward pass."""
 
     def __init__(self, device: torch.device, keep: Iterable[Tensor], smallest: int | None = None) -> None:
         self.device = device
@@ -57,7 +57,7 @@ class Trip:
         return x
 
     def end(self, x: Tensor) -> None:
-        """The forward pass is over: nothing on the device is held any longer."""
+        """End the forward pass: release the device memory of all offloaded activations."""
         last = self.last
         if last is not None and x.requires_grad:
             x.register_hook(lambda _: last.fetch())
@@ -105,7 +105,7 @@ class Trip:
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which tensors travel."""
+    """The CUDA stream that carries the copies of a device."""
     return torch.cuda.Stream(device)
 
 

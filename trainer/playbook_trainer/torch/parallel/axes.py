@@ -25,7 +25,7 @@ from playbook_trainer.config.tree import ParallelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of parallelism as this rank sees it."""
+    """One parallel dimension: its size, this rank's place in it, and its process group."""
 
     name: str
     size: int = 1
@@ -37,7 +37,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """Every axis of the layout."""
+    """All parallel dimensions of this rank."""
 
     world: Axis = field(default_factory=lambda: Axis("world"))
     dp: Axis = field(default_factory=lambda: Axis("dp"))

@@ -42,7 +42,7 @@ class Place:
         return _Made(self.shape, dtype, lambda: self.cut(make()))
 
     def cut(self, values: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes with where they begin."""
+        """The boxes of `values`, each with its offsets in the whole tensor."""
         return [(b.offsets, values[b.own]) for b in self.boxes]
 
 
@@ -58,7 +58,7 @@ class Pieces:
         return self._pieces
 
     def size(self) -> torch.Size:
-        """The whole tensor's."""
+        """The shape of the whole tensor."""
         return self.shape
 
     def replaced(self, tensors: Iterable[Tensor]) -> Pieces:
@@ -88,7 +88,7 @@ class _Made(Pieces):
 
     @property
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Made now."""
+        """The boxes, computed on each access."""
         return self._make()
 
 

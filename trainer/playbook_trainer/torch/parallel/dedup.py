@@ -21,7 +21,7 @@ from playbook_trainer.torch.parallel.comm import all_to_all, exchange_counts
 
 @dataclass(frozen=True)
 class Fan:
-    """Rows that belong to owners, any number to each.
+    """An assignment of rows to owners, with any number of rows per owner.
 
     Owners are ordered by their number of rows, most first. The first `counts[j]` of them have more than j, and `place[:counts[j], j]` tells
     where their j-th rows are: adding up takes one gather per j, touches each row once, and always adds in the same order.
@@ -38,7 +38,7 @@ class Fan:
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of a dispatch find their way back."""
+    """What `combine` needs to return the rows of a dispatch to their tokens."""
 
     home: Fan
     """Tokens own pairs."""
@@ -80,7 +80,7 @@ class Dedup:
         return _Copy.apply(rows_TD, fan), counts, route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
-        """Weigh and add up here, send the sums home, and add them up there."""
+        """Sum each token's weighted rows on this rank, send the sums to the token's rank, and add them there."""
         sums_TD = _Sum.apply(out_RD, route.prob_R, route.away)
         return _Sum.apply(all_to_all(sums_TD, route.receive, route.send, self.ep), None, route.home)
 

@@ -23,7 +23,7 @@ from playbook_trainer.torch.parallel.dedup import Dedup, count_sorted
 
 
 class Dispatcher(Protocol):
-    """What a dispatcher offers."""
+    """Sends token rows to the ranks of their experts and brings the outputs back."""
 
     fused: bool = False
     early: bool = False
@@ -56,7 +56,7 @@ def make(
 
 @dataclass
 class Route:
-    """How the rows of a dispatch find their way back."""
+    """What `combine` needs to return the rows of a dispatch to their tokens."""
 
     shape: tuple[int, int, int]
     order: Tensor
@@ -88,7 +88,7 @@ class Local:
         return rows, counts, route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
-        """Unsort and add up."""
+        """Restore the order of tokens and sum each token's rows."""
         return _weigh(out_RD, route)
 
 
@@ -120,14 +120,14 @@ class AllToAll:
         return rows, received.sum(0), route
 
     def combine(self, out_RD: Tensor, route: Route) -> Tensor:
-        """Send the outputs home and add them up there."""
+        """Send the outputs back to the tokens' ranks and sum them there."""
         rows = _Permute.apply(out_RD, route.inverse_R, route.order_R)
         return _weigh(all_to_all(rows, route.receive, route.send, self.ep), route)
 
 
 @dataclass
 class Gathered:
-    """How the rows of gathered tokens find their way back."""
+    """What `combine` needs to return the rows of gathered tokens."""
 
     tokens: int
     token_R: Tensor

@@ -20,7 +20,7 @@ from playbook_trainer.torch.parallel.comm import all_gather, copy_to, gather_pla
 
 
 class Fold:
-    """Where a MoE layer's tokens go before they are dispatched, and its sums after they have been combined."""
+    """Parallel folding: redistributes tokens between the attention layout (tp) and the expert layout (etp) around a MoE layer."""
 
     def __init__(self, axes: Axes) -> None:
         self.tp, self.etp = axes.tp, axes.etp

@@ -140,7 +140,7 @@ def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
 
 @torch.no_grad()
 def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> float:
-    """The mean loss per label over the batches of all ranks; NaN where no row has a label: 0 would be the best of all evaluations."""
+    """Mean loss per label over the batches of all ranks; NaN, not 0, where no row has a label."""
     sums = torch.zeros(2, device=batches[0].tokens_N.device, dtype=torch.float64)
     for batch, loss in zip(batches, _losses(model, batches, axes), strict=axes.is_last_stage):
         if axes.tp.rank == 0:

@@ -164,7 +164,7 @@ class _Exchange:
         self._works = dist.batch_isend_irecv(ops) if ops else []
 
     def take(self) -> Tensor | None:
-        """What was received, once it is there."""
+        """Wait for the transfer and return what was received."""
         for work in self._works:
             work.wait()
         return self._take

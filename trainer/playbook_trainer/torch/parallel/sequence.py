@@ -11,7 +11,7 @@ from playbook_trainer.torch.parallel.axes import Axes
 
 
 def local_tokens(num_tokens: int, axes: Axes) -> int:
-    """How many of its tp group's tokens a rank holds between layers."""
+    """Number of tokens that a rank holds between layers, out of those of its tp group."""
     return num_tokens // axes.tp.size if axes.sequence_parallel else num_tokens
 
 

@@ -154,7 +154,7 @@ def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
 
 
 def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tuple[int, int]:
-    """Parameters of the whole model and those of them that are trained, whatever share of them this rank holds."""
+    """Number of parameters of the whole model, and of those that are trained. Counts the full model even if this rank holds a shard."""
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for name, param in model.named_parameters():
         size = 0 if is_second_copy(model, name) else math.prod(full_shape(param, name, axes))
@@ -166,7 +166,7 @@ def count_parameters(model: nn.Module, axes: Axes, device: torch.device) -> tupl
 
 
 def set_values(name: str, local: Tensor, at: tuple[slice, ...], values: Tensor) -> None:
-    """In the parameter's own precision."""
+    """Copy `values` into a box of the parameter, in the parameter's precision."""
     local[at].copy_(values)
 
 
