@@ -9,6 +9,7 @@ import pytest
 
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.errors import ConfigError
+from playbook.paths import repo_root
 from playbook.records.case import Activation, Case, Delta, Guardrails, Loss, Receipt, Rule
 from playbook.records.evidence import (
     Baseline,
@@ -297,6 +298,12 @@ def test_an_a_a_under_a_drift_from_launch_to_launch_is_no_contamination():
     runs, _ = series(around(0.2))
     noise = [make_run("baseline", i // 2, i, seconds=1.01**i, role="aa") for i in range(8)]
     assert verdict.derive(measured(runs, series([0.0])[1].model_copy(update={"runs": noise}))).verdict.status == "confirmed"
+
+
+def test_the_guide_has_the_table_of_states():
+    rows = [f"| {when[0].upper() + when[1:]} | {state} | `{reason}` |" for reason, (state, when) in verdict.STATES.items()]
+    guide = (repo_root() / "docs/guide/verdicts.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) in guide
 
 
 def test_each_reason_has_its_state_in_one_table():
