@@ -41,8 +41,8 @@ from playbook.mcp.answers import (
 )
 from playbook.planner import layout, memory
 from playbook.planner.models import MODELS
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan as LayoutPlan
-from playbook.planner.rules import Options
 from playbook.records.read import Record, earlier, with_status
 from playbook.skills.check import claim_ids
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, skill_text, standing

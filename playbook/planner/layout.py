@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import lcm
 
 from playbook.planner import rules
-from playbook.planner.rules import Case, Options, Words
+from playbook.planner.options import Options
+from playbook.planner.rules import Case, Words
 from playbook.planner.shapes import Shape
 
 CP_SHARD_TOKENS = 4096

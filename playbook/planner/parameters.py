@@ -29,6 +29,11 @@ def is_linear(shape: Shape, index: int) -> bool:
     return shape.linear is not None and (index + 1) % shape.linear.full_every != 0
 
 
+def kind(shape: Shape, index: int) -> tuple[bool, bool]:
+    """What tells a layer from others: a dense MLP or experts, linear or full attention. Layers of one kind have equal sizes."""
+    return index < shape.dense_layers, is_linear(shape, index)
+
+
 def layer(shape: Shape, index: int) -> Layer:
     """Parameters of the decoder layer with this index."""
     sharded, repeated = _attention(shape, index)
@@ -56,7 +61,9 @@ def embedding(shape: Shape) -> int:
 def decoder(shape: Shape) -> int:
     """Parameters of the decoder with embedding and output layer, without multi-token prediction and vision."""
     tables = (1 if shape.tied else 2) * embedding(shape) + shape.positions * shape.hidden
-    return sum(layer(shape, i).total for i in range(shape.layers)) + tables + final_norm(shape)
+    kinds = {kind(shape, i): i for i in range(shape.layers)}
+    totals = {k: layer(shape, i).total for k, i in kinds.items()}
+    return sum(totals[kind(shape, i)] for i in range(shape.layers)) + tables + final_norm(shape)
 
 
 def final_norm(shape: Shape) -> int:

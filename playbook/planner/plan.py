@@ -10,7 +10,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.models import MODELS
-from playbook.planner.rules import Options
+from playbook.planner.options import Options
 from playbook.planner.shapes import DEEPEST, LARGEST, Shape
 
 _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from playbook.planner import activations, flops, memory, plan, rules, search, shapes
+from playbook.planner import activations, flops, memory, plan, search, shapes
 from playbook.planner.models import MODELS
+from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import LABELS, Options
 from playbook.site.text import attribute, front_matter
 
 SCRIPTS = ("layout.js", "memory.js", "calculator.js")
@@ -108,7 +108,7 @@ def tables() -> dict[str, Any]:
         "defaults": shown,
         "options": options,
         "labels": {k: sorted(v) for k, v in LABELS.items()},
-        "flex": sorted(rules.FLEX),
+        "flex": sorted(FLEX),
         "losses": plan.LOSSES,
         "widths": plan.WIDTHS,
         "largest": shapes.LARGEST,
@@ -121,7 +121,7 @@ def tables() -> dict[str, Any]:
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
         "workspace_bytes": memory.WORKSPACE_BYTES,
-        "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(rules.FP8)]},
+        "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,
     }
 

@@ -13,8 +13,8 @@ from playbook.errors import ConfigError
 from playbook.planner import flops, parameters
 from playbook.planner.layout import min_gpus
 from playbook.planner.models import MODELS
+from playbook.planner.options import LABELS
 from playbook.planner.plan import DEGREES, Plan, parse
-from playbook.planner.rules import LABELS
 from playbook.planner.shapes import Shape
 from playbook.site.calculator import address
 from playbook.site.cards import Shelf

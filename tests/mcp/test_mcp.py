@@ -28,8 +28,8 @@ from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
 from playbook.planner import memory
 from playbook.planner.models import MODELS
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import Options
 
 TOOLS = {"search", "estimate_memory", "list_cards", "get_card", "get_claim", "list_evidence", "check_layout", "plan_confirmation"}
 LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}

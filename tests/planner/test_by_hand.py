@@ -8,8 +8,8 @@ import pytest
 
 from playbook.planner import activations, memory, pipeline, traffic
 from playbook.planner.models import MODELS
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan, parse
-from playbook.planner.rules import Options
 from playbook.planner.shapes import Vision
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline, traffic
 from playbook.planner.models import MODELS
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan, parse
-from playbook.planner.rules import Options
 
 # Peak allocated GiB on four H200s: Qwen3-30B-A3B, megatron-core 0.19.2, bf16 moments and gradients, distributed optimizer with bf16
 # remainders as master copy. The first two rows are those that the one fitted constant comes from.

@@ -13,8 +13,8 @@ from playbook.errors import ConfigError
 from playbook.planner import activations, memory, parameters, pipeline
 from playbook.planner.activations import Kept
 from playbook.planner.memory import StageBytes
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import Options
 from playbook_trainer.config import checks
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from playbook.planner import layout
-from playbook.planner.rules import Options, Words
+from playbook.planner.options import Options
+from playbook.planner.rules import Words
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig

@@ -11,8 +11,8 @@ from dataclasses import replace
 from playbook.planner import activations, memory, pipeline
 from playbook.planner.activations import Kept
 from playbook.planner.memory import StageBytes
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import Options
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import checks

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from playbook.errors import ConfigError
 from playbook.planner.models import MODELS
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import Options
 from playbook.planner.traffic import Sent, boundaries_outside, boundary, outside, per_layer
 from playbook_bench.statements import Statement
 

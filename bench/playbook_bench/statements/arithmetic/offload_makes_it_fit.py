@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from playbook.planner import memory
 from playbook.planner.memory import GIB
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.rules import Options
 from playbook_bench.statements import Statement
 from playbook_bench.statements.shapes import shape
 

@@ -1,0 +1,55 @@
+"""What is chosen beside the degrees of a layout, and the names that each choice takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FLEX = frozenset({"flex", "deepep", "hybridep", "ncclep"})
+DISPATCHERS = frozenset({"allgather", "alltoall"}) | FLEX
+RECOMPUTE = frozenset({"full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"})
+GRAPH_MODULES = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
+CP_COMM = frozenset({"p2p", "all_gather", "a2a", "a2a+p2p"})
+SHARDING = frozenset({"none", "optimizer", "fsdp", "fsdp2"})
+OFFLOAD_MODULES = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"})
+FP8 = frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})
+LABELS: Mapping[str, frozenset[str]] = {
+    "dispatcher": DISPATCHERS,
+    "cp_comm": CP_COMM,
+    "sharding": SHARDING,
+    "recompute": RECOMPUTE,
+    "graphs": GRAPH_MODULES | {"full_iteration"},
+    "fp8": FP8,
+    "offload_modules": OFFLOAD_MODULES,
+}
+"""The names that each option takes."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is chosen beside the degrees. The defaults are silent: a rule about something that nobody chose is not checked.
+
+    `sharding` says what data parallelism shards: `none`, the `optimizer` state, or everything by Megatron-FSDP (`fsdp`) or torch's
+    `fsdp2`. `uneven` is a pipeline layout that lists the layers of each
+    stage; unless it is refused, one is found where the layers do not divide. `graphs` are modules; `full_iteration` stands alone.
+    """
+
+    sp: bool | None = None
+    uneven: bool | None = None
+    overlap_p2p: bool = True
+    rank_order: str = "tp-cp-ep-dp-pp"
+    dispatcher: str = ""
+    cp_comm: str = ""
+    cp_sizes: tuple[int, ...] = ()
+    optimizer_instances: int = 1
+    sharding: str = "optimizer"
+    precision_aware: bool = False
+    recompute: tuple[str, ...] = ()
+    graphs: tuple[str, ...] = ()
+    capacity: bool = False
+    ep_overlap: bool = False
+    delay_wgrad: bool = False
+    shared_overlap: bool = False
+    fp8: str = ""
+    offload: bool = False
+    offload_modules: tuple[str, ...] = ()
