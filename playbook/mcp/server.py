@@ -324,7 +324,7 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
         EvidenceRow(
             machine=r.machine,
             status=r.status,
-            sentence=str(r.get("derived", "verdict", "sentence", default=""))[:MAX_TEXT],
+            sentence=("; ".join(r.problems) or r.sentence)[:MAX_TEXT],
             created=r.created,
             stale=r.stale(library.today(), claim),
             evidence=r.id,

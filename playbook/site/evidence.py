@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from playbook.cards.model import by_claim
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, TRACE, Record
@@ -75,7 +76,9 @@ def _statement(shelf: Shelf, record: Record) -> str:
     name = link(text(claim.get("id")), f"../cards/{home}.md#{anchor(str(claim.get('id')))}") if home else text(claim.get("id"))
     limits = claim.get("cpu_scope")
     speaks = f"\n\nA CPU verdict speaks for: {text(limits)}" if limits and record.gpus == 0 else ""
-    return f"> {name}: {text(claim.get('statement'))}{speaks}"
+    today = by_claim(shelf.cards).get(str(claim.get("id"))) if home else None
+    other = "\n\nThese are the words that were tested; today's are on the card." if today and record.other_words(today[1]) else ""
+    return f"> {name}: {text(claim.get('statement'))}{speaks}{other}"
 
 
 def _facts(record: Record) -> list[list[str]]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from datetime import date
 from pathlib import Path
 
+import in_process
 import pytest
 
+from playbook.cards.load import load_all
+from playbook.cli.agents import library_here
 from playbook.errors import ConfigError, StoreError
+from playbook.mcp.server import evidence_list
 from playbook.paths import data_root
 from playbook.records.evidence import Measured, stored_sha
 from playbook.records.read import read, verdicts
+from playbook.site.cards import Shelf
+from playbook.site.evidence import evidence_page
 from playbook_bench.run import replay, store
 
 CPU = "01M80142Q87YRVRJJAXCMBK0K2"
@@ -100,6 +107,18 @@ def test_a_forgery_that_was_sealed_again_counts_for_nothing(tmp_path, data, name
         with pytest.raises(StoreError, match="does not replay"):
             take(path)
     assert replay.unsound([found])
+
+
+def test_terminal_server_and_site_refuse_it_with_the_same_words(tmp_path, data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sealed(tmp_path / ".playbook/results/cpu", data | {"evidence_id": store.new_id()}, FORGERIES["candidate times halved"][0])
+    (row,) = (r for r in json.loads(in_process.run(capsys, "evidence", "list", "--json")[1]) if r["status"] == "altered")
+    served = evidence_list(library_here(), data["measured"]["claim"]["id"], 50).records
+    assert [r.sentence for r in served if r.status == "altered"] == [row["sentence"]]
+    assert "timed window" in row["sentence"]
+    cards = load_all()
+    record = next(r for r in read([Path(".playbook/results")], cards))
+    assert "timed window" in evidence_page(Shelf(cards, [record], date(2026, 11, 1), {}), record, "x")
 
 
 def test_an_unchanged_copy_counts(tmp_path, data):
