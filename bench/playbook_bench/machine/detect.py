@@ -22,6 +22,7 @@ from playbook.records.evidence import Machine
 from playbook.records.machine import CPU as CPU
 from playbook.records.machine import label
 from playbook.records.staleness import Here
+from playbook_bench.machine import nvml
 
 PACKAGES = (
     "torch",
@@ -50,12 +51,20 @@ _OF_A_HOOK = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMO
 
 
 def detect() -> Machine:
-    """The machine with the GPUs that this process may use, from nvidia-smi where it answers, else its CPU alone."""
-    rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
-    gpus = [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
+    """The machine with the GPUs that this process may use, from NVML or nvidia-smi where one answers, else its CPU alone."""
+    gpus = _gpus()
     mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
     topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
     return machine_of([gpus[i] for i in mine], topology, cpu_model(), cores(), mine)
+
+
+def _gpus() -> list[list[str]]:
+    """Name, MiB, driver, power limit and UUID of each GPU of this machine."""
+    found = nvml.gpus()
+    if found is not None:
+        return found
+    rows = _nvidia_smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
+    return [[field.strip() for field in line.split(",")] for line in rows.splitlines() if line.count(",") >= 3]
 
 
 def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
@@ -78,8 +87,7 @@ def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
 
 def place() -> list[str]:
     """This machine, by host name and GPUs: machines that are rented share a name, their GPUs' numbers are their own."""
-    rows = _nvidia_smi(["--query-gpu=uuid", "--format=csv,noheader"])
-    return [socket.gethostname(), *sorted(line.strip() for line in rows.splitlines() if line.startswith("GPU-"))]
+    return [socket.gethostname(), *sorted(row[4] for row in _gpus() if len(row) > 4 and row[4].startswith("GPU-"))]
 
 
 def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int, which: Sequence[int] | None = None) -> Machine:
@@ -186,8 +194,10 @@ def exported() -> dict[str, str]:
 
 def surroundings(machine: Machine) -> dict[str, str]:
     """What moves the step time and is not in the strict environment: exported variables, and the power limits of the GPUs in W, of the first node."""
-    arguments = ["-i", ",".join(device_ids(machine)), "--query-gpu=power.limit", "--format=csv,noheader,nounits"]
-    limits = sorted(_nvidia_smi(arguments).split()) if machine.gpus else []
+    rows, ids = (_gpus(), device_ids(machine)) if machine.gpus else ([], [])
+    limits = sorted(
+        row[3] for i, row in enumerate(rows) if any(d == str(i) or (d.startswith("GPU-") and row[-1].startswith(d)) for d in ids)
+    )
     return {**exported(), **({"power.limit": " ".join(limits)} if limits else {})}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.records.evidence import Machine
-from playbook_bench.machine import detect, requirements
+from playbook_bench.machine import detect, nvml, requirements
 
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
@@ -53,15 +53,21 @@ def stolen_percent(before: Ticks | None, after: Ticks | None) -> float | None:
 
 
 class Telemetry:
-    """A context: nvidia-smi writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
+    """A context: NVML, or nvidia-smi in its place, writes a line per second and GPU that the profile may use into a file. Without such GPUs it does nothing."""
 
     def __init__(self, machine: Machine, profile: str, folder: Path) -> None:
         self.devices = detect.device_ids(requirements.restrict(machine, profile))
         self.path = folder / "telemetry.csv"
         self._process: subprocess.Popen[bytes] | None = None
+        self._sampler: nvml.Sampler | None = None
 
     def __enter__(self) -> Telemetry:
-        if self.devices:
+        if not self.devices:
+            return self
+        sampler = nvml.Sampler(self.devices, self.path)
+        if sampler.start():
+            self._sampler = sampler
+        else:
             try:
                 with self.path.open("wb") as out:
                     command = [
@@ -79,13 +85,15 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def between(self, start: float, end: float) -> dict[str, Any]:
         """What `summarize` makes of the readings between two times, seconds since the epoch."""
-        if self._process is None:
+        if self._process is None and self._sampler is None:
             return {}
         try:
             lines = self.path.read_text(encoding="ascii", errors="replace").splitlines()

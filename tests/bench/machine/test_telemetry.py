@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from playbook_bench.machine import detect, requirements
+from playbook_bench.machine import detect, nvml, requirements
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, summarize, ticks
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.run.variants import Resolved
@@ -111,3 +113,56 @@ def test_a_system_that_does_not_count_like_linux_says_nothing(text: str, tmp_pat
     (tmp_path / "stat").write_text(text)
     assert ticks(tmp_path / "stat") is None
     assert ticks(tmp_path / "absent") is None
+
+
+class Driver:
+    """As pynvml, of a machine with two GPUs."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, works: bool = True) -> None:
+        self.works = works
+
+    def nvmlInit(self) -> None:
+        if not self.works:
+            raise self.NVMLError("driver not loaded")
+
+    def __getattr__(self, name: str) -> object:
+        said = {
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=143771 << 20),
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlSystemGetDriverVersion": "580.1",
+            "nvmlDeviceGetPowerManagementLimit": 700_000,
+            "nvmlDeviceGetClockInfo": 1980,
+            "nvmlDeviceGetPowerUsage": 431_580,
+            "nvmlDeviceGetTemperature": 47,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
+        }
+        calls = {
+            "nvmlDeviceGetHandleByIndex": lambda i: i,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            "nvmlShutdown": lambda: None,
+        }
+        return calls.get(name) or (lambda *_: said[name])
+
+
+def test_what_the_driver_says_is_what_nvidia_smi_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert nvml.gpus() == [["NVIDIA H200", "143771", "580.1", "700.00", f"GPU-{i}"] for i in range(2)]
+    assert detect.detect().description == "2 x NVIDIA H200, PCIe"
+    assert detect.place()[1:] == ["GPU-0", "GPU-1"]
+    one = detect.machine_of([["NVIDIA H200", "143771", "580.1", "700"]], "", "a processor", 64)
+    assert detect.surroundings(one)["power.limit"] == "700.00"
+    with Telemetry(one, "h200x1", tmp_path) as telemetry:
+        found = telemetry.between(time.time() - 2, time.time() + 2)
+    assert (found["clock_sm_mhz"]["p50"], found["power_w"]["p50"], found["limited_percent"]["power"]) == (1980, 431.58, 100.0)
+
+
+def test_nvidia_smi_is_asked_where_the_driver_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in (None, Driver(works=False)):
+        monkeypatch.setitem(sys.modules, "pynvml", driver)
+        assert nvml.gpus() is None

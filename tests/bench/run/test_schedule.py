@@ -72,7 +72,7 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
     found = []
     for uuid in ("GPU-aa", "GPU-bb"):
         tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\necho {uuid}\n", encoding="ascii")
+        tool.write_text(f"#!/bin/sh\necho NVIDIA H200, 143771, 580.1, 700.00, {uuid}\n", encoding="ascii")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         found.append(detect.place())
@@ -85,7 +85,10 @@ def test_machines_of_one_name_are_told_apart_by_their_gpus(tmp_path, monkeypatch
 def test_a_stored_noise_is_of_the_power_limits_and_variables_that_it_was_measured_with(tmp_path, monkeypatch):
     """One from before they were noted fits any, as those that ship."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$1 $2" = "-i 0,1" ] && printf "$LIMIT\\n700.00\\n"\n', encoding="ascii")
+    tool.write_text(
+        '#!/bin/sh\nfor limit in $LIMIT 700.00 600.00 600.00; do echo "NVIDIA H200, 143771, 580.1, $limit, GPU-$limit"; done\n',
+        encoding="ascii",
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LIMIT", "500.00")
