@@ -9,8 +9,9 @@ import pytest
 from stored import long_run, record
 
 from playbook.errors import FileError
+from playbook.records import read as read_module
 from playbook.records.evidence import seal
-from playbook.records.read import Present, read, verdicts
+from playbook.records.read import Present, Reader, read, verdicts
 from playbook.records.staleness import Here
 from playbook_bench.run import store
 
@@ -136,3 +137,18 @@ def test_the_age_of_a_record_is_told_whatever_its_environment_holds(tmp_path, st
     path.write_text(json.dumps(data))
     (found,) = read([tmp_path], present=Present(here=Here(None, {"torch": "2"}, "1")))
     assert found.reasons(TODAY, None) == []
+
+
+def test_a_server_reads_a_file_again_only_once_it_has_changed(tmp_path, monkeypatch):
+    first, second = record(), record("refuted", claim="V1")
+    path = store.write(first, tmp_path)
+    seen: list[str] = []
+    parse = read_module.parse
+    monkeypatch.setattr(read_module, "parse", lambda p, thorough: seen.append(p.stem) or parse(p, thorough))
+    reader = Reader()
+    assert reader.read([tmp_path]) is reader.read([tmp_path])
+    store.write(second, tmp_path)
+    assert {r.id for r in reader.read([tmp_path])} == {first.evidence_id, second.evidence_id}
+    path.write_text(path.read_text().replace("playbook confirm c", "playbook confirm other"))
+    assert {r.status for r in reader.read([tmp_path])} == {"altered", "refuted"}
+    assert seen == [first.evidence_id, second.evidence_id, first.evidence_id]

@@ -166,6 +166,15 @@ def test_an_imported_record_shows_whose_it_is_and_takes_no_verdicts_place(tmp_pa
     assert {r.machine: r.path for r in found} == {"cpu": own, "cpu@acme": path}
 
 
+def test_the_command_line_takes_a_record_in_under_a_name_and_lists_it_so(tmp_path, data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    theirs = sealed(tmp_path / "mail", data | {"evidence_id": store.new_id()})
+    assert in_process.run(capsys, "evidence", "import", str(theirs), "--from", "acme")[0] == 0
+    rows = json.loads(in_process.run(capsys, "evidence", "list", "--json")[1])
+    assert [(r["machine"], r["status"]) for r in rows if r["origin"] == "acme"] == [("cpu@acme", data["derived"]["verdict"]["status"])]
+    assert in_process.run(capsys, "evidence", "import", str(theirs), "--from", "acme")[0] == 2
+
+
 @pytest.mark.parametrize("name", ["", "A", "a/b", "..", "a" * 33])
 def test_an_origin_is_a_plain_name(tmp_path, data, name):
     with pytest.raises(ConfigError, match="--from"):
