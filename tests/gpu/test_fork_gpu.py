@@ -43,7 +43,7 @@ def test_forked_ranks_use_the_gpu(backend: str, tmp_path: Path) -> None:
             row = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
             found[name] = row["loss"], json.loads((tmp_path / name / "summary.json").read_text())["seconds"], round(result.wall_s, 1)
             print(backend, name, found[name])
-        assert all(template is not None for template in launcher.templates.values()), "ranks were started afresh"
+        assert all(server is not None for server in launcher.servers.values()), "ranks were started afresh"
     finally:
         launcher.close()
     assert found["second"][0] == pytest.approx(found["fresh"][0], rel=1e-4)

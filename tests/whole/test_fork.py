@@ -43,13 +43,13 @@ def start_up(folder: Path) -> float:
 
 
 def running(launcher: ForkLauncher) -> list[int]:
-    """Process ids of templates and their ranks that are alive."""
-    pids = [p for t in launcher.templates.values() if t for p in (t.process.pid, *t.pids)]
+    """Process ids of servers and their ranks that are alive."""
+    pids = [p for t in launcher.servers.values() if t for p in (t.process.pid, *t.pids)]
     return [p for p in pids if Path(f"/proc/{p}/stat").is_file() and ") Z " not in Path(f"/proc/{p}/stat").read_text()]
 
 
 def gone(launcher: ForkLauncher, left: int) -> None:
-    """Ranks have gone, the template waits; what dies with its parent takes a moment."""
+    """Ranks have gone, the server waits; what dies with its parent takes a moment."""
     deadline = time.monotonic() + 20
     while len(running(launcher)) > left and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -78,12 +78,12 @@ def test_forked_ranks_train_as_fresh_ones_do_and_start_sooner(launcher, tmp_path
     assert [r.outcome for r in results] == ["ok", "ok"]
     assert curve(fresh) == curve(first) == curve(second)
     assert start_up(second) < start_up(fresh) / 2
-    assert len(launcher.templates) == 1, "one configuration, one template"
-    (template,) = launcher.templates.values()
-    assert len(template.pids) == 4
+    assert len(launcher.servers) == 1, "one configuration, one server"
+    (server,) = launcher.servers.values()
+    assert len(server.pids) == 4
     gone(launcher, 1)
     launcher.close()
-    assert not Path(f"/proc/{template.process.pid}").exists()
+    assert not Path(f"/proc/{server.process.pid}").exists()
 
 
 @pytest.mark.full
@@ -100,17 +100,17 @@ def test_a_refusal_is_told_by_the_rank_that_says_why_even_if_it_ends_last(tmp_pa
     slow = tmp_path / "slow.py"
     slow.write_text("import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(1)\n    print('error: why')\nsys.exit(2)\n")
     result = LocalLauncher(command=(sys.executable, str(slow))).run(spec(tmp_path / "run"))
-    assert (result.outcome, result.message) == ("refused", "rank 0 ended with exit code 2\nerror: why")
+    assert (result.outcome, result.message) == ("refused", "rank 0 ended with exit code 2: error: why\nerror: why")
 
 
-@pytest.mark.parametrize("whose", ["rank", "template"])
+@pytest.mark.parametrize("whose", ["rank", "server"])
 @pytest.mark.full
 def test_a_killed_process_ends_the_run_and_the_next_one_works(launcher, tmp_path, whose):
     long = spec(tmp_path / "long", "train.steps=20")
 
     def strike() -> None:
-        (template,) = launcher.templates.values()
-        os.kill(template.pids[1] if whose == "rank" else template.process.pid, signal.SIGKILL)
+        (server,) = launcher.servers.values()
+        os.kill(server.pids[1] if whose == "rank" else server.process.pid, signal.SIGKILL)
 
     during(launcher, long.folder, strike)
     result = launcher.run(long)
@@ -124,8 +124,8 @@ def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
     long = replace(spec(tmp_path / "long", "train.steps=2000"), stall_s=2.0)
 
     def strike() -> None:
-        (template,) = launcher.templates.values()
-        os.kill(template.pids[0], signal.SIGSTOP)
+        (server,) = launcher.servers.values()
+        os.kill(server.pids[0], signal.SIGSTOP)
 
     during(launcher, long.folder, strike)
     assert launcher.run(long).outcome == "hang"

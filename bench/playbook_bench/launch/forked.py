@@ -29,7 +29,7 @@ _SIGKILL = -9
 
 
 @dataclass
-class Template:
+class ForkServer:
     """The process that ranks are forked from, and what it has said."""
 
     process: subprocess.Popen[bytes]
@@ -39,7 +39,7 @@ class Template:
     _rest: bytes = b""
 
     def fork(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:
-        """A rank; None where the template has gone."""
+        """A rank; None where the server has gone."""
         before = len(self.pids)
         line = json.dumps({"words": list(words), "environment": dict(environment), "log": str(log)}) + "\n"
         try:
@@ -87,17 +87,17 @@ class Template:
 class Forked:
     """A rank that was forked; what a launcher needs of `subprocess.Popen`."""
 
-    template: Template
+    server: ForkServer
     pid: int
 
     @property
     def returncode(self) -> int | None:
         """Its code, once it is known to have ended."""
-        return self.template.codes.get(self.pid)
+        return self.server.codes.get(self.pid)
 
     def poll(self) -> int | None:
         """Look whether it has ended."""
-        self.template.listen(0.0, lambda: self.returncode is not None)
+        self.server.listen(0.0, lambda: self.returncode is not None)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -106,7 +106,7 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: it has not, in so many seconds.
         """
-        self.template.listen(_LONG_S if timeout is None else timeout, lambda: self.returncode is not None)
+        self.server.listen(_LONG_S if timeout is None else timeout, lambda: self.returncode is not None)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
         return self.returncode
@@ -116,26 +116,26 @@ class Forked:
 class ForkLauncher(LocalLauncher):
     """As LocalLauncher, with ranks that are forked where that is possible; where imports fail or touch a GPU, they are started afresh."""
 
-    templates: dict[str, Template | None] = field(default_factory=dict)
+    servers: dict[str, ForkServer | None] = field(default_factory=dict)
 
     def close(self) -> None:
-        """End all templates."""
-        for template in self.templates.values():
-            if template is not None:
-                template.close()
-        self.templates.clear()
+        """End all servers."""
+        for server in self.servers.values():
+            if server is not None:
+                server.close()
+        self.servers.clear()
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         key = digest([trainer_config.dump(spec.config) | {"output": ""}, sorted(spec.environment.items())], 16)
-        if key not in self.templates:
-            self.templates[key] = self._template(config, environment)
-        template = self.templates[key]
+        if key not in self.servers:
+            self.servers[key] = self._start_server(config, environment)
+        server = self.servers[key]
         log = spec.folder / f"rank{index}.log"
-        forked = template.fork([str(config)], {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}, log) if template else None
+        forked = server.fork([str(config)], {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}, log) if server else None
         return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
 
-    def _template(self, config: Path, environment: Mapping[str, str]) -> Template | None:
-        template = Template(
+    def _start_server(self, config: Path, environment: Mapping[str, str]) -> ForkServer | None:
+        server = ForkServer(
             subprocess.Popen(
                 [sys.executable, "-m", "playbook_trainer.fork_server", str(config)],
                 stdin=subprocess.PIPE,
@@ -146,8 +146,8 @@ class ForkLauncher(LocalLauncher):
                 preexec_fn=die_with_parent(os.getpid()),
             )
         )
-        template.listen(IMPORT_S, lambda: template.ready)
-        if not template.ready:
-            template.close()
+        server.listen(IMPORT_S, lambda: server.ready)
+        if not server.ready:
+            server.close()
             return None
-        return template
+        return server
