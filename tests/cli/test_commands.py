@@ -33,7 +33,7 @@ READERS = (["cards", "show", "moe-dispatcher-choice"], ["cards", "list", "--clai
 """Commands that only read: a person waits for them."""
 
 
-@pytest.mark.parametrize(("words", "most_s"), [(["--help"], 0.6), *((words, 2.0) for words in READERS)])
+@pytest.mark.parametrize(("words", "most_s"), [(["--help"], 0.6), *((words, 3.0) for words in READERS)])
 def test_reading_starts_quickly_and_imports_nothing_heavy(words, most_s):
     began = computed_by_children()
     command = [sys.executable, "-X", "importtime", "-m", "playbook", *words]
@@ -44,7 +44,7 @@ def test_reading_starts_quickly_and_imports_nothing_heavy(words, most_s):
     assert not {m for m in imported if m.split(".")[0] in ("torch", "pandas", "scipy")}
     if words == ["--help"]:
         assert not {m for m in imported if m.split(".")[0] in ("numpy", "pydantic", "playbook_bench", "playbook_trainer")}
-    # Seconds of a core, about twice what it takes; of the clock it may take any time on a busy machine.
+    # Seconds of a core, several times what it takes on a quiet machine; of the clock it may take any time on a busy machine.
     assert took < most_s
 
 
@@ -267,7 +267,7 @@ def test_an_altered_record_does_not_replay(capsys, elsewhere):
     assert json.loads(out)[0]["same"] is False
     assert "sha256" in err
     _, out, err = run(capsys, "evidence", "show", str(path))
-    assert "was altered after it was sealed" in err
+    assert "counts for nothing" in err
     _, out, _ = run(capsys, "evidence", "list", "--json")
     assert [r["status"] for r in json.loads(out) if r["path"].endswith(path.name)] == ["altered"]
 

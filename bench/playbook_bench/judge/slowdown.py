@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import stats as sps
-
 from playbook.records.evidence import Gate, Run, Sample
 from playbook_bench.judge import metrics, receipt, statistics
 from playbook_bench.judge.guards import Pair
@@ -62,6 +60,8 @@ def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float,
     Raises:
         ValueError: fewer than two pairs of either, or a value that is not finite.
     """
+    from scipy import stats as sps  # start-up time: reports of all commands import this module
+
     n, m = len(worse), len(noise)
     if n < 2 or m < 2:
         raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
@@ -87,6 +87,8 @@ def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float,
 
 def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int, looks: Sequence[int]) -> int | None:
     """The first look, beyond those planned, that would probably settle a slowdown of `mean`."""
+    from scipy import stats as sps  # start-up time: reports of all commands import this module
+
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
     error = PASS_ERROR if mean < limit else REGRESSION_ERROR
     likely = float(sps.norm.ppf(statistics.POWER))

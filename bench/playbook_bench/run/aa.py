@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scipy import stats as sps
-
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
@@ -209,11 +207,13 @@ def _fresh_pairs(running: Series) -> int:
 
 def _quieter(fresh: Sequence[Run], running: Series) -> bool:
     """Whether fresh pairs vary less than the stored ones: a disturbed A/A would else hide effects until it expires. F test, one-sided."""
+    from scipy.stats import f  # start-up time: `playbook bench list` imports this module too
+
     assert running.aa is not None
     new, stored = _differences(fresh, running), _differences(running.aa.runs, running)
     if len(new) < 2 or len(stored) < 2:
         return False
-    least = float(sps.f.ppf(QUIETER_ALPHA, len(new), len(stored)))
+    least = float(f.ppf(QUIETER_ALPHA, len(new), len(stored)))
     return statistics.aa_deviation(new) ** 2 < least * statistics.aa_deviation(stored) ** 2
 
 
