@@ -50,7 +50,7 @@ STATISTICS = ("bench/judge/test_stats.py",)
 FAULTS = (
     # Verdicts and their statistics.
     Fault(JUDGE + "curve_rules.py", "return True if low >= m else", "return True if high >= m else", "noise confirms a claim", VERDICTS),
-    Fault(JUDGE + "curve_rules.py", "return True if -m < low and high < m else", "return True if -m < low or high < m else", "unequal counts as equal", VERDICTS),
+    Fault(JUDGE + "curve_rules.py", "return True if -m <= low and high <= m else", "return True if -m <= low or high <= m else", "unequal counts as equal", VERDICTS),
     Fault(JUDGE + "verdict.py", "if curve.look is None or n < 2:", "if n < 2:", "a series is judged after any pair", VERDICTS),
     Fault(JUDGE + "verdict.py", "        if not quiet.ok:", "        if False:", "a noisy machine gives verdicts", VERDICTS),
     Fault(JUDGE + "verdict.py", "        elif not steady.ok:", "        elif False:", "a drifting series gives verdicts", VERDICTS),
@@ -74,7 +74,7 @@ FAULTS = (
     Fault(JUDGE + "slowdown.py", "    if low > limit:", "    if False:", "a slower commit is never a regression", ("bench/judge", "whole/test_gate.py")),
     Fault(JUDGE + "slowdown.py", "return loss > allowed * abs(baseline)", "return loss > 2 + allowed * abs(baseline)", "an exact metric may get worse", ("bench/judge", "whole/test_gate.py")),
     # Records.
-    Fault(RUN + "store.py", "os.link(temporary, path)", "temporary.rename(path)", "a record is replaced", ("bench/run/test_store.py",)),
+    Fault("playbook/files.py", "os.link(temporary, path)", "temporary.rename(path)", "a record is replaced", ("bench/run/test_store.py",)),
     Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records")),
     Fault(RUN + "replay.py", "return [] if a == b else", "return [] if True else", "any figures replay", ("bench/run/test_store.py", "whole/test_replay.py")),
     Fault("playbook/records/consistency.py", "if plan.looks != case.content.budget.pairs:", "if False:", "a record chooses its own looks", ("records",)),
