@@ -1,5 +1,6 @@
-"""Ranks by forking: `python -m playbook_trainer.fork_server CONFIG` imports what a rank of this configuration imports, and forks ranks of it.
+"""The fork server: forks ranks of one configuration from a process that has imported what they import.
 
+`python -m playbook_trainer.fork_server CONFIG` is the trainer's end of `playbook_bench.launch.forked`.
 It writes `{"ready": true}`, then reads a line of JSON for each rank, `{"words": [...], "environment": {...}, "log": path}`, answers it with
 `{"pid": n}`, and writes `{"pid": n, "code": c}` once that rank has ended (negative: by that signal). It ends with its input, and its ranks
 with it. A process that has touched a GPU cannot be forked, so where importing does that, it ends without a word, and with code 2.

@@ -1,7 +1,9 @@
-"""Ranks as forks of a process that has imported everything: a launch starts as many seconds sooner as its imports take.
+"""Launching ranks by forking: the harness's end of `playbook_trainer.fork_server`.
 
-Each configuration has a process of its own to fork from, with that run's environment, so that libraries which read variables at import read
-the same ones as in a fresh process. Everything after the imports is a rank's own: CUDA, process groups, compiled code.
+A fork server is a process that has imported what ranks of one configuration import, with that run's environment, so that libraries which read
+variables at import read the same ones as in a fresh process. It forks a rank for each line that this module writes to it, so a launch starts as many
+seconds sooner as the imports take. Everything after the imports is a rank's own: CUDA, process groups, compiled code. What the two say to each other
+stands in the fork server's docstring.
 """
 
 from __future__ import annotations
