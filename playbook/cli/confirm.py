@@ -32,6 +32,7 @@ from playbook.cli.options import (
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
+from playbook.text import count
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
@@ -131,8 +132,11 @@ def demo(
     """Test four claims on this machine's CPU, within five minutes; exit code 0 once each has a verdict of any kind."""
     chosen = targets or list(DEMO)
     out = report.console()
-    say(f"{len(chosen)} claims from the cards, each tested here and now: a tiny model trains twice on the CPU, with one thing changed.")
-    say("Bytes are counted once and take seconds. Speed is noisy: its claims need 18 launches and more, a minute or two for each claim.")
+    say(
+        f"{count(len(chosen), 'claim')} of the cards, tested on this CPU in less than five minutes: a tiny model trains with and without one change."
+    )
+    say("Bytes are counted once, in seconds. Speed is noisy: a claim about it takes 18 launches or more, a minute or two in all.")
+    say(f"To come: {', '.join(chosen)}")
     progress = DemoProgress(out)
     options = Options(detect.CPU, results or DEFAULT_RESULTS, budget_s=DEMO_S, launcher=ForkLauncher())
     try:
