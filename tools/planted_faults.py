@@ -103,7 +103,7 @@ FAULTS = (
     Fault(TRAINER + "data/packing.py", "self._next = places[0]", "self._next = (0, 0, 0)", "a resumed run reads other rows", ("trainer/data/test_loader.py", "trainer/data/test_plan.py")),
     Fault(TRAINER + "data/collate.py", "labels[start - 1 : -1] = document.tokens[start:]", "labels[start:] = document.tokens[start:]", "a token predicts itself", ("trainer/data", "trainer/torch/test_data_loss.py")),
     Fault(TRAINER + "torch/optimizer.py", "config.lr * (step_index + 1) / config.warmup_steps", "config.lr * step_index / config.warmup_steps", "the first step trains nothing", ("trainer/torch", "trainer/test_trainer.py")),
-    Fault(TRAINER + "torch/parallel/dispatch.py", "route.inverse_R = _invert(route.order_R)", "route.inverse_R = route.order_R", "tokens get the outputs of others", ("trainer/torch/test_weigh.py", "trainer/torch/parallel")),
+    Fault(TRAINER + "torch/parallel/dispatch.py", "route.inverse_R = _invert(route.order_R)", "route.inverse_R = route.order_R", "tokens get the outputs of others", ("trainer/torch/test_apply_probs.py", "trainer/torch/parallel")),
     Fault(TRAINER + "checkpoint_files.py", 'return "" if volume == math.prod(self.shape)', 'return "" if volume', "a checkpoint with holes is read", ("trainer/test_checkpoint_files.py", "trainer/torch/test_checkpoint.py")),
     Fault(TRAINER + "config/checks.py", "if model.num_kv_heads % par.tp:", "if False:", "a layout that cannot run is started", ("trainer/config/test_illegal_layouts.py",)),
     Fault(TRAINER + "observe/flops.py", '"attention": 1 + 2 * flows', '"attention": 1 + flows', "backward attention is forgotten in MFU", ("trainer/observe/test_ledger.py",)),
