@@ -34,7 +34,8 @@ def short_gpu(name: str) -> str:
 def told_apart(machine: Machine, others: Collection[Kind]) -> str:
     """The machine's name, with what sets it apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
     own = kind(machine)
-    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], f"{own[3]}-gib", f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores")
+    memory = "unknown-memory" if own[3] is None else f"{own[3]}-gib"
+    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], memory, f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores")
     differing = [word for i, word in enumerate(words) if any(other[i] != own[i] for other in others)]
     return "-".join([machine.name, *differing])
 

@@ -122,7 +122,14 @@ def evidence(claim: ClaimRef, effect: float = 0.0731, evidence_id: str = ID, **c
         look=1,
     )
     machine = Machine(
-        name="h200x4", description="4 x NVIDIA H200, NVLink", gpus=4, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=64
+        name="h200x4",
+        description="4 x NVIDIA H200, NVLink",
+        gpus=4,
+        gpu="NVIDIA H200",
+        gpu_memory_gib=140.4,
+        interconnect="nvlink",
+        cpu="Intel(R) Xeon(R) Processor",
+        cores=64,
     )
     measured = Measured(
         claim=claim, machine=machine, profile="h200x4", runs=[run_(i, v) for i, v in enumerate(["baseline", "candidate"] * 2)]
