@@ -1,7 +1,7 @@
 """Check, run and read performance claims about training large models.
 
-Exit codes: 0 confirmed, passed or done; 1 refuted, or a regression; 2 usage, an invalid file or a finding; 3 inconclusive;
-4 not applicable on this machine; 5 a run failed, or a replay differs.
+Exit codes: 0 confirmed, passed or done; 1 refuted, or a regression; 2 wrong usage, an invalid file, or a
+fault that a check found; 3 inconclusive or undecided; 4 not applicable on this machine; 5 a run failed, or a replay differs.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def confirm(
     verbose: Annotated[bool, typer.Option("--verbose", help="With --all, list what does not apply here instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Test claims on this machine, or on the nodes of a job of Slurm: matched runs of the trainer, a verdict with evidence for each."""
+    """Test claims by matched runs of the trainer, on this machine or in a Slurm job. Each claim gets a verdict with its evidence."""
     if every == bool(targets) and not job:
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     chosen = list(load_all()) if every else targets or []

@@ -36,12 +36,15 @@ def gate(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=PERCENT", help=f"Allow this much of {', '.join(ALLOWABLE)}: an exact metric may get worse, losses may differ."
+            metavar="NAME=PERCENT",
+            help=f"How much worse NAME may get, or how far losses may differ; NAME is one of {', '.join(ALLOWABLE)}.",
         ),
     ] = None,
     anchor: Annotated[
         str | None,
-        typer.Option(metavar="REF", help="An older commit whose speed was accepted; the repository's file names it, if not given."),
+        typer.Option(
+            metavar="REF", help="An older commit whose speed was accepted; bench/baselines/gate-anchors.yaml names it, if not given."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -29,13 +29,13 @@ Fork = Annotated[
 LauncherName = Annotated[
     str, typer.Option("--launcher", help="local; slurm, which submits a job; or srun, inside the allocation of a job.")
 ]
-Nodes = Annotated[int | None, typer.Option(help="Nodes of the job; the cluster file's, if not given.")]
-ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="The cluster's file; ./cluster.yaml, if there is one.")]
+Nodes = Annotated[int | None, typer.Option(help="Number of nodes of the job; the cluster file's, if not given.")]
+ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="File that describes the cluster; ./cluster.yaml, if there is one.")]
 Print = Annotated[bool, typer.Option("--print", help="Print the job's script and submit nothing.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Submit and leave.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Submit the job and do not wait for it.")]
 JobId = Annotated[str | None, typer.Option("--job", help="Wait for this earlier job instead of submitting one.")]
 JournalFolder = Annotated[
-    Path | None, typer.Option("--journal", help="Keeps each finished run; a stopped command goes on where it was, given the same folder.")
+    Path | None, typer.Option("--journal", help="Folder that keeps each finished run; given it again, a stopped command goes on.")
 ]
 
 

@@ -16,7 +16,7 @@ from playbook.planner.plan import Plan
 
 GIB = 1 << 30
 PARAM_BYTES = 2
-"""bf16."""
+"""Bytes of a bf16 parameter."""
 
 WORKSPACE_BYTES = 2.2 * GIB
 """What no formula here covers: GEMM and attention workspaces, an output layer's weight gradient, communication buffers, rounding.
@@ -30,14 +30,16 @@ class Weights:
     """Parameters that a rank of one stage holds before data parallelism shards them, and those of its largest layer."""
 
     dense: int
+    """All but the experts, tables and vision tower included."""
     experts: int
     linear: int
+    """Those of matrix products in layers, of which 8-bit copies are made."""
     largest: int
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a rank of one pipeline stage holds, whoever estimates it. Units: bytes on each of its ranks, but for the counts."""
+    """What each rank of one pipeline stage holds. Units: bytes per rank, except for `stage`, `layers`, `in_flight` and `held`, which are counts."""
 
     stage: int
     layers: int
@@ -54,10 +56,10 @@ class StageBytes:
     gathered: float = 0.0
     """Layers gathered at once under full sharding."""
     vision: float = 0.0
-    """Activations of the vision tower, at most: of rows in which every token is an image's."""
+    """Upper bound of the vision tower's activations: as if every token of a row belonged to an image."""
     loss: float = 0.0
     replayed: float = 0.0
-    """What recompute brings back of a layer; it is not there at the same time as the loss."""
+    """Activations of a layer while it is run again; never held at the same time as the loss."""
     workspace: float = 0.0
     """Workspaces and communication buffers, where a backend's were measured."""
     host: float = 0.0
@@ -85,7 +87,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Alive:
-    """Activations of a stage at its peak: on the GPU, in host memory, and the most that one layer brings back."""
+    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that recompute of one layer brings back (`again`)."""
 
     in_flight: list[int]
     on_gpu: float
@@ -98,7 +100,7 @@ RESIDENT_LAYERS = 3
 
 
 def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]]) -> Alive:
-    """What the layers of a stage's chunks keep of all micro-batches in flight."""
+    """What the layers of a stage keep, over all its chunks and all micro-batches in flight."""
     flying = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
         sizes=[sum(layer.stays for layer in chunk) for chunk in chunks],
@@ -111,7 +113,7 @@ def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]]) -> Alive:
 
 
 def estimate(plan: Plan) -> list[StageBytes]:
-    """The breakdown of each stage; a vision tower counts with its states, split over TP, and its activations not at all.
+    """The memory of each pipeline stage. A vision tower counts with its states, split over TP; its activations are left out.
 
     Raises:
         ConfigError: the plan breaks a rule, or its model has layers without a formula.
@@ -141,7 +143,7 @@ def peak(plan: Plan) -> float:
 
 
 def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: bool = False) -> Weights:
-    """What a rank of a stage holds: layers over TP or EP x ETP, embedding first, output layer and MTP last, vision tower first.
+    """The parameters of one rank of a stage. Layers are split over TP, experts over EP x ETP; embedding and vision tower are on the first stage, output layer and MTP on the last.
 
     Multi-token prediction on another stage than the first has a copy of the embedding there, and leaves the final norm with the last
     decoder layer. The vision tower is split over TP, as megatron-core's own layers are; a `whole_tower` is on every TP rank, as this
@@ -164,7 +166,7 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
 
 
 def shards(plan: Plan) -> dict[str, int]:
-    """The ranks that one copy of what is sharded lies on: DP x CP for dense parameters, EDP for experts, each over the instances.
+    """Number of ranks that share one copy of what is sharded: DP x CP for dense parameters, EDP for experts, each divided by the optimizer instances.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/mcore_fsdp_adapter.py` (instances make copies of everything, not of the optimizer
     alone) and `torch_fully_sharded_data_parallel.py` (which has none).
@@ -228,7 +230,7 @@ def fp8_copies(recipe: str) -> float:
 
 
 def gathered(plan: Plan, held: Weights, width: float) -> float:
-    """Two layers gathered at once under full sharding: the one that computes and the next. `width` is in bytes per weight.
+    """Bytes of the two layers that full sharding gathers at once: the one that computes and the next. `width` is in bytes per weight.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """

@@ -1,6 +1,7 @@
-"""What a layout has to satisfy: the one table of rules of the two grids, and of the features that exclude each other.
+"""The rules of layouts, in one table: what the two grids need, and which features exclude each other.
 
-A rule is a condition that must not hold, the settings that it speaks of, and what it says. Callers have other names for the same settings,
+The grids are the two ways to divide the same GPUs: TP x CP x DP x PP for everything but the experts, ETP x EP x EDP x PP for the experts.
+A rule is a condition that must not hold, the settings that it speaks of, and its message. Callers have other names for the same settings,
 so a sentence is a template: `{tp}` is the caller's name of a setting, `{set[sp=true]}` the caller's way to set it, `{c.tp}` a value of the case.
 """
 
@@ -17,7 +18,7 @@ from playbook.planner.shapes import Shape
 
 @dataclass(frozen=True)
 class Case:
-    """A layout with its options and the counts of its model, as rules ask for them; `shape` where the whole model is known."""
+    """The layout that rules are asked about, with its options and the counts of its model. Not a case of the harness."""
 
     gpus: int = 1
     heads: int = 1
@@ -34,16 +35,17 @@ class Case:
     etp: int = 1
     vpp: int = 1
     shape: Shape | None = None
+    """The whole model; None where only the counts are known."""
     o: Options = field(default_factory=Options)
 
     @property
     def attention(self) -> int:
-        """Ranks of one copy of everything but the experts."""
+        """Number of ranks that hold one copy of everything but the experts: TP x PP x CP."""
         return self.tp * self.pp * self.cp
 
     @property
     def expert(self) -> int:
-        """Ranks of one copy of the experts."""
+        """Number of ranks that hold one copy of the experts: ETP x EP x PP."""
         return self.etp * self.ep * self.pp
 
     @property
@@ -63,7 +65,7 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy is sharded: DP x CP."""
+        """Number of ranks over which optimizer state can be sharded: DP x CP."""
         return self.gpus // (self.tp * self.pp)
 
     @property
@@ -73,22 +75,22 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Samples of one micro-batch of all data-parallel ranks."""
+        """Samples in one micro-batch, over all data-parallel ranks."""
         return self.micro_batch_size * self.dp
 
     @property
     def held(self) -> int:
-        """Key-value heads of a TP rank."""
+        """Number of key-value heads that a TP rank holds, at least 1."""
         return max(self.kv_heads // self.tp, 1)
 
     @property
     def again(self) -> set[str]:
-        """What is recomputed."""
+        """The modules that are recomputed, or `full`."""
         return set(self.o.recompute)
 
     @property
     def graphed(self) -> set[str]:
-        """What is inside CUDA graphs of parts; empty where one graph holds the whole iteration."""
+        """The modules that have CUDA graphs of their own; empty where one graph holds the whole iteration."""
         return set() if "full_iteration" in self.o.graphs else set(self.o.graphs)
 
     def unknown(self, key: str) -> list[str]:
@@ -115,16 +117,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings that do not go together. It is broken where it `holds`; `keys` are the settings that it speaks of."""
+    """Settings that do not go together."""
 
     id: str
     holds: Callable[[Case], bool]
+    """Whether a case breaks the rule."""
     keys: str
+    """The settings that the rule speaks of, separated by spaces."""
     found: str | Callable[[Case], str]
+    """The first half of the message: what was found and what was expected."""
     advice: str
+    """The second half: what to do, as a template."""
 
     def stated_in(self, stated: Container[str] | None) -> bool:
-        """Whether a configuration that states only these settings states all that the rule speaks of; None states everything."""
+        """Whether `stated` has all settings that the rule speaks of; None stands for all settings there are."""
         return stated is None or all(key in stated for key in self.keys.split())
 
 
@@ -444,7 +450,7 @@ EXCLUSIONS = (
         "offload-pp", lambda c: c.o.offload and c.pp > 1, "offload pp",
         lambda c: f"offload of layers needs pp 1, found pp {c.pp}", "set {pp} to 1 or {set[offload=false]}",
     ),
-    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes recompute", "set one of them"),
+    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes recompute", "leave one out"),
     Rule(
         "offload-twice", lambda c: c.o.offload and bool(c.o.offload_modules), "offload offload_modules",
         "offload of layers and of modules are two ways to do one thing", "choose one of them",

@@ -1,7 +1,7 @@
-"""Evidence and traces as every reader has them: typed, and checked against their own hash and against themselves.
+"""Reads evidence and traces: typed, and checked against their own hash and for contradictions.
 
-Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. Which record speaks for a claim, and what makes
-its verdict stale, is said here alone. A record with `problems` is `altered`: it is shown as that and never as a verdict.
+Terminal, site, MCP server, search, linter, skills and replay read records here and nowhere else. This module alone decides which record speaks for a
+claim and what makes its verdict stale. A record with `problems` is `altered`: it is shown as that and never as a verdict.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ FROM = "@"
 
 @dataclass(frozen=True)
 class Present:
-    """What verdicts are compared with, to say which of them no longer speak for today; what is None is not asked."""
+    """The state of today, against which verdicts are found stale. A field that is None is not compared."""
 
     revisions: Mapping[str, int] = field(default_factory=dict)
     """The performance revision of each of the trainer's backends today; a backend that is missing here makes nothing stale."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
     edited: Callable[[Measured], list[str]] | None = None
-    """What says how a record's test differs from today's; the harness knows that."""
+    """A function of the harness that lists how a record's test differs from today's."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Record:
     expected_sha: str
     """The hash of its content, as computed here."""
     problems: tuple[str, ...] = ()
-    """Why it counts for nothing: its content is not what was sealed, or contradicts itself."""
+    """Why it counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
-    """Whether its claim is of a card that is not among those that were read, though one of them may have a claim of that id."""
+    """Whether none of the cards that were read has its claim. One of them may have another claim of the same id."""
     machine: str = "unknown"
     """The label of its machine: its name, who measured there where that was somebody else, and what sets it apart from others of that name."""
 
@@ -86,7 +86,7 @@ class Record:
 
     @property
     def schema(self) -> str:
-        """The kind of record."""
+        """Its `schema_version`, which tells evidence from traces."""
         return self.content.schema_version
 
     @property
@@ -144,12 +144,12 @@ class Record:
 
     @property
     def variants(self) -> list[str]:
-        """What a trace is of: baseline and candidate, the values of a sweep or the cells of an interaction."""
+        """The variants of a trace: baseline and candidate, the values of a sweep or the cells of an interaction."""
         return list(self.content.variants) if isinstance(self.content, TraceResult) else []
 
     @property
     def measures(self) -> str:
-        """What the busy time of a trace is of: `gpu` or `host`."""
+        """Whose busy time a trace holds: `gpu` or `host`."""
         traced = self.content.variants.values() if isinstance(self.content, TraceResult) else ()
         return next((v.table.measures for v in traced if v.table), "gpu")
 
@@ -165,7 +165,7 @@ class Record:
 
     @property
     def measured(self) -> str:
-        """When its last run started, in ISO format, or when it was written where it has none: a record that is judged again is no younger for that."""
+        """When its last run started, in ISO format; when it was written where it has no runs. Judging a record again does not make it younger."""
         return max((r.started for r in self.runs), default="") or self.created
 
     @property
@@ -175,7 +175,7 @@ class Record:
 
     @property
     def precedence(self) -> tuple[int, str, str, str]:
-        """Larger for the one of two records on a claim that speaks: one that settles something, then the last measured, then the last judged."""
+        """Sort key: of two records on a claim, the one with the larger key speaks for it. A verdict beats an error, which beats `not_applicable`; then the last measured, then the last judged."""
         settles = {"not_applicable": 0, "error": 1}.get(self.status, 2)
         return settles, self.measured, self.created, self.id
 
@@ -248,7 +248,7 @@ def _revised(runs: Iterable[Run], configs: Mapping[str, Mapping[str, Any]], revi
 
 
 class Reader:
-    """Reads folders of records, each file once as long as it does not change: a server answers many questions from the same files.
+    """Reads folders of records, and reads a file again only once it has changed: a server answers many questions from the same files.
 
     `thorough` puts evidence through its exported schema too. It refuses what the models refuse, and takes ten times as long for all records.
     """
@@ -259,7 +259,7 @@ class Reader:
         self._last: tuple[Any, list[Record]] = None, []
 
     def read(self, folders: Sequence[Path], cards: Mapping[str, Card] | None = None, present: Present | None = None) -> list[Record]:
-        """Every record below the folders, newest first; the first whole copy of an id counts. With `cards`, a record on a claim of any other card speaks for no claim.
+        """Every record below the folders, newest first. Of several copies of one id, the first unaltered one counts. With `cards`, a record on a claim of any other card speaks for no claim.
 
         Raises:
             FileError: a file that is no record, with its path; none is skipped.
@@ -310,10 +310,10 @@ def read(folders: Sequence[Path], cards: Mapping[str, Card] | None = None, prese
 
 
 def read_file(path: Path, claims: Claims | None = None, present: Present | None = None) -> Record:
-    """The record in one file; with `claims`, each with its card, one on any other claim speaks for none.
+    """The record in one file. With `claims`, a record on any other claim speaks for no claim.
 
     Raises:
-        ValueError: the file is no record; the message goes behind its path.
+        ValueError: the file is no record. The message has no subject: put the file's path before it.
     """
     record = _record(path)
     if record is None:
@@ -335,11 +335,11 @@ def _record(path: Path, thorough: bool = False) -> Record | None:
 
 
 def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
-    """What a file holds, by its own `schema_version`, and the hash that it should carry; `thorough` as in `Reader`.
+    """The content of a file, typed by its `schema_version`, and the hash that it should carry; `thorough` as in `Reader`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: the file is no record; the message goes behind its path.
+        ValueError: the file is no record. The message has no subject: put the file's path before it.
     """
     try:
         raw = read_bytes(path, MAX_BYTES)
@@ -401,7 +401,7 @@ def _files(folders: Iterable[Path]) -> list[Path]:
 
 
 def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
-    """The verdict of each kind of machine on a claim, decided ones first, by the record that speaks for it. Altered records do not count."""
+    """For each kind of machine, the record that speaks for a claim; confirmed and refuted ones first. Altered records do not count."""
     chosen: dict[tuple[Any, ...], Record] = {}
     for r in records:
         if r.schema == EVIDENCE and r.claim == claim and not r.altered:
@@ -410,13 +410,13 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
 
 
 def standings(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> set[str]:
-    """The statuses of a claim over all machines: that of each newest verdict, `stale` for one that counts no more, or `untested`."""
+    """The statuses of a claim over all machines: for each the status of the record that speaks, or `stale`; `untested` where there is none."""
     found = verdicts(records, claim.id)
     return {"stale" if r.stale(today, claim) else r.status for r in found} or {UNTESTED}
 
 
 def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: date, status: str) -> frozenset[str]:
-    """Ids of the claims and mechanism checks that stand so on some machine.
+    """Ids of the claims and mechanism checks that have this status on at least one machine.
 
     Raises:
         PlaybookError: there is no such status.

@@ -1,4 +1,4 @@
-"""What the training loop asks of a backend: `torch/engine.py` and `megatron/engine.py` answer."""
+"""The interface between the training loop and a backend; `torch/engine.py` and `megatron/engine.py` implement it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class Engine(Protocol):
         """This rank's share of each micro-batch, on its device."""
 
     def forward_backward(self, batches: list[Any], labels: Tensor) -> Tensor:
-        """Accumulate gradients of (summed loss / `labels`); return this rank's summed loss, which is zero before the last pipeline stage."""
+        """Accumulate gradients of (summed loss / `labels`), where `labels` is the number of labels of the step on all ranks.
+
+        Returns this rank's summed loss, which is zero before the last pipeline stage.
+        """
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64. All gradients must be complete."""

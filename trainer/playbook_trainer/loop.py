@@ -59,7 +59,7 @@ class Trainer:
 
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
-    """Run the whole configuration on this rank; returns "ok", "nan" or "stopped"."""
+    """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
     # Device and process group, then the model, then the newest checkpoint, then the data from where that stands.
     device = start(config, rank, world)
     engine = make_engine(config, rank, world, device)
@@ -78,13 +78,15 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     for note in checks.notes(config):
         recorder.say(note)
     if _forgets_tokenizer(config):
-        recorder.say(f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: its weights know text by other ids")
+        recorder.say(
+            f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: the weights know text by its ids; set data.tokenizer to that file"
+        )
     if resumed:
         rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
     if profiling(config):
         recorder.say(
-            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; without the section profile it trains on"
+            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; leave out the section profile to train on"
         )
 
     # All steps; a checkpoint that is being written is waited for, however they end.
@@ -124,7 +126,7 @@ def make_engine(config: TrainerConfig, rank: int, world: int, device: torch.devi
 
 
 def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
-    """The device of this rank, and the process group.
+    """Set up the process group and the modes of torch. Returns the device of this rank.
 
     Raises:
         ConfigError: this machine has no GPU for this rank.
@@ -163,7 +165,7 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
 
 
 def run_steps(trainer: Trainer, recorder: Recorder) -> str:
-    """Train until the last step, the first NaN, or the signal to stop."""
+    """Train until the last step, the first NaN, or the signal to stop. Returns "ok", "nan" or "stopped", as `train`."""
     config = trainer.config
     # A process that goes on from a checkpoint is as cold as one that begins.
     warm, last = trainer.step + config.train.warmup_steps, last_step(trainer)
@@ -196,7 +198,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
 
 
 def last_step(trainer: Trainer) -> int:
-    """Number of the last step. Call it before the first step of the run."""
+    """Number of the last step. Call it before the first step of the run: in a traced run it counts from where the trainer stands."""
     config = trainer.config
     return trainer.step + config.train.warmup_steps + config.profile.steps if profiling(config) else config.train.steps
 
@@ -210,11 +212,11 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
             on_cpu = next(trainer.batches)
             batches = engine.local(on_cpu)
         data_seconds = time.perf_counter() - began
-        # Filled, not copied: the host would wait for the step before.
+        # `full` fills on the device. A copy from the host would make the host wait for the step before.
         labels = torch.full((), float(sum(b.num_loss for b in on_cpu)), device=trainer.device)
         if axes.dp.size > 1:
             dist.all_reduce(labels, group=axes.dp.group)
-        labels.clamp_(min=1.0)  # where every image of a step is bad it has none, and its gradient is zero, not 0 / 0
+        labels.clamp_(min=1.0)  # a step whose images are all bad has no labels; its gradient is then zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
             totals = sum_over_ranks(trainer, on_cpu, loss)

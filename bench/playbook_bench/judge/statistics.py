@@ -1,8 +1,8 @@
 """Statistics of matched launches.
 
 The launch is the unit of replication: steps of one launch share its memory layout, its clock and its luck, so they never count as
-replicates. The interval is a t interval on log ratios (a percentile bootstrap covers too little at 4 to 12 pairs). It is asked only at
-the looks, among which the error rate is spent. `tools/simulate_verdicts.py` shows what error rates come out.
+replicates. The interval is a t interval on log ratios (a percentile bootstrap covers too little at 4 to 12 pairs). It is computed only
+at the looks, which share the error rate. `tools/simulate_verdicts.py` shows what error rates come out.
 """
 
 from __future__ import annotations
@@ -15,36 +15,40 @@ from functools import cache
 import numpy as np
 
 POWER = 0.8
+"""The share of series that should settle an effect, where pairs are counted."""
 MAX_PAIRS = 10_000
+"""The most pairs that `pairs_needed` answers with."""
 STEADY_ALPHA = 0.05
 """How often a series whose step time is steady is taken for one that is not, at most."""
 AGREE_SHARE = 0.4
-"""Share of that rate for the test that the launches agree, since the change that they are asked about was chosen on their mean."""
+"""The part of `STEADY_ALPHA` that the test of agreement gets: the change that the launches are to agree on was chosen on their mean."""
 SPENDING = 1.5
 """Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of O'Brien and Fleming (about 3)."""
 SPENT = 0.88
-"""The part of the error rate that is spent. The levels of the looks are those of normal deviates, and t statistics of few launches exceed them more often, by up to 1.14 times."""
+"""The part of the error rate that callers give `levels` to spend. The levels of the looks are those of normal deviates, and t statistics of few launches exceed them more often, by up to 1.14 times."""
 STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
 AGREEING_LAUNCHES = 3
 """The fewest launches that are asked whether they have a slope in common."""
 CONTAMINATION_ALPHA = 0.01
+"""How often the A/A pairs of an undisturbed series are called contaminated."""
 CONTAMINATION_LEAST = 0.0025
+"""A mean difference up to this never counts as contamination. A share."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A t interval of a mean difference over blocks."""
+    """A t interval of a mean difference over blocks. Units: logarithms of ratios, or those of the metric where it is compared by difference."""
 
     mean: float
     low: float
     high: float
     deviation: float
-    """Sample deviation, before the floor."""
+    """Sample deviation of the blocks' differences, without the A/A."""
     used: float
-    """The deviation that entered the interval, as one of the degrees of freedom that the interval is given for."""
+    """The deviation that the interval has with `freedom` degrees of freedom: half its width is t x used / sqrt(blocks)."""
     largest: float
-    """The largest deviation that was looked at: what further launches are counted with."""
+    """The larger of the pooled deviation and the blocks' own, from which the number of pairs still needed is counted."""
     freedom: int
 
 
@@ -66,7 +70,7 @@ def log_ratio(baseline: float, candidate: float, higher_is_better: bool) -> floa
 
 
 def difference(baseline: float, candidate: float, higher_is_better: bool) -> float:
-    """By how much the candidate is better."""
+    """By how much the candidate is better, in the metric's unit."""
     return candidate - baseline if higher_is_better else baseline - candidate
 
 
@@ -76,7 +80,7 @@ def aa_deviation(differences: Sequence[float]) -> float:
 
 
 def t_quantile(alpha: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t distribution."""
+    """The two-sided quantile of Student's t distribution: a value lies beyond it, on either side, with probability `alpha`."""
     return _ppf(1 - alpha / 2, freedom)
 
 
@@ -123,7 +127,9 @@ def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
 def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]) -> list[Interval]:
     """A two-sided interval of error rate `alpha` for each contrast `weights` of the variants.
 
-    `rows` holds one value for each block and variant, `noise` the difference of each A/A pair, whose true mean is zero. The deviation of a
+    Shapes: rows [blocks, variants], weights [contrasts, variants], noise [A/A pairs].
+
+    `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a
     launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks for
     one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
     the wider interval. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
@@ -159,13 +165,13 @@ def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
 
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:
-    """The effect beyond the margin that `pairs` pairs would settle with 80 % power (normal approximation of the power)."""
+    """The least distance from the margin that `pairs` pairs settle with 80 % power (normal approximation of the power), in the unit of `deviation`."""
     k = _ppf(1 - alpha / 2, pairs - 1) + _ppf(POWER, pairs - 1)
     return k * deviation / math.sqrt(pairs)
 
 
 def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
-    """How many pairs settle an effect that lies `distance` from the margin; None where no sensible number does."""
+    """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than `MAX_PAIRS`."""
     if deviation == 0:
         return 2
     low, high = 2, MAX_PAIRS
@@ -229,7 +235,7 @@ class Change:
     size: float
     """From the first step to the last."""
     after: int | None
-    """The number of steps before a step change; None for a drift."""
+    """The number of timed steps before the jump from one level to another; None for a drift."""
     certain: bool
     """Whether it is more than chance."""
 
@@ -244,7 +250,7 @@ def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     one slow step is neither. Two things have to show the change. The steps' mean over the launches does, by a t test for the shape that
     fits best (Bonferroni over shapes): launches read the same data in the same order, so what the data do to a step is in all of them, and is
     no more than chance from step to step. And the launches agree, by a t test over the change of each: slow noise of the host, whose
-    neighbouring steps are alike, is each launch's own. Asked first or alone, either would reject far more often than it promises.
+    neighbouring steps are alike, is each launch's own. Either test alone would reject far more often than it promises.
     The second needs three launches. False alarms are at most `alpha` at any correlation of neighbouring steps up to 0.9.
 
     Raises:

@@ -1,7 +1,8 @@
-"""From what was measured to a verdict: a pure function, so that a replay gives the same answer.
+"""Derives the verdict from what was measured. `derive` is a pure function, so a replay gives the same answer.
 
 A pair, a sweep and an interaction take one path: blocks of launches, a rule about contrasts among the variants, an interval for each.
-`STATES` says which state follows from what; of several the first in that order.
+`STATES` says which state follows from what; where several apply, the first in that order. A `Gate` here is one condition that runs must meet, not
+`playbook gate`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from playbook_bench.judge.rules import VERSION, Rules
 from playbook_bench.statements import Statement
 
 EXACT_TOLERANCE = 1e-9
+"""Relative difference up to which two exact figures are equal."""
 RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
-"""By the version that a record's plan names."""
+"""The rules of judging, by version; a record's plan names its version."""
 
 STATES: dict[Reason, tuple[str, str]] = {
     "scope": ("not applicable", "the claim's scope excludes this machine"),
@@ -48,7 +50,7 @@ STATES: dict[Reason, tuple[str, str]] = {
     "budget": ("inconclusive", "time or `--pairs` ended the series before its last look, and nothing is settled"),
     "power": ("inconclusive", "the last look is taken and an interval still contains the margin"),
 }
-"""Which state follows from what."""
+"""By reason: the state that follows, and when. In the order in which they are asked."""
 
 
 def derive(measured: Measured, statement: Statement | None = None) -> Derived:
@@ -107,7 +109,7 @@ class _Series:
         return self._judged(blocks, [], None, []) if fits else self._compare(blocks)
 
     def _from_the_start(self) -> Derived | None:
-        """What the first, discarded run of each variant shows before any pair: a path that did not run, or runs that cannot be compared. None where all is well so far.
+        """The verdict where the first, discarded run of each variant shows that a path did not run or that runs cannot be compared; else None.
 
         Their speed is not looked at, for they warm up caches and machine. What is looked at would end the series at its first look anyway.
         """
@@ -121,7 +123,7 @@ class _Series:
         return self._incomparable(block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
 
     def _incomparable(self, conditions: list[Gate], what: str = "the runs") -> Derived | None:
-        """Runs that do not meet the conditions have no verdict; None where they do."""
+        """The answer where a condition is not met: the runs cannot be compared. None where all are met."""
         broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
         found = _verdict("invalid_pair", f"{what} cannot be compared: {broken}")
         return Derived(receipts=self.checks, gates=conditions, verdict=found) if broken else None
@@ -229,7 +231,7 @@ def rules_of(plan: Plan) -> Rules:
 
 
 def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant], tolerance: float) -> bool:
-    """Whether no variant's step time changes inside its timed window; runs whose steps cannot be used show nothing, and get their verdict for that."""
+    """Whether no variant's step time changes inside its timed window. True where steps cannot be used: `derive` has a verdict for that."""
     blocks, times = guards.blocks_of(runs, names), metrics.get("step_seconds")
     if any(guards.complete(run, times) for block in blocks for run in block.values()):
         return True
@@ -237,7 +239,7 @@ def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant], tolerance:
 
 
 def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()) -> list[Gate]:
-    """Every condition that makes two runs a pair."""
+    """The conditions that make two runs a pair, each met or not."""
     return [
         guards.configurations(case, measured.configs, pairs),
         guards.environment(case, measured.strict, [r for pair in pairs for r in pair], allowed),
@@ -249,7 +251,7 @@ def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[g
 
 
 def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
-    """Every condition that makes launches comparable, of each variant against the first."""
+    """The conditions that make launches comparable, each met or not; every variant is held against the first."""
     first, *others = blocks[0]
     found: dict[str, Gate] = {}
     for other in others:
@@ -261,7 +263,7 @@ def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence
 
 
 def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
-    """A run error beats out of memory: it says that the figures behind the rest may be wrong too."""
+    """The verdict that failed runs force, or None. Out of memory comes second: after any other failure the remaining figures may be wrong too."""
     bad = [r for r in runs if r.outcome != "ok" and not (metric.name == "fits" and r.outcome == "oom")]
     other = next((r for r in bad if r.outcome != "oom"), None)
     if other is not None:
@@ -279,7 +281,7 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
 
 
 def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
-    """What follows from launches whose figures or receipts cannot be used, or None."""
+    """The verdict that unusable figures or receipts force, or None."""
     for run in runs:
         problem = None if run.role == "burn_in" else guards.complete(run, metric)
         if problem:
@@ -294,7 +296,7 @@ def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verd
 
 
 def spread(metric: Metric, runs: Sequence[Run]) -> str:
-    """How a metric that should repeat exactly differs between launches of one variant, or nothing."""
+    """How a metric that should repeat exactly differs between launches of one variant; empty where it repeats."""
     values = [effects.required(metric, r) for r in runs]
     if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
         return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"

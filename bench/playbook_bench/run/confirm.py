@@ -1,4 +1,4 @@
-"""From a card's claims to evidence. Read from top to bottom: targets, preflight, one series per case, a verdict per claim."""
+"""Tests claims and stores the evidence. In this order: targets, preflight, one series per case, a verdict per claim."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "n
 
 
 class Progress(series.Progress, Protocol):
-    """As for a series, and told of each verdict."""
+    """What `run` and `bench_run` report to: the events of a series, and each verdict."""
 
     def machine(self, machine: Machine) -> None:
-        """The machine, before anything runs."""
+        """Called once, before anything runs."""
         ...
 
     def finished(self, outcome: Outcome) -> None:
@@ -65,7 +65,7 @@ class Outcome:
     evidence: Evidence
     path: Path
     asked: bool = True
-    """Whether it enters the exit code; a mechanism check that runs along with the one claim that was named does not."""
+    """Whether it enters the exit code. A mechanism check does not where only its claim was named and the check ran along."""
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def _words(command: Sequence[str], options: Options, limits: bool = True, fork: 
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Of what was asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
+    """The exit code for the claims that were asked for: 5 if any failed, else 1 if any is refuted, else 3 if any is inconclusive, else 0; 4 only when none applies."""
     codes = {EXIT_CODES[o.status] for o in outcomes if o.asked}
     return next((code for code in (5, 1, 3) if code in codes), 4 if codes == {4} else 0)
 
@@ -155,7 +155,7 @@ def _run_all(
 def _run_case(
     tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress, command: str
 ) -> tuple[list[Outcome], bool, str]:
-    """The outcomes of one case's claims, each printed before it is stored; whether there is more of its series to run; and why a record could not be stored."""
+    """Test one case's claims. Returns their outcomes, each printed before it is stored; whether some of the series is left to run; and why a record could not be stored, or ""."""
     outcomes, goes_on, lost = [], False, ""
     if kept := _from_before(tasks, case, options):
         for outcome, task in zip(kept, tasks, strict=True):
@@ -175,7 +175,7 @@ def _run_case(
 
 
 def _default_journal(tasks: Sequence[Task], options: Options, command: str) -> Journal | None:
-    """What an earlier command that asked for the same, of the same code on the same machine, has left when it was stopped."""
+    """The journal of an earlier, stopped command that asked for the same, with the same code on the same machine."""
     asked = [command, *sorted(_key(t) for t in tasks), options.profile, options.pairs, options.seed, options.forks]
     hosts = options.launcher.allocation.hosts if isinstance(options.launcher, SrunLauncher) else detect.place()
     words = [str(w) for w in (*asked, *getattr(options.launcher, "command", ()), detect.trainer_digest())]
@@ -183,7 +183,7 @@ def _default_journal(tasks: Sequence[Task], options: Options, command: str) -> J
 
 
 def _keep(evidence: Evidence, results: Path) -> tuple[Path, str]:
-    """Store a record whose verdict was printed; where that fails, in the temporary folder, with what went wrong."""
+    """Store a record, in the temporary folder where `results` cannot take it. Returns its path and what went wrong, or ""."""
     try:
         return store.write(evidence, results), ""
     except StoreError as e:
@@ -201,7 +201,7 @@ def _closing(launcher: Launcher) -> Iterator[None]:
 
 
 def _from_before(tasks: Sequence[Task], case: Case | None, options: Options) -> list[Outcome]:
-    """The outcomes of one case's claims where the command that was stopped had them all and their records are still there, else none."""
+    """One case's outcomes as the stopped command left them; none unless it had settled all of its claims and their records are still there."""
     paths = [options.journal.settled.get(_key(t)) for t in tasks] if options.journal else []
     there = [Outcome(store.load(p), p) for p in paths if p is not None and p.is_file()]
     same = [answers(o.evidence.measured, t.claim, case, options.profile, options.pairs) for o, t in zip(there, tasks, strict=False)]
@@ -213,7 +213,7 @@ def _key(task: Task) -> str:
 
 
 def _repeat(measured: Measured, options: Options) -> str:
-    """The command that tests this claim alone, wherever it was one of many."""
+    """The command that tests this claim alone."""
     claim = measured.claim
     return _words(
         ["confirm", f"{claim.card}/{claim.id}" if claim else ""], replace(options, profile=measured.profile), False, bool(measured.runs)
@@ -230,7 +230,7 @@ def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) 
 
 
 def count_inapplicable(profile: str) -> tuple[int, int]:
-    """How many claims of all cards a profile of this machine cannot test, and how many claims there are; mechanism checks are not counted."""
+    """Number of claims that `profile` cannot test on this machine, and number of all claims. Mechanism checks are not counted."""
     machine = detect.detect()
     tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.claim and t.claim.mechanism_of is None]
     lacking = 0
@@ -242,7 +242,7 @@ def count_inapplicable(profile: str) -> tuple[int, int]:
 
 
 Settled = tuple[Measured, Derived, Seconds, bool]
-"""What a record is made of, and whether a second command with the same journal goes on with the series."""
+"""What a record is made of, and whether the series is unfinished, so that a second command with the same journal goes on with it."""
 
 
 def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
@@ -286,7 +286,7 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
 def _run_series(
     records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
 ) -> list[Settled]:
-    """Burn-in, A/A, pairs; each claim is judged at the looks, and keeps the record of the look that settled it."""
+    """Run a series: discarded launches, A/A, pairs. Each claim is judged at the looks, and keeps the record of the look that settled it."""
     work = local.new_folder(options.results / "work", case.id)
     settled: dict[int, Settled] = {}
     try:
@@ -332,7 +332,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
 
 
 def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], options: Options) -> None:
-    """A series with noise: warm up, know the noise, then pairs until every claim is settled."""
+    """Run a series of a metric with noise: discarded launches, the noise, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
     running.progress.series(running.case.id, running.expected)
@@ -347,7 +347,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
                 settled[i] = found
         return len(settled) == len(records)
 
-    # Runs that cannot be compared, or that did not do what they are to show, are known from the first of each: no A/A or pair is spent on them.
+    # The first run of each variant shows whether they can be compared and ran what they should; if not, no A/A or pair is spent on them.
     if not _burn_in(running) or judged() or not aa.ensure(running, options.results / "baselines"):
         return
 
@@ -365,7 +365,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Sett
 
 
 def _burn_in(running: Series) -> bool:
-    """One discarded run per variant; False where one fails that must not, or the budget is spent, which settles the series."""
+    """One discarded run per variant. False where the budget is spent or a run fails that must not: the series then ends."""
     for spec in schedule.burn_in(running.variants):
         if not running.has_time_for([spec]):
             return False
@@ -390,7 +390,7 @@ def _metric(record: Measured, case: Case) -> metrics.Metric:
 
 
 def _check(task: Task, loaded: dict[str, Case]) -> None:
-    """What can be known to be wrong before any run: metric, margin, comparison.
+    """Refuse a claim whose metric, margin or comparison does not fit its case, before any run.
 
     Raises:
         ConfigError: the claim and its case do not fit.
@@ -412,7 +412,7 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
 
 
 def _remove_if_empty(work: Path) -> None:
-    """Folders of failed runs stay, with their logs; a clean series leaves nothing."""
+    """Remove the work folder of a clean series; folders of failed runs stay, with their logs."""
     (work / "telemetry.csv").unlink(missing_ok=True)
     if not any(work.iterdir()):
         shutil.rmtree(work, ignore_errors=True)

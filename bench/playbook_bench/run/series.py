@@ -1,4 +1,4 @@
-"""Running a series: launches in their planned order, each turned into a record."""
+"""Runs a series: starts the launches in their planned order, and makes a `Run` of each."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.variants import Resolved, extended
 
 MAX_LINES = 100_000
+"""The most lines of metrics.jsonl that are read."""
 
 
 class Progress(Protocol):
-    """Told what happens while a series runs."""
+    """What a series reports to while it runs."""
 
     def series(self, label: str, launches: int) -> None:
         """A series begins; `launches` are expected up to its first look."""
@@ -80,7 +81,7 @@ class Silent:
 
 @dataclass
 class Series:
-    """One case on one machine under one profile, while it runs. Whoever makes it decides when it has enough."""
+    """One case on one machine under one profile, while it runs. The caller decides when there are enough pairs."""
 
     case: Case
     profile: str
@@ -93,25 +94,28 @@ class Series:
     progress: Progress
     deadline: float | None = None
     own_time: bool = False
-    """Whether the deadline is that of the case's own minutes, which a second command with the journal does not have anew."""
+    """Whether the case's own minutes set the deadline, not `--budget`. A second command with the same journal gets no new ones."""
     telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By hash, the environments of the runs: what has to be equal within a series."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By hash, the configurations of the runs."""
     aa: Baseline | None = None
     expected: int = 0
+    """Launches that the progress line counts up to."""
     infeasible: frozenset[Variant] = frozenset()
     """Variants that may be out of memory or refused, because the claims say so."""
     oom_is_data: bool = False
     """Whether any variant may be out of memory, because a claim asks which of them fit."""
     launched: list[Run] = field(default_factory=list)
-    """Every run that was paid for, discarded ones included."""
+    """Every run so far, those that `extend` discards included."""
     journal: SeriesJournal | None = None
     _took: dict[Variant, float] = field(default_factory=dict)
     """Seconds of each variant's last launch."""
 
     def run(self, spec: RunSpec) -> Run:
-        """Launch once and record it; a run that the journal has from before is taken from there."""
+        """Launch once and add the run to the series; a run that the journal has from an earlier command is not launched again."""
         resolved = self.variants[spec.variant]
         if self.journal and (kept := self.journal.take(spec, resolved.sha)):
             return self._again(kept, resolved)
@@ -148,7 +152,7 @@ class Series:
         return run
 
     def _again(self, kept: Kept, resolved: Resolved) -> Run:
-        """A run of before, in its new place."""
+        """Take over a run of an earlier command, at its place in this series."""
         run = kept.run.model_copy(update={"position": len(self.runs)})
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         if run.strict_sha:
@@ -160,7 +164,7 @@ class Series:
 
     @property
     def alive(self) -> list[Variant]:
-        """The variants that are launched still: all but those that may fail and did."""
+        """The variants that are still launched: all but those that may fail and did."""
         dead = {r.variant for r in self.runs if self.tolerates(r)}
         return [v for v in self.variants if v not in dead]
 
@@ -180,7 +184,7 @@ class Series:
         return self.deadline is None or not due or time.monotonic() + needed <= self.deadline
 
     def extend(self) -> None:
-        """Start over with the former timed window as warm-up; what was measured is discarded by rule, whatever it says."""
+        """Start over with a longer warm-up, which takes in the former timed steps. The measured runs are discarded, whatever they show."""
         self.variants = {v: extended(r) for v, r in self.variants.items()}
         self.runs = [r for r in self.runs if r.role != "measure" or self.tolerates(r)]
         self.plan = self.plan.model_copy(update={"extended": True, "order": []})
@@ -261,7 +265,10 @@ def _window(result: Result, folder: Path) -> tuple[str, float, float]:
 
 
 def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:
-    """Threads for operators on the host, the same for all variants: a rank's share of the cores; beside a GPU one, as torchrun sets, unless the host updates weights."""
+    """Threads of each rank for operators on the host, the same for all variants.
+
+    With GPUs it is 1, as torchrun sets, unless the host updates weights; else a rank's share of the node's cores.
+    """
     if machine.gpus and not any(r.config.offload.optimizer or r.config.megatron.optimizer_offload_fraction for r in variants):
         return 1
     per_node = -(-max(r.ranks for r in variants) // machine.nodes)
@@ -277,7 +284,7 @@ class Seen:
 
 
 def read_run(folder: Path) -> Seen:
-    """Samples, summary and receipt of a run, as far as it came.
+    """Samples, summary and receipt of a run, as far as the run got.
 
     Raises:
         ValueError: a file does not hold what `docs/trainer-files.md` says.
@@ -309,7 +316,7 @@ def read_run(folder: Path) -> Seen:
 
 
 def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "baseline") -> list[Run]:
-    """A/A launches, pairs counted from `first`; stops at the first that fails, or when the budget has no room for a further pair."""
+    """Launch `pairs` pairs of one variant, numbered from `first`. Stops at the first launch that fails, or when the budget has no room for a further pair."""
     runs: list[Run] = []
     for one, other in zip(*[iter(schedule.aa(pairs, first, variant))] * 2, strict=True):
         if not series.has_time_for([one, other]):
@@ -322,13 +329,13 @@ def measure_aa(series: Series, pairs: int, first: int = 0, variant: Variant = "b
 
 
 def blocks(series: Series) -> Iterator[tuple[str, list[RunSpec]]]:
-    """Its pairs, or blocks of all variants, in the order that its seed gives."""
+    """The pairs of a series, or its blocks of all variants, each with its label, in the order that the seed gives."""
     seed = series.plan.seed
     return schedule.measured(seed) if tuple(series.variants) == schedule.PAIR else schedule.rounds(seed, list(series.variants))
 
 
 def measure_pairs(series: Series, enough: Callable[[Series, int], bool]) -> None:
-    """Pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
+    """Launch pairs, or blocks of all variants, until `enough` says so after one of them, a run fails, the limit is reached or the budget is spent."""
     last = schedule.last_pair(series.plan.looks, series.plan.pairs_limit)
     order: list[str] = []
     for label, specs in blocks(series):

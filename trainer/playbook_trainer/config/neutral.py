@@ -1,4 +1,8 @@
-"""The neutral value of each configuration key: the behaviour from before the key existed. Frozen, whatever its default becomes."""
+"""The neutral value of each configuration key: the one with which the trainer does what it did before the key existed.
+
+Hashes of configurations leave out keys that have their neutral value, so a new key changes no stored hash. A neutral value is never edited, whatever
+the key's default becomes.
+"""
 
 from __future__ import annotations
 
@@ -164,9 +168,8 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "eval.batches": 2,
     }
 )
-"""What a hash of a configuration leaves out. A new key gets a line with the value at which nothing changes: every stored hash then stays.
+"""By key, the value that a hash of a configuration leaves out.
 
-A default that is changed later leaves its line as it is: configurations with the new default then hash otherwise, as they compute otherwise.
-A key that is removed moves to `playbook/renamed_keys.py`. Keys of the model that every model must name, such as `model.hidden_size`, have none and always
-count.
+A new key: add its line. A changed default: leave the line as it is; configurations with the new default then hash otherwise, as they compute otherwise.
+A removed key: move it to `playbook/renamed_keys.py`. Keys that every model must name, such as `model.hidden_size`, have no line and always count.
 """
