@@ -10,10 +10,10 @@ import math
 import statistics as plain
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from playbook.records.evidence import Gate, Run, Sample
-from playbook_bench.judge import metrics, receipt, statistics
+from playbook.records.evidence import Comparison, Gate, Run, Sample
+from playbook_bench.judge import effects, metrics, receipt, statistics
 from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.metrics import timed
 
@@ -33,6 +33,8 @@ _REPEATS = 4.0
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
 _MEMORY = 0.02
+MOVED = 0.01
+"""A change of speed above it, in either direction, makes verdicts from before it stale."""
 
 Answer = Literal["pass", "regression", "undecided", "too_noisy"]
 
@@ -65,10 +67,10 @@ def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float,
     n, m = len(worse), len(noise)
     if n < 2 or m < 2:
         raise ValueError(f"a slowdown needs at least 2 pairs of commits and 2 of one commit, found {n} and {m}")
+    if not all(math.isfinite(v) for v in (*worse, *noise)):
+        raise ValueError("a difference is not finite")
     mean, own = plain.fmean(worse), plain.stdev(worse)
     alone = statistics.aa_deviation(noise)
-    if not (math.isfinite(own) and math.isfinite(alone)):
-        raise ValueError("a difference is not finite")
     own_freedom, freedom = n - 1, n - 1 + m
     deviation = math.sqrt((own_freedom * own**2 + m * alone**2) / freedom)
     if own > math.sqrt(float(sps.f.ppf(1 - NOISIER, own_freedom, m))) * alone:
@@ -110,6 +112,21 @@ def cause_of_noise(runs: Sequence[Run], noise: Sequence[float]) -> str:
     if stolen and plain.median(stolen) >= 2:
         causes.append(f"other machines on this hardware had {plain.median(stolen):.0f} % of its processor time")
     return "; ".join(causes)
+
+
+def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], backend: str) -> str:
+    """What to do about older verdicts where the newer commit's trainer is faster or slower for certain and has the revision of the older one; else nothing.
+
+    An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name.
+    """
+    sources = {strict.get(r.strict_sha, {}).get("trainer", {}).get("source_sha") for r in runs}
+    revisions = {r.performance_revision for r in runs}
+    if len(sources) < 2 or len(revisions) > 1 or None in revisions or found.design == "deterministic" or found.scale != "log_ratio":
+        return ""
+    if found.low is None or found.high is None or (found.low <= MOVED and found.high >= -MOVED):
+        return ""
+    shown = effects.show_effect(found, between=True)
+    return f"{found.metric} moved by {shown}; if that is meant, raise PERFORMANCE_REVISION['{backend}'] so that older verdicts go stale"
 
 
 def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allowed: float) -> bool:

@@ -92,6 +92,8 @@ class GateResult:
     """About how many pairs would settle what is undecided; None where no sensible number does."""
     differences: list[str] = field(default_factory=list)
     """What the two trees resolve the case's configuration to, where they differ."""
+    revision: str = ""
+    """What to do where verdicts from before should go stale and would not; else nothing."""
     anchor: GateResult | None = None
     """The same against the anchor, where the case has one."""
 
@@ -361,7 +363,8 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
     if metric.deterministic:
         return _judge_exact(metric, limits, blank, _effect(running, metric, runs), dearer)
     found = _slowdown(running, metric, limits, runs)
-    blank = replace(blank, comparison=_effect(running, metric, runs))
+    effect, backend = _effect(running, metric, runs), str(running.variants["candidate"].dump.get("backend", "torch"))
+    blank = replace(blank, comparison=effect, revision=slowdown.unraised(effect, runs, running.strict, backend))
     if dearer:
         return replace(blank, status="regression", sentence=dearer)
     if found is None or len(pairs) < first:
@@ -443,6 +446,7 @@ def as_json(result: GateResult) -> dict[str, Any]:
         "limit": result.limit,
         "pairs_needed": result.pairs_needed,
         "differences": result.differences,
+        "revision": result.revision,
         "comparison": result.comparison.model_dump(mode="json") if result.comparison else None,
         "gates": [g.model_dump(mode="json") for g in result.gates],
         "launches": len(result.runs),

@@ -221,13 +221,15 @@ def print_noise(noise: Noise, out: Console) -> None:
 
 
 def print_gate(result: GateResult, out: Console) -> None:
-    """The gate's answer in one line."""
+    """The gate's answer in one line, and in another one that older verdicts should go stale, where they would not."""
     style = {"pass": "green", "regression": "red", "undecided": "yellow", "too_noisy": "yellow", "error": "bold red"}[result.status]
     out.print(
         Text(f"gate {result.case} against {result.reference} ({result.profile})  ")
         .append(Text(result.status, style=style))
         .append(f"  {result.sentence}")
     )
+    if advice := result.revision or (result.anchor.revision if result.anchor else ""):
+        out.print(Text(_INDENT + advice))
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:

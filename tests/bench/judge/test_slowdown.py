@@ -1,0 +1,293 @@
+"""Two commits of one trainer, from invented launches: the answer at a look, what else a commit may cost, and what it does to older verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from test_verdict import make_run
+
+from playbook.records.evidence import Comparison, Observed, Run, Sample
+from playbook_bench.judge import metrics, slowdown
+from playbook_bench.judge.guards import Pair
+
+LOOKS = (4, 8, 12)
+LIMIT = math.log1p(0.03)
+
+
+def around(mean: float, deviation: float, n: int = 4) -> list[float]:
+    """Values with exactly this mean, half of them a deviation above it and half below."""
+    return [mean + deviation * (-1) ** i for i in range(n)]
+
+
+def launch(variant: str = "baseline", pair: int = 0, wall_s: float = 10.0, role: str = "measure", **steps: object) -> Run:
+    """Six steps of a second; `steps` holds a field of every step, or a list of one value for each."""
+    fields = {"seconds": 1.0, "loss": 2.0, "grad_norm": 1.0, "peak_memory_bytes": 1000, **steps}
+    at = lambda value, i: value[i] if isinstance(value, list) else value  # noqa: E731
+    samples = [Sample(step=i, timed=True, useful_tokens=1, raw_tokens=1, **{k: at(v, i) for k, v in fields.items()}) for i in range(6)]
+    return make_run(variant, pair, wall_s=wall_s, role=role, samples=samples)
+
+
+def series(
+    pairs: int = 2, before: dict | None = None, after: dict | None = None, noise: list[dict] | None = None
+) -> tuple[list[Pair], list[Run]]:
+    """Pairs of commits, and every run with an A/A of the older one whose launches are as `noise` says."""
+    made = [(launch("baseline", i, **(before or {})), launch("candidate", i, **(after or {}))) for i in range(pairs)]
+    aa = [launch("baseline", i // 2, role="aa", **{**(before or {}), **fields}) for i, fields in enumerate(noise or [{}, {}])]
+    return made, [*aa, *(r for pair in made for r in pair)]
+
+
+def gates(which: str, made: tuple[list[Pair], list[Run]], allowed: dict[str, float] | None = None) -> dict[str, str]:
+    """What each condition that does not hold says."""
+    pairs, runs = made
+    found = (
+        slowdown.same_training(pairs, runs, allowed or {}) if which == "training" else slowdown.same_cost(pairs, runs, 0.03, allowed or {})
+    )
+    return {g.name: g.detail for g in found if not g.ok}
+
+
+# By hand, from tables of Student's t: with 4 pairs and 4 of noise the deviation has 7 degrees of freedom, and with three looks the one-sided rates
+# are 0.025 / 3 (t = 3.128) and 0.001 / 3 (t = 5.795). Pairs of deviation 0.004 (sample: 0.004619) and noise of 0.004 pool to 0.004276.
+@pytest.mark.parametrize(
+    ("mean", "answer"),
+    [
+        (0.0, "pass"),
+        (-0.05, "pass"),
+        (0.0170, "pass"),  # 0.02956 - 5.795 * 0.002138 = 0.01717
+        (0.0177, "undecided"),
+        (0.0360, "undecided"),  # 0.02956 + 3.128 * 0.002138 = 0.03625
+        (0.0365, "regression"),
+    ],
+)
+def test_a_slowdown_passes_or_fails_only_where_its_interval_says_so(mean: float, answer: str) -> None:
+    found = slowdown.judge_slowdown(around(mean, 0.004), around(0.0, 0.004), LIMIT, LOOKS)
+    assert found.answer == answer
+    assert found.mean == pytest.approx(mean)
+    assert found.low == pytest.approx(mean - 3.128 * 0.002138, abs=2e-5)
+    assert found.high == pytest.approx(mean + 5.795 * 0.002138, abs=2e-5)
+
+
+def test_a_noisier_commit_is_held_to_its_own_noise() -> None:
+    """Pairs vary twice as much as the noise does, so they alone count: 3 degrees of freedom, t = 4.857 for 0.025 / 3 (here one look: 3.182)."""
+    found = slowdown.judge_slowdown(around(0.0, 0.01), around(0.0, 0.005), LIMIT, (4,))
+    assert found.low == pytest.approx(-3.182 * 0.011547 / 2, rel=1e-3)
+    calm = slowdown.judge_slowdown(around(0.0, 0.001), around(0.0, 0.005), LIMIT, (4,))
+    assert calm.low == pytest.approx(-2.365 * math.sqrt((3 * 0.0011547**2 + 4 * 0.005**2) / 7) / 2, rel=1e-3), "and a quieter one to both"
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "answer"),
+    [(0.0, 0.02, "undecided"), (0.02, 0.01, "undecided"), (0.0, 0.06, "too_noisy"), (0.03, 0.06, "too_noisy")],
+)
+def test_what_no_number_of_pairs_would_rule_out_is_too_noisy(mean: float, deviation: float, answer: str) -> None:
+    found = slowdown.judge_slowdown(around(mean, deviation), around(0.0, deviation), LIMIT, LOOKS)
+    assert found.answer == answer
+
+
+def test_the_number_of_pairs_that_would_settle_it() -> None:
+    """Looks go on at their distance of four, each with a smaller part of the error rate, until the interval and 80 % power fit into the distance."""
+    need = {d: slowdown.judge_slowdown(around(0.02, d), around(0.0, d), LIMIT, LOOKS).pairs_needed for d in (0.004, 0.006, 0.01, 0.02)}
+    assert need == {0.004: 8, 0.006: 12, 0.01: 32, 0.02: None}
+    assert slowdown.judge_slowdown(around(0.04, 0.01), around(0.0, 0.01), LIMIT, LOOKS).pairs_needed == 16, (
+        "a regression is cheaper to show"
+    )
+    assert slowdown.judge_slowdown(around(LIMIT, 0.004), around(0.0, 0.004), LIMIT, LOOKS).pairs_needed is None
+    assert slowdown.judge_slowdown(around(0.02, 0.006), around(0.0, 0.006), LIMIT, (4,)).pairs_needed % 4 == 0, (
+        "of one look, its own distance"
+    )
+
+
+@pytest.mark.parametrize(
+    ("worse", "noise"), [([0.0], [0.0, 0.1]), ([0.0, 0.1], [0.0]), ([0.0, math.nan], [0.0, 0.1]), ([0.0, 0.1], [0.0, math.inf])]
+)
+def test_too_few_pairs_or_no_number_give_no_answer(worse: list[float], noise: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"at least 2 pairs|not finite"):
+        slowdown.judge_slowdown(worse, noise, LIMIT, LOOKS)
+
+
+def test_two_pairs_of_each_are_enough_for_an_answer() -> None:
+    assert slowdown.judge_slowdown([0.0, 0.0], [0.0001, -0.0001], LIMIT, (2,)).answer == "pass"
+
+
+def test_the_cause_of_noise_is_what_the_runs_tell() -> None:
+    def ran(variant: str, computing: float, stolen: float) -> Run:
+        return make_run(variant, observed=Observed(counters={"gpu_computing_percent": computing}), telemetry={"stolen_percent": stolen})
+
+    quiet, busy = [ran("baseline", 90, 0), ran("candidate", 80, 1.9)], [ran("baseline", 90, 3), ran("candidate", 79, 2)]
+    assert slowdown.cause_of_noise(quiet, [0.05, -0.05]) == "launches of one commit differ by 5.0 %"
+    text = slowdown.cause_of_noise(busy, [])
+    assert (
+        text
+        == "the GPU computes in only 79 % of the step, so the host is what is timed; other machines on this hardware had 2 % of its processor time"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "allowed", "worse"),
+    [
+        ("recompiles", 2.0, 2.0, 0.0, False),
+        ("recompiles", 2.0, 1.0, 0.0, False),
+        ("recompiles", 2.0, 3.0, 0.0, True),
+        ("recompiles", 0.0, 1.0, 0.5, True),
+        ("param_bytes_per_rank", 1000.0, 1010.0, 0.01, False),
+        ("param_bytes_per_rank", 1000.0, 1010.1, 0.01, True),
+        ("param_bytes_per_rank", 1e12, 1e12 + 1, 0.0, False),
+        ("fits", 1.0, 0.0, 0.0, True),
+        ("fits", 0.0, 1.0, 0.0, False),
+    ],
+)
+def test_an_exact_metric_may_not_get_worse(name: str, before: float, after: float, allowed: float, worse: bool) -> None:
+    assert slowdown.exact_worse(metrics.get(name), before, after, allowed) is worse
+
+
+def test_two_commits_that_train_alike() -> None:
+    assert gates("training", series()) == {}
+    assert gates("cost", series()) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({}, {"loss": [2.0, None, 2.0, 2.0, 2.0, 2.0]}, "1 steps without a finite loss, 0 before"),
+        ({}, {"nan": [False, True, True, False, False, False]}, "2 steps without a finite loss, 0 before"),
+        ({"nan": [True, False, False, False, False, False]}, {"nan": [False, True, False, False, False, False]}, None),
+        ({"nan": [True, False, False, False, False, False]}, {}, None),
+    ],
+)
+def test_no_step_more_is_skipped(before: dict, after: dict, said: str | None) -> None:
+    assert gates("training", series(before=before, after=after)).get("skipped_steps") == said
+
+
+@pytest.mark.parametrize(
+    ("noise", "change", "allowed", "ok"),
+    [
+        ([{}, {}], 0.9e-5, None, True),  # launches of one commit agree to the last digit: 1e-5 counts
+        ([{}, {}], 1.1e-5, None, False),
+        ([{}, {"loss": 2.0 * (1 + 1e-4)}], 3.9e-4, None, True),  # they differ by 1e-4: four times that counts
+        ([{}, {"loss": 2.0 * (1 + 1e-4)}], 4.2e-4, None, False),
+        ([{}, {"loss": 2.0 * (1 + 1e-4)}], 2e-4, 1e-4, False),  # what is allowed is stated, whatever they do
+        ([{}, {}], 0.01, 0.02, True),
+    ],
+)
+def test_losses_agree_as_closely_as_launches_of_one_commit_do(noise: list[dict], change: float, allowed: float | None, ok: bool) -> None:
+    made = series(after={"loss": 2.0 * (1 + change)}, noise=noise)
+    assert ("loss" not in gates("training", made, {} if allowed is None else {"loss": allowed})) is ok
+
+
+def test_the_worst_step_is_named_with_both_its_values() -> None:
+    found = gates("training", series(after={"grad_norm": [1.0, 1.1, 1.0, 1.5, 1.0, 1.0]}))
+    assert found == {"grad_norm": "grad_norm of step 4 is 1.5, and 1 before: 333 times more than is explained by rounding"}
+
+
+def test_rounding_that_launches_show_at_a_step_explains_later_steps_and_no_earlier_ones() -> None:
+    noise = [{}, {"loss": [2.0, 2.0, 2.002, 2.0, 2.0, 2.0]}]
+    later, earlier = [2.0, 2.0, 2.0, 2.0, 2.003, 2.0], [2.0, 2.003, 2.0, 2.0, 2.0, 2.0]
+    assert "loss" not in gates("training", series(after={"loss": later}, noise=noise))
+    assert "loss" in gates("training", series(after={"loss": earlier}, noise=noise))
+
+
+def test_one_launch_shows_no_rounding_so_a_percent_of_loss_and_a_tenth_of_a_norm_are_let_pass() -> None:
+    def alone(**after: float) -> dict[str, str]:
+        pair = (launch("baseline"), launch("candidate", **after))
+        return gates("training", ([pair], [*pair]))
+
+    assert alone(loss=2.015, grad_norm=1.09) == {}
+    assert set(alone(loss=2.03, grad_norm=1.2)) == {"loss", "grad_norm"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed", "said"),
+    [
+        (1000, 1019, {}, None),
+        (1000, 1021, {}, "peak memory +2.1 %"),
+        (1000, 900, {}, None),
+        (1000, 1099, {"memory": 0.1}, None),
+        (1000, 1101, {"memory": 0.1}, "peak memory +10.1 %"),
+    ],
+)
+def test_memory_may_not_grow_by_more_than_is_allowed(before: int, after: int, allowed: dict, said: str | None) -> None:
+    steps = lambda most: {"peak_memory_bytes": [1, 1, most, 1, 1, 1]}  # noqa: E731
+    assert gates("cost", series(before=steps(before), after=steps(after)), allowed).get("memory") == said
+
+
+def test_memory_that_the_older_commit_does_not_report_is_said_to_be_not_compared() -> None:
+    pairs, runs = series(before={"peak_memory_bytes": 0}, after={"peak_memory_bytes": 5})
+    assert [(g.ok, g.detail) for g in slowdown.same_cost(pairs, runs, 0.03, {}) if g.name == "memory"] == [
+        (True, "not compared: the older commit reports none")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "noise", "allowed", "said"),
+    [
+        (10.17, [{}, {}], {}, None),  # steps take 6 s, of which 3 % are 0.18 s
+        (10.19, [{}, {}], {}, "the process takes 0.2 s longer outside its steps, at most 0.2 s is explained"),
+        (9.0, [{}, {}], {}, None),
+        (10.59, [{}, {}], {"process": 0.1}, None),
+        (10.61, [{}, {}], {"process": 0.1}, "the process takes 0.6 s longer outside its steps, at most 0.6 s is explained"),
+        (11.9, [{}, {"wall_s": 11.0}], {}, None),  # launches of the older commit differ by 1 s: twice that counts
+        (12.1, [{}, {"wall_s": 11.0}], {}, "the process takes 2.1 s longer outside its steps, at most 2.0 s is explained"),
+    ],
+)
+def test_time_that_moved_out_of_the_steps_is_not_gained(wall_s: float, noise: list[dict], allowed: dict, said: str | None) -> None:
+    """A step that waits between two steps looks faster: the process takes as long as before."""
+    assert gates("cost", series(after={"wall_s": wall_s}, noise=noise), allowed).get("process") == said
+
+
+def test_a_faster_step_whose_process_takes_as_long_is_refused() -> None:
+    assert "the process takes 3.0 s longer outside its steps" in gates("cost", series(after={"seconds": 0.5}))["process"]
+    assert gates("cost", series(after={"seconds": 0.5, "wall_s": 7.0})) == {}
+
+
+@pytest.mark.parametrize(("pairs", "noise", "before"), [(1, [{}], {}), (2, [{}, {}], {"wall_s": 5.0})])
+def test_too_few_launches_or_a_clock_that_is_off_compare_no_process(pairs: int, noise: list[dict], before: dict) -> None:
+    found = slowdown.same_cost(*series(pairs, before, {"wall_s": 100.0}, noise), 0.03, {})
+    assert [(g.ok, g.detail) for g in found if g.name == "process"] == [
+        (True, "not compared: too few launches, or steps that take longer than their process")
+    ]
+
+
+def effect(low: float | None, high: float | None, **fields: object) -> Comparison:
+    base = {
+        "metric": "step_seconds",
+        "unit": "s",
+        "better": "lower",
+        "design": "launches_abba",
+        "scale": "log_ratio",
+        "baseline": 1.0,
+        "candidate": 1.0,
+    }
+    mean = None if low is None or high is None else (low + high) / 2
+    return Comparison(**{**base, "effect": mean, "low": low, "high": high, "pairs": 4, **fields})
+
+
+def commits(before: str = "a", after: str = "b", revisions: tuple[int | None, int | None] = (3, 3)) -> tuple[list[Run], dict]:
+    runs = [make_run(v, strict_sha=v, performance_revision=r) for v, r in zip(("baseline", "candidate"), revisions, strict=True)]
+    return runs, {v: {"trainer": {"source_sha": s}} for v, s in (("baseline", before), ("candidate", after))}
+
+
+@pytest.mark.parametrize(("low", "high", "shown"), [(0.011, 0.031, "+2.1 % [1.1, 3.1]"), (-0.031, -0.011, "-2.1 % [-3.1, -1.1]")])
+def test_a_commit_that_moves_speed_and_no_revision_is_told_to_raise_it(low: float, high: float, shown: str) -> None:
+    assert slowdown.unraised(effect(low, high), *commits(), "megatron") == (
+        f"step_seconds moved by {shown}; if that is meant, raise PERFORMANCE_REVISION['megatron'] so that older verdicts go stale"
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "made"),
+    [
+        (effect(0.01, 0.03), commits()),
+        (effect(-0.03, -0.01), commits()),
+        (effect(-0.005, 0.03), commits()),
+        (effect(None, None), commits()),
+        (effect(0.1, 0.1, design="deterministic"), commits()),
+        (effect(0.1, 0.2, scale="difference"), commits()),
+        (effect(0.1, 0.2), commits(after="a")),
+        (effect(0.1, 0.2), commits(revisions=(3, 4))),
+        (effect(0.1, 0.2), commits(revisions=(None, None))),
+    ],
+)
+def test_no_revision_is_asked_for_where_speed_is_not_sure_to_move_or_the_trainer_is_the_same(
+    found: Comparison, made: tuple[list[Run], dict]
+) -> None:
+    assert slowdown.unraised(found, *made, "torch") == ""

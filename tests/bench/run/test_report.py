@@ -1,0 +1,74 @@
+"""What commands print of results, without a launch."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from stored import MACHINE, record
+
+from playbook.records.evidence import Missing
+from playbook_bench.run import gate, report
+from playbook_bench.run.confirm import Outcome
+
+LACKS = ("scope", "scope", "package", "no_case", "profile", "kind")
+
+
+def outcomes(gpus: int) -> list[Outcome]:
+    """A confirmed claim, and those that this machine cannot test."""
+    machine = MACHINE.model_copy(update={"gpus": gpus})
+    found = [Outcome(record("confirmed", claim="W0"), Path("r"))]
+    for number, reason in enumerate(LACKS, start=1):
+        evidence = record("not_applicable", claim=f"W{number}")
+        measured = evidence.measured.model_copy(update={"machine": machine, "missing": [Missing(reason=reason, detail="d")]})
+        found.append(Outcome(evidence.model_copy(update={"measured": measured}), Path("r")))
+    return found
+
+
+def printed(told: list[Outcome], counts: bool) -> list[str]:
+    """The lines of `confirm --all`, as they are printed while it runs and at its end."""
+    out = report.console(io.StringIO())
+    progress = report.TerminalProgress(out, counts)
+    for outcome in told:
+        progress.finished(outcome)
+    report.print_table(told, out, counts)
+    return out.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parts"),
+    [
+        (0, "3 need GPUs, 1 need a package, 1 have no case, 1 for other reasons"),
+        (8, "2 have another scope, 1 need a package, 1 have no case, 1 have no profile for it, 1 for other reasons"),
+    ],
+)
+def test_what_does_not_apply_is_one_line_that_says_what_is_lacking(gpus: int, parts: str) -> None:
+    lines = printed(outcomes(gpus), counts=True)
+    assert lines[-1] == f"not applicable here: 6 claims ({parts}); --verbose lists them"
+    assert not any(f"W{number}" in line for line in lines for number in range(1, 7))
+    assert any("W0" in line for line in lines)
+
+
+def test_each_is_listed_where_that_is_asked_for() -> None:
+    lines = printed(outcomes(0), counts=False)
+    assert all(any(f"W{number}" in line for line in lines) for number in range(7))
+    assert not any("not applicable here" in line for line in lines)
+
+
+def test_where_all_apply_nothing_is_counted() -> None:
+    assert not any("not applicable" in line for line in printed(outcomes(0)[:1], counts=True))
+
+
+@pytest.mark.parametrize("place", ["baseline", "anchor"])
+def test_the_gate_says_in_a_line_of_its_own_that_a_revision_is_to_be_raised(place: str) -> None:
+    plain = gate.GateResult("pass", "all is well", "case", "HEAD", "cpu", 0.03)
+    advised = gate.GateResult("pass", "all is well", "case", "v1", "cpu", 0.03, revision="raise it")
+    result = advised if place == "baseline" else gate.GateResult(**{**vars(plain), "anchor": advised})
+    out = report.console(io.StringIO())
+    report.print_gate(result, out)
+    assert [line.strip() for line in out.file.getvalue().splitlines()][1:] == ["raise it"]
+    told = gate.as_json(result)
+    assert (told if place == "baseline" else told["anchor"])["revision"] == "raise it"
+    report.print_gate(plain, out)
+    assert out.file.getvalue().count("raise it") == 1
