@@ -231,7 +231,10 @@ def test_a_card_is_shown_whole(capsys, elsewhere):
     for part in ("W9.m", "why:", "scope:", "source:", "decide", "pitfalls", "fix:"):
         assert part in out
     _, out, _ = run(capsys, "cards", "show", "recompute")
-    for part in ("; avoid train.recompute_modules ['core_attn']  (because L3, L4)", "\ninteractions\n  Modules nested in one another"):
+    for part in (
+        "; avoid train.recompute_modules ['core_attn']  (because L3, L4, L4.c)",
+        "\ninteractions\n  Modules nested in one another",
+    ):
         assert part in out
     _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice", "--json")
     assert json.loads(out)["status"]["W9"]["status"]
@@ -353,21 +356,20 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     from playbook_bench.run import store
     from playbook_trainer import revision
 
-    known = store.load(next(r.path for r in verdicts(read([data_root("results")]), "T7.m")))
-    there = known.measured.model_copy(update={"machine": known.measured.machine.model_copy(update={"name": "h200x8"})})
+    known = store.load(next(r.path for r in verdicts(read([data_root("results")]), "V8.m") if r.machine == "h200x1"))
     refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
-    store.write(store.evidence_of(there, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
+    store.write(store.evidence_of(known.measured, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
     monkeypatch.setattr(revision, "PERFORMANCE_REVISION", {"torch": 99})
-    _, out, _ = run(capsys, "cards", "show", "vlm-real-data", "--json")
-    found = {v["machine"]: v for v in json.loads(out)["status"]["T7.m"]["verdicts"]}
-    assert found["h200x8"]["status"] == "refuted"
-    assert found[known.measured.machine.name]["status"] == "confirmed"
+    _, out, _ = run(capsys, "cards", "show", "vlm-tuning-knobs", "--json")
+    found = {v["machine"]: v for v in json.loads(out)["status"]["V8.m"]["verdicts"]}
+    assert found["h200x1"]["status"] == "refuted"
+    assert found["cpu"]["status"] == "confirmed"
     assert all(v["stale"] for v in found.values())
-    both = ("refuted, stale on h200x8", f"confirmed, stale on {known.measured.machine.name}")
+    both = ("refuted, stale on h200x1", "confirmed, stale on cpu")
     _, text, _ = run(capsys, "cards", "list", "--claims")
-    (row,) = (line for line in text.splitlines() if line.startswith("T7.m "))
+    (row,) = (line for line in text.splitlines() if line.startswith("V8.m "))
     assert all(words in row for words in both)
-    _, text, _ = run(capsys, "cards", "show", "vlm-real-data")
-    (row,) = (line for line in text.splitlines() if line.startswith("  T7.m "))
+    _, text, _ = run(capsys, "cards", "show", "vlm-tuning-knobs")
+    (row,) = (line for line in text.splitlines() if line.startswith("  V8.m "))
     assert all(words in row for words in both)
     assert all(f"[on {machine}, {v['evidence']}]" in text for machine, v in found.items())

@@ -83,7 +83,7 @@ def test_no_accident_has_the_code_of_a_verdict(capsys, fault, code, says):
         (["bench", "aa", "cp-gpu-floor"], "launches nothing"),
         (["config", "export", "/dev/zero", "--to", "torchtitan"], "is too large; at most 2000000 bytes"),
         (["evidence", "show", "/dev/zero"], "is too large; at most 64000000 bytes"),
-        (["evidence", "show", "/dev/null"], "is no evidence record: Invalid JSON"),
+        (["evidence", "show", "/dev/null"], "is no evidence record: it is no readable record"),
         (["site", "build", "--out", "/dev/null/x"], "cannot be read or written: Not a directory"),
     ],
 )

@@ -25,6 +25,7 @@ from playbook.lint.figures import is_text_number, rounding
 from playbook.lint.labels import label_problems, table_for, tables
 from playbook.lint.layout import evaluate, layout_problems
 from playbook.paths import repo_root
+from playbook.records.evidence import stored_sha
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "lint"
 TODAY = "2026-11-21"
@@ -141,16 +142,21 @@ def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(t
     record = next(r for r in records if ((r.get("measured") or {}).get("claim") or {}).get("id") == "T1")
     folder = tmp_path / "results" / "elsewhere"
     folder.mkdir(parents=True)
+
+    def write(name: str) -> None:
+        record["sha256"] = stored_sha(record)
+        (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+
     for name, status, expires in (("a", "confirmed", "2030-01-01"), ("b", "not_applicable", "2040-01-01")):
         record["derived"]["verdict"]["status"], record["expires"] = status, expires
-        (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+        write(name)
     real = check.data_root
     monkeypatch.setattr(check, "data_root", lambda kind: tmp_path / "results" if kind == "results" else real(kind))
     found = [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
     assert found == ["the newest evidence of T1 expired on 2030-01-01; run `playbook confirm` again"]
     record["measured"]["claim"] |= {"card": "a-card-of-mine", "statement": "Something else."}
     record["derived"]["verdict"]["status"] = "confirmed"
-    (folder / "c.json").write_text(json.dumps(record), encoding="utf-8")
+    write("c")
     assert found == [f.message for f in check_all([], "2031-01-01")[2] if f.rule == "evidence-old"]
 
 
