@@ -21,8 +21,8 @@ from playbook.paths import data_root
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-SUFFIX = ".schema.json"
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_SUFFIX = ".schema.json"
 
 
 class Refusal(NamedTuple):
@@ -56,7 +56,7 @@ def _validator(name: str) -> Validator:
 
     types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
     made: type[Validator] = validators.extend(Draft202012Validator, {"pattern": pattern}, type_checker=types)  # type: ignore[no-untyped-call]
-    return made(json.loads((data_root("schemas") / f"{name}{SUFFIX}").read_text(encoding="utf-8")))
+    return made(json.loads((data_root("schemas") / f"{name}{_SUFFIX}").read_text(encoding="utf-8")))
 
 
 def schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def schema(name: str, model: type[BaseModel]) -> dict[str, Any]:
     if name == "trainer":
         _accept_presets(out)
     _close(out)
-    return {"$schema": DIALECT, "$id": f"{name}{SUFFIX}", **out}
+    return {"$schema": _DIALECT, "$id": f"{name}{_SUFFIX}", **out}
 
 
 def _close(node: Any) -> None:
@@ -81,7 +81,7 @@ def _close(node: Any) -> None:
 
 def render(models: Mapping[str, type[BaseModel]]) -> dict[str, str]:
     """File name to content, for every model."""
-    return {f"{name}{SUFFIX}": json.dumps(schema(name, model), indent=2, ensure_ascii=False) + "\n" for name, model in models.items()}
+    return {f"{name}{_SUFFIX}": json.dumps(schema(name, model), indent=2, ensure_ascii=False) + "\n" for name, model in models.items()}
 
 
 def write(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -70,10 +71,21 @@ def words_used(tree: ast.Module) -> set[str]:
     return found
 
 
+TEXT = ("*.md", "docs/**/*.md", "bench/cases/*.yaml", "pyproject.toml", "mkdocs.yml", "tests/**/*.py", "tools/*.py", "docs/*.py")
+"""What may name a function or a constant besides the product's own modules."""
+
+
 def test_no_public_name_goes_unused() -> None:
-    """Some code of the product uses it, other than tests, or a page, case or configuration names it."""
+    """A class is used somewhere in the product, and a function or constant outside its own module, or a page, case, test or tool names it."""
     trees = {path: ast.parse(path.read_text()) for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
-    text = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/cases/*.yaml"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
-    used = set().union(*map(words_used, trees.values()), *(re.findall(r"\w+", path.read_text()) for path in text))
-    named = [(str(path.relative_to(ROOT)), name) for path, tree in trees.items() for name in public_names(tree)]
-    assert [(path, name) for path, name in named if not name.startswith("_") and name not in used] == []
+    used = {path: words_used(tree) for path, tree in trees.items()}
+    named = set().union(*(re.findall(r"\w+", path.read_text()) for pattern in TEXT for path in ROOT.glob(pattern)))
+    modules = Counter(name for words in used.values() for name in words)
+    unused = []
+    for path, tree in trees.items():
+        classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for name in public_names(tree):
+            elsewhere = modules[name] - (name in used[path] and name not in classes)
+            if not name.startswith("_") and name not in named and not elsewhere:
+                unused.append((str(path.relative_to(ROOT)), name))
+    assert unused == []

@@ -25,12 +25,12 @@ MAX_QUERY = 2000
 """Characters; a longer question is refused. The longest of the test set has about a hundred."""
 
 FIELDS = {"title": 1.0, "signs": 2.0, "body": 1.0}
-PASSAGE = 2.0
+_PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-LEAST_EVIDENCE = 0.38
+_LEAST_EVIDENCE = 0.38
 """Evidence that some card must have for there to be an answer at all, chosen like the weights."""
-BESIDE = 0.2
+_BESIDE = 0.2
 """Evidence that is enough for a card beside such a one."""
 UNKNOWN = 0.6
 """How much a word that no card knows counts against one, as a share of the rarest word's weight."""
@@ -168,11 +168,11 @@ def _ranked(found: Index, words: list[str]) -> list[tuple[str, list[tuple[float,
             matched[passage.card].append((float(score), passage))
     for card_id in ids:
         matched[card_id].sort(key=lambda m: -m[0])
-        scores[card_id] += PASSAGE * (matched[card_id][0][0] if matched[card_id] else 0.0)
+        scores[card_id] += _PASSAGE * (matched[card_id][0][0] if matched[card_id] else 0.0)
     evidence = {i: _evidence(found, i, words, matched[i][0][0]) for i in ids if matched[i]}
-    if max(evidence.values(), default=0.0) < LEAST_EVIDENCE:
+    if max(evidence.values(), default=0.0) < _LEAST_EVIDENCE:
         return []
-    fit = [i for i, e in evidence.items() if e >= BESIDE]
+    fit = [i for i, e in evidence.items() if e >= _BESIDE]
     return [(i, matched[i]) for i in sorted(fit, key=lambda i: -scores[i])]
 
 

@@ -19,8 +19,8 @@ from playbook.paths import data_root
 from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
 
-SYNONYMS = "synonyms.yaml"
-STOP_WORDS = "stopwords.txt"
+_SYNONYMS = "synonyms.yaml"
+_STOP_WORDS = "stopwords.txt"
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 _THOUSANDS = re.compile(r"(?<=\d)[,_](?=\d{3}(?!\d))")
@@ -138,7 +138,7 @@ def _model(line: str) -> str | None:
 @cache
 def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str]]:
     """The names of each phrase, and a pattern that finds the longest phrase at each place."""
-    groups: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / SYNONYMS).read_text(encoding="utf-8"))
+    groups: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"))
     table: dict[str, list[str]] = {}
     for name, phrases in groups.items():
         for phrase in dict.fromkeys(" ".join(_WORD.findall(normal(p))) for p in [name.replace("_", " "), *phrases]):
@@ -149,7 +149,7 @@ def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str]]:
 
 @cache
 def _stop_words() -> frozenset[str]:
-    return frozenset((data_root("tables") / STOP_WORDS).read_text(encoding="utf-8").split())
+    return frozenset((data_root("tables") / _STOP_WORDS).read_text(encoding="utf-8").split())
 
 
 @cache

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from playbook.mcp.server import Library
 
 app = commands()
-skills_app = commands()
-app.add_typer(skills_app, name="skills")
+_skills_app = commands()
+app.add_typer(_skills_app, name="skills")
 
 
-@skills_app.command("list")
+@_skills_app.command("list")
 def skills_list(as_json: AsJson = False) -> None:
     """List the skills that come with Playbook, with what each is for."""
     skills = load_skills(data_root("skills")).values()
@@ -46,7 +46,7 @@ def skills_list(as_json: AsJson = False) -> None:
     print_json(rows) if as_json else print_table(rows, ("name", "cards", "description"))
 
 
-@skills_app.command("check")
+@_skills_app.command("check")
 def skills_check(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="A folder of skills; those that ship, if not given.")] = None,
     as_json: AsJson = False,
@@ -70,7 +70,7 @@ def skills_check(
         say(f"{count(len(skills), 'skill')}: no findings")
 
 
-@skills_app.command("index")
+@_skills_app.command("index")
 def skills_index() -> None:
     """Write skills/README.md, the index of the skills."""
     folder = data_root("skills")
@@ -78,7 +78,7 @@ def skills_index() -> None:
     say(str(folder / INDEX))
 
 
-@skills_app.command("export")
+@_skills_app.command("export")
 def skills_export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folders go; none of them may exist.")],
     skill: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this skill; may be given several times.")] = None,
@@ -89,7 +89,7 @@ def skills_export(
         say(str(path))
 
 
-@skills_app.command("report")
+@_skills_app.command("report")
 def skills_report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A skill folder (SKILL.md, card.yaml), or a folder of such folders.")],
     as_json: AsJson = False,

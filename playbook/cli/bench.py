@@ -24,11 +24,11 @@ from playbook_bench.run.store import DEFAULT_RESULTS
 from playbook_bench.run.targets import tasks_of_card
 
 app = commands()
-bench_app = commands()
-app.add_typer(bench_app, name="bench")
+_bench_app = commands()
+app.add_typer(_bench_app, name="bench")
 
 
-@bench_app.command("run")
+@_bench_app.command("run")
 def bench_run(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id, or the path of a case file.")],
     profile: Profile = None,
@@ -45,7 +45,7 @@ def bench_run(
     show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
 
 
-@bench_app.command("list")
+@_bench_app.command("list")
 def bench_list(as_json: AsJson = False) -> None:
     """List the cases, with the claims that name them."""
     named: dict[str | None, list[str]] = {}
@@ -59,7 +59,7 @@ def bench_list(as_json: AsJson = False) -> None:
     print_json(rows) if as_json else print_table(rows, ("id", "kind", "claims", "profiles", "summary"))
 
 
-@bench_app.command("check")
+@_bench_app.command("check")
 def bench_check(
     cases: Annotated[list[str], typer.Argument(metavar="CASE", help="Ids of cases.")],
     profile: Profile = None,
@@ -81,7 +81,7 @@ def bench_check(
     raise typer.Exit(0 if all(p.ok for p in proofs) else 5)
 
 
-@bench_app.command("replay")
+@_bench_app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
     rows = []
@@ -97,14 +97,14 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
     raise typer.Exit(0 if all(row["same"] for row in rows) else 5)
 
 
-@bench_app.command("rejudge")
+@_bench_app.command("rejudge")
 def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     made = replay.rejudge(file, results or store.DEFAULT_RESULTS)
     say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 
-@bench_app.command("aa")
+@_bench_app.command("aa")
 def bench_aa(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
     profile: Profile = None,
@@ -128,7 +128,7 @@ def bench_aa(
     raise typer.Exit(3 if noise.contaminated else 0)
 
 
-@bench_app.command("trace")
+@_bench_app.command("trace")
 def bench_trace(
     case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
     profile: Profile = None,

@@ -23,8 +23,8 @@ from playbook.text import count
 from playbook.yaml_files import did_you_mean
 
 app = commands()
-cards_app = commands()
-app.add_typer(cards_app, name="cards")
+_cards_app = commands()
+app.add_typer(_cards_app, name="cards")
 
 
 @app.command()
@@ -85,7 +85,7 @@ def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
     return with_status(cards, records_here(cards, here()), datetime.now(UTC).date(), status)
 
 
-@cards_app.command("check")
+@_cards_app.command("check")
 def cards_check(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="PATH", help="Cards, or folders of cards; all that ship, if none is given.")
@@ -103,7 +103,7 @@ def cards_check(
     print_findings(findings, {"cards": len(cards.loaded), "cases": len(cases)}, read, strict=strict, as_json=as_json)
 
 
-@cards_app.command("list")
+@_cards_app.command("list")
 def cards_list(
     claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False, as_json: AsJson = False
 ) -> None:
@@ -130,7 +130,7 @@ def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any
             yield {"id": check.id, **shared, "mechanism_of": claim.id, **status_of(check, records), "statement": check.statement}
 
 
-@cards_app.command("show")
+@_cards_app.command("show")
 def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
     """Show one card, with the status of its claims."""
     cards = load.load_all()
@@ -150,7 +150,7 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
         say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
 
 
-@cards_app.command("rules")
+@_cards_app.command("rules")
 def rules(as_json: AsJson = False) -> None:
     """List the rules of `cards check` and `skills report`."""
     rows = rule_rows()
@@ -168,7 +168,7 @@ def rule_rows() -> list[dict[str, str]]:
     return rows + [{"id": i, "weight": "error", "finds": title} for i, title in foreign.RULES]
 
 
-@cards_app.command("import", hidden=True)
+@_cards_app.command("import", hidden=True)
 def cards_import(folder: Annotated[Path, typer.Argument(metavar="DIR")], as_json: AsJson = False) -> None:
     """The former name of `playbook skills report`."""
     from playbook.cli.agents import skills_report

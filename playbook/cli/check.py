@@ -61,7 +61,7 @@ CASE_RULES = (
 )
 """The rules that need cases or evidence beside the cards: id and title."""
 
-DEGREE_KEYS = {
+_DEGREE_KEYS = {
     "parallel.tp": "tp",
     "parallel.pp": "pp",
     "parallel.cp": "cp",
@@ -239,7 +239,7 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
     for name, keys in case.profiles.items():
         varied = {k for delta in case.variants.values() for k in delta}
         fixed = {k: v for k, v in keys.items() if k not in varied}
-        facts = {fact: fixed[key] for key, fact in DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
+        facts = {fact: fixed[key] for key, fact in _DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
         facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
         unmet = scope.unmet({k: v for k, v in claim.scope.items() if k in facts}, facts)
         if not unmet:

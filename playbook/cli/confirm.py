@@ -106,7 +106,7 @@ def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outc
 DEMO = ("moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m", "vlm-real-data/V3", "vlm-real-data/T1")
 """Two claims that one count of bytes settles, then two about speed."""
 
-DEMO_S = 270.0
+_DEMO_S = 270.0
 """After so many seconds no launch is started any more, so that the demo ends within five minutes."""
 
 
@@ -138,7 +138,7 @@ def demo(
     say("Bytes are counted once, in seconds. Speed is noisy: a claim about it takes 18 launches or more, a minute or two in all.")
     say(f"To come: {', '.join(chosen)}")
     progress = DemoProgress(out)
-    options = Options(detect.CPU, results or DEFAULT_RESULTS, budget_s=DEMO_S, launcher=ForkLauncher())
+    options = Options(detect.CPU, results or DEFAULT_RESULTS, budget_s=_DEMO_S, launcher=ForkLauncher())
     try:
         outcomes = harness.run(chosen, options, progress)
     finally:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from playbook.records.staleness import Here
 
 app = commands()
-evidence_app = commands()
-app.add_typer(evidence_app, name="evidence")
+_evidence_app = commands()
+app.add_typer(_evidence_app, name="evidence")
 
 
-@evidence_app.command("list")
+@_evidence_app.command("list")
 def evidence_list(
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
     as_json: AsJson = False,
@@ -46,7 +46,7 @@ def evidence_list(
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
 
-@evidence_app.command("show")
+@_evidence_app.command("show")
 def evidence_show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")],
     as_json: AsJson = False,
@@ -74,7 +74,7 @@ def evidence_show(
     say(f"repeat   {evidence.command}")
 
 
-@evidence_app.command("accept")
+@_evidence_app.command("accept")
 def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")]) -> None:
     """Copy a record that replays into bench/results/, to be committed."""
     from playbook_bench.run import replay
@@ -82,7 +82,7 @@ def evidence_accept(file: Annotated[Path, typer.Argument(metavar="FILE", help="A
     say(str(replay.accept(file)))
 
 
-@evidence_app.command("import")
+@_evidence_app.command("import")
 def evidence_import(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file from someone else's cluster.")],
     origin: Annotated[str, typer.Option("--from", metavar="NAME", help="Who measured it; shown with every verdict, as in h100x8@NAME.")],
@@ -94,7 +94,7 @@ def evidence_import(
     say(str(replay.take_in(file, origin, results or DEFAULT_RESULTS)))
 
 
-@evidence_app.command("table")
+@_evidence_app.command("table")
 def evidence_table(
     form: Annotated[Literal["csv", "markdown", "parquet"], typer.Option("--format", help="Of the table.")] = "csv",
     steps: Annotated[bool, typer.Option("--steps", help="A row for each step, instead of each launch.")] = False,

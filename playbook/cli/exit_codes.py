@@ -14,8 +14,8 @@ from typing import Any
 from playbook.cli.output import USAGE, complain
 from playbook.errors import FileError, PlaybookError
 
-FAILED = 5
-INTERRUPTED = 130
+_FAILED = 5
+_INTERRUPTED = 130
 READER_LEFT = 141
 """128 + SIGPIPE, the code of a command whose reader has closed the pipe."""
 
@@ -32,7 +32,7 @@ def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
         _tell(str(e) if isinstance(e, FileError) else f"error: {e}")
         return USAGE
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _INTERRUPTED
     except OSError as e:
         if e.errno == errno.EPIPE:
             return _without_reader()
@@ -41,7 +41,7 @@ def run(app: Callable[..., Any], argv: Sequence[str]) -> int:
         return USAGE
     except Exception:
         _tell(f"{traceback.format_exc()}error: this is a fault of playbook, not of what it was given; please report the lines above")
-        return FAILED
+        return _FAILED
     return code
 
 
@@ -55,7 +55,7 @@ def _code(app: Callable[..., Any], argv: Sequence[str]) -> int:
         code = e.code
     if isinstance(code, str):
         _tell(code)
-        return FAILED
+        return _FAILED
     return code or 0
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from playbook.planner.search import Near
 
 GIB = 1 << 30
-MIB = 1 << 20
+_MIB = 1 << 20
 
 app = commands()
-layout_app = commands()
-app.add_typer(layout_app, name="layout")
+_layout_app = commands()
+app.add_typer(_layout_app, name="layout")
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="Degrees, batch and options, such as tp=1 ep=8 mbs=2 seq_len=4096.")
@@ -30,11 +30,11 @@ Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
 Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
+_Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
-@layout_app.command("check")
-def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
+@_layout_app.command("check")
+def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
     from playbook.planner.search import nearest
 
@@ -52,8 +52,8 @@ def layout_check(model: Model, settings: Settings = None, gpus: Gpus = None, as_
         raise typer.Exit(USAGE)
 
 
-@layout_app.command("memory")
-def layout_memory(model: Model, settings: Settings = None, gpus: Gpus = None, memory: Memory = None, as_json: AsJson = False) -> None:
+@_layout_app.command("memory")
+def layout_memory(model: Model, settings: Settings = None, gpus: _Gpus = None, memory: Memory = None, as_json: AsJson = False) -> None:
     """Estimate peak allocated memory per rank and pipeline stage, for the layers of megatron-core (a vision tower is split over TP).
 
     With --memory, exit code 2 if it does not fit.
@@ -85,8 +85,8 @@ def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict
     say(verdict)
 
 
-@layout_app.command("traffic")
-def layout_traffic(model: Model, settings: Settings = None, gpus: Gpus = None, as_json: AsJson = False) -> None:
+@_layout_app.command("traffic")
+def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Count FLOPs per token, the pipeline's bubble, and the bytes that each rank sends."""
     from playbook.planner.traffic import traffic
 
@@ -97,7 +97,9 @@ def layout_traffic(model: Model, settings: Settings = None, gpus: Gpus = None, a
         return
     say(_line(plan))
     say(f"{found['flops_per_token'] / 1e9:.2f} GFLOP per token, forward and backward; bubble {found['bubble']:.1%}")
-    rows = [{**row, "forward MiB": f"{row['forward'] / MIB:.1f}", "backward MiB": f"{row['backward'] / MIB:.1f}"} for row in found["sent"]]
+    rows = [
+        {**row, "forward MiB": f"{row['forward'] / _MIB:.1f}", "backward MiB": f"{row['backward'] / _MIB:.1f}"} for row in found["sent"]
+    ]
     print_table(rows, ("what", "per", "forward MiB", "backward MiB"))
 
 

@@ -36,13 +36,13 @@ GIB = 1 << 30
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
-site_app = commands()
-schemas_app = commands()
-app.add_typer(site_app, name="site")
-app.add_typer(schemas_app, name="schemas")
+_site_app = commands()
+_schemas_app = commands()
+app.add_typer(_site_app, name="site")
+app.add_typer(_schemas_app, name="schemas")
 
 
-@schemas_app.command("export")
+@_schemas_app.command("export")
 def schemas_export(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 2 where the files differ.")] = False,
 ) -> None:
@@ -70,7 +70,7 @@ def schema_models() -> dict[str, type[BaseModel]]:
     return {"card": Card, "case": Case, "cluster": Cluster, "evidence": Evidence, "machine": Machine, "run": Run, "trainer": TrainerConfig}
 
 
-@site_app.command("build")
+@_site_app.command("build")
 def site_build(
     out: Annotated[Path | None, typer.Option(help="The folder of the pages; docs/ of this repository, if not given.")] = None,
     results: Results = None,

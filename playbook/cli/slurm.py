@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from playbook_bench.run.journal import Journal
     from playbook_trainer.config.tree import TrainerConfig
 
-LAUNCHERS = ("local", "slurm", "srun")
+_LAUNCHERS = ("local", "slurm", "srun")
 _RESULT = "result.json"
 _POLL_S = 2.0
 _LAST_LOOKS = 5
@@ -48,14 +48,14 @@ class Request:
     as_json: bool
 
 
-def check_launcher(name: str) -> None:
+def _check_launcher(name: str) -> None:
     """Check the name of a launcher.
 
     Raises:
         PlaybookError: it is none.
     """
-    if name not in LAUNCHERS:
-        raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(LAUNCHERS)}")
+    if name not in _LAUNCHERS:
+        raise PlaybookError(f"--launcher is '{name}'; expected one of {', '.join(_LAUNCHERS)}")
 
 
 def check_request(launcher: str, request: Request, ranks_per_node: int | None = None) -> None:
@@ -64,7 +64,7 @@ def check_request(launcher: str, request: Request, ranks_per_node: int | None = 
     Raises:
         PlaybookError: there is no such launcher, or an option does not go with it.
     """
-    check_launcher(launcher)
+    _check_launcher(launcher)
     of_job: dict[str, object] = {"--nodes": request.nodes, "--print": request.show, "--no-wait": not request.wait, "--job": request.job}
     of_both: dict[str, object] = {"--cluster": request.cluster, "--ranks-per-node": ranks_per_node}
     unread = {"slurm": dict[str, object](), "srun": of_job, "local": {**of_job, **of_both}}[launcher]
@@ -73,7 +73,7 @@ def check_request(launcher: str, request: Request, ranks_per_node: int | None = 
         raise PlaybookError(f"{', '.join(given)} has no meaning with --launcher {launcher}; say --launcher slurm, or leave it out")
 
 
-def load_cluster(path: Path | None) -> Cluster:
+def _load_cluster(path: Path | None) -> Cluster:
     """The cluster's file, or the defaults where there is none.
 
     Raises:
@@ -93,13 +93,13 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
     Raises:
         PlaybookError: there is no such launcher, no allocation, or the cluster's file is invalid.
     """
-    check_launcher(name)
+    _check_launcher(name)
     if name != "srun":
         return None
     from playbook_bench.launch import cluster as clusters
     from playbook_bench.machine import detect
 
-    return clusters.launcher(load_cluster(cluster), detect.detect().gpus)
+    return clusters.launcher(_load_cluster(cluster), detect.detect().gpus)
 
 
 def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False) -> Journal | None:
@@ -129,7 +129,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
     from playbook_bench.launch.cluster import environment
     from playbook_bench.run import store
 
-    cluster = load_cluster(request.cluster)
+    cluster = _load_cluster(request.cluster)
     if cluster.container is not None:
         raise ConfigError(
             "a container holds ranks of `playbook train` alone: a verdict's record lists the versions of the environment that the harness "
@@ -148,7 +148,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     from playbook_trainer.config import checks
     from playbook_trainer.config.tree import dump, load, parse_overrides
 
-    cluster = load_cluster(request.cluster)
+    cluster = _load_cluster(request.cluster)
     if ranks_per_node is not None:
         cluster = cluster.model_copy(update={"ranks_per_node": ranks_per_node})
     if request.job is not None:

@@ -26,11 +26,11 @@ TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 PLATFORMS = ("cpu", "hopper", "blackwell", "nvl72")
 
 app = commands()
-config_app = commands()
-app.add_typer(config_app, name="config")
+_config_app = commands()
+app.add_typer(_config_app, name="config")
 
 
-@config_app.command("list")
+@_config_app.command("list")
 def config_list(as_json: AsJson = False) -> None:
     """List the recipes: published configurations as files, with the GPUs that each is meant for."""
     from playbook_trainer.config import recipes
@@ -44,7 +44,7 @@ def config_list(as_json: AsJson = False) -> None:
         print_table([{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows], ("file", "gpus", "hardware", "title"))
 
 
-@config_app.command("export")
+@_config_app.command("export")
 def config_export(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration, such as trainer/configs/qwen3_30b_a3b_24l.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="key.path=value", help="key.path=value, such as parallel.ep=8.")] = None,
@@ -111,7 +111,7 @@ def train(
     """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        show_dry_run(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
+        _show_dry_run(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
         return
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
@@ -131,7 +131,7 @@ def train(
     raise typer.Exit(code)
 
 
-def show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
+def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
     """Print the layout and the estimated memory of each rank; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:

@@ -17,7 +17,7 @@ from playbook.yaml_files import Path_
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
 _COMPARE = re.compile(rf"\s*(>=|<=|==|>|<)?\s*({_NUMBER})\s*\Z")
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*\Z")
-GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
+_GPU_NAMES = ("A100", "H20", "H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def configs(entry: LoadedCard) -> Iterator[Config]:
         model = str(decision.when.get("model", ""))
         gpus = decision.set.get("gpus", decision.when.get("gpus"))
         count = gpus if isinstance(gpus, int) and not isinstance(gpus, bool) else None
-        yield Config(entry, ("decide", i, "set"), "the decision", decision.set, degrees_of(decision.set), hardware, model, count)
+        yield Config(entry, ("decide", i, "set"), "the decision", decision.set, _degrees_of(decision.set), hardware, model, count)
     for i, claim in enumerate(entry.card.claims):
         yield from _variants(entry, ("claims", i), claim)
 
@@ -97,10 +97,10 @@ def _variants(entry: LoadedCard, here: Path_, claim: Claim) -> Iterator[Config]:
     for variant in ("baseline", "candidate"):
         values = getattr(claim.comparison, variant)
         if values:
-            yield Config(entry, (*here, "comparison", variant), f"the {variant} of {claim.id}", values, degrees_of(values), hardware)
+            yield Config(entry, (*here, "comparison", variant), f"the {variant} of {claim.id}", values, _degrees_of(values), hardware)
 
 
-def degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
+def _degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
     """The parallel degrees among dotted keys, such as `parallel.tp`."""
     found = {}
     for key, value in values.items():
@@ -113,7 +113,7 @@ def degrees_of(values: Mapping[str, Any]) -> dict[str, int]:
 def gpus_named(text: str) -> frozenset[str]:
     """The GPU names in a phrase such as 'H100 or B200 class'; GB200 is not B200."""
     words = {w.upper() for w in re.findall(r"[A-Za-z]+[0-9]+", text)}
-    return frozenset(name for name in GPU_NAMES if name in words)
+    return frozenset(name for name in _GPU_NAMES if name in words)
 
 
 def overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -13,12 +13,12 @@ from playbook.cards.model import Claim, ConfigFamily, Decision, Expect
 from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, place, show
 from playbook.yaml_files import Path_
 
-SHARED_ALIASES = 0.6
-TITLE_OVERLAP = 0.75
+_SHARED_ALIASES = 0.6
+_TITLE_OVERLAP = 0.75
 _FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|using|when|with|choosing|use|guide|training|performance)\b")
 
 
-def opposed_claims(shelf: Shelf) -> Iterator[Found]:
+def _opposed_claims(shelf: Shelf) -> Iterator[Found]:
     """Claims on one comparison and metric that cannot both hold where their scopes overlap."""
     index: dict[str, list[tuple[LoadedCard, int, Claim]]] = {}
     for entry in shelf.every:
@@ -63,7 +63,7 @@ def effect(expect: Expect) -> tuple[str, float, float] | None:
     return scale, low, high
 
 
-def opposed_decisions(shelf: Shelf) -> Iterator[Found]:
+def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
     """Decisions that set one key to different values in the same situation."""
     index: dict[tuple[str, ...], list[tuple[LoadedCard, int, Decision]]] = {}
     for entry in shelf.every:
@@ -85,7 +85,7 @@ def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: De
         yield second, ("decide", i, "set", key), message
 
 
-def avoided_settings(shelf: Shelf) -> Iterator[Found]:
+def _avoided_settings(shelf: Shelf) -> Iterator[Found]:
     """Decisions that set what another one says to avoid, in a situation that both meet."""
     warnings: dict[str, list[tuple[int, LoadedCard, Decision]]] = {}
     for n, entry in enumerate(shelf.every):
@@ -112,7 +112,7 @@ def _avoided(warns: LoadedCard, other: Decision, sets: LoadedCard, i: int, decis
             yield sets, ("decide", i, "set", key), message
 
 
-def unsupported_decisions(shelf: Shelf) -> Iterator[Found]:
+def _unsupported_decisions(shelf: Shelf) -> Iterator[Found]:
     """Decisions for the sake of a metric that a claim says the setting does not improve."""
     claims = {c.id: (e, c) for e in shelf.every for c in e.card.claims}
     useless = [(e, c) for e, c in claims.values() if c.kind == "pair" and _gains_nothing(c) and c.comparison.candidate]
@@ -137,7 +137,7 @@ def _gains_nothing(claim: Claim) -> bool:
     return bounds is not None and bounds[0] == "log" and bounds[2] <= math.log(1.02)
 
 
-def same_row(shelf: Shelf) -> Iterator[Found]:
+def _same_row(shelf: Shelf) -> Iterator[Found]:
     """Families that describe one configuration with different values, or fill in a value that the source does not give."""
     index: dict[tuple[str, int | None], list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     asked = {id(e) for e in shelf.checked}
@@ -176,7 +176,7 @@ def _row_differs(first: LoadedCard, j: int, a: ConfigFamily, second: LoadedCard,
             yield entry, ("families", place_, "layout", key), message
 
 
-def one_measurement(shelf: Shelf) -> Iterator[Found]:
+def _one_measurement(shelf: Shelf) -> Iterator[Found]:
     """Families with equal measurements but different settings: one row copied under two descriptions."""
     index: dict[str, list[tuple[LoadedCard, int, ConfigFamily]]] = {}
     for entry in shelf.every:
@@ -209,7 +209,7 @@ def _described_twice(first: LoadedCard, a: ConfigFamily, second: LoadedCard, i: 
             yield second, where, message
 
 
-def duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
+def _duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
     """Cards on the same subject by title and aliases, which a search cannot tell apart."""
     words = {id(e): (_title(e.card.title), frozenset(_plain(a) for a in e.card.aliases)) for e in shelf.every}
     for first, second in shelf.pairs():
@@ -218,8 +218,8 @@ def duplicate_subjects(shelf: Shelf) -> Iterator[Found]:
         (title_a, alias_a), (title_b, alias_b) = words[id(first)], words[id(second)]
         shared = alias_a & alias_b
         few = min(len(alias_a), len(alias_b))
-        aliases = len(shared) >= 2 and len(shared) / few >= SHARED_ALIASES
-        titles = len(title_a & title_b) >= 2 and len(title_a & title_b) / len(title_a | title_b) >= TITLE_OVERLAP
+        aliases = len(shared) >= 2 and len(shared) / few >= _SHARED_ALIASES
+        titles = len(title_a & title_b) >= 2 and len(title_a & title_b) / len(title_a | title_b) >= _TITLE_OVERLAP
         if aliases or titles:
             why = f"share the aliases {', '.join(sorted(shared))}" if aliases else "have nearly the same title"
             message = f"'{second.card.id}' and '{first.card.id}' {why}; merge them, or let one supersede the other"
@@ -243,11 +243,11 @@ def _frozen(values: Mapping[str, Any]) -> str:
 
 
 RULES = (
-    Rule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", opposed_claims),
-    Rule("conflict-decisions", "Two decisions that set one key differently in the same situation", opposed_decisions),
-    Rule("conflict-avoid", "A decision that sets what another one says to avoid", avoided_settings),
-    Rule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", unsupported_decisions),
-    Rule("conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", same_row),
-    Rule("conflict-measurement", "The same figures under two descriptions", one_measurement),
-    Rule("duplicate-subject", "Two cards on one subject, by titles and aliases", duplicate_subjects),
+    Rule("conflict-claims", "Two claims on one comparison and metric that cannot both hold, unlinked", _opposed_claims),
+    Rule("conflict-decisions", "Two decisions that set one key differently in the same situation", _opposed_decisions),
+    Rule("conflict-avoid", "A decision that sets what another one says to avoid", _avoided_settings),
+    Rule("conflict-evidence", "A decision for a metric that a claim says the setting does not improve", _unsupported_decisions),
+    Rule("conflict-row", "One configuration that two families state differently, or that fills in what its source leaves open", _same_row),
+    Rule("conflict-measurement", "The same figures under two descriptions", _one_measurement),
+    Rule("duplicate-subject", "Two cards on one subject, by titles and aliases", _duplicate_subjects),
 )

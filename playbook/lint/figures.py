@@ -13,7 +13,7 @@ from playbook.cards.model import Quantity
 from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, place
 from playbook.yaml_files import Path_
 
-UNITS: Mapping[str, tuple[str, ...]] = {
+_UNITS: Mapping[str, tuple[str, ...]] = {
     "model_tflops_per_gpu": ("tflops",),
     "peak_tflops": ("tflops",),
     "mfu": ("percent",),
@@ -29,29 +29,29 @@ UNITS: Mapping[str, tuple[str, ...]] = {
 }
 """The figures that a card may state outside its claims, with the units that fit."""
 
-ADAM_BYTES = (16.0, 18.0)
+_ADAM_BYTES = (16.0, 18.0)
 """Bytes per parameter of mixed-precision Adam: 2 weights, 2 or 4 gradients, 4 master weights, 8 moments.
 
 Source: ZeRO, https://arxiv.org/abs/1910.02054, section 3.1 (16); Megatron-LM `theoretical_memory_usage.py` (18)."""
 
-PEAK_TOLERANCE = 0.02
+_PEAK_TOLERANCE = 0.02
 _NUMERIC = re.compile(
     r"[~≈]?\s*[0-9]+(?:\.[0-9]+)?\s*(?:-\s*[0-9]+(?:\.[0-9]+)?)?\s*(%|percent|gb|gib|tb|ms|s|tf|tflops|tok/s|x)\Z", re.IGNORECASE
 )
 _TILDE = re.compile(r"[~≈]\s*[0-9]+(?:\.[0-9]+)?\Z")
 
 
-def figure_units(shelf: Shelf) -> Iterator[Found]:
+def _figure_units(shelf: Shelf) -> Iterator[Found]:
     """Figures of an unknown name, or in a unit that does not fit it."""
     for entry in shelf.checked:
         for where, name, value in _quantities(entry):
-            if name not in UNITS:
-                yield entry, where, f"figure '{name}' is not known; expected one of: {', '.join(sorted(UNITS))}"
-            elif value.unit not in UNITS[name]:
-                yield entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(UNITS[name])}"
+            if name not in _UNITS:
+                yield entry, where, f"figure '{name}' is not known; expected one of: {', '.join(sorted(_UNITS))}"
+            elif value.unit not in _UNITS[name]:
+                yield entry, where, f"{name} is in '{value.unit}'; expected {' or '.join(_UNITS[name])}"
 
 
-def text_numbers(shelf: Shelf) -> Iterator[Found]:
+def _text_numbers(shelf: Shelf) -> Iterator[Found]:
     """Numbers written as text."""
     for entry in shelf.checked:
         places: list[tuple[Path_, Mapping[str, Any]]] = [
@@ -75,7 +75,7 @@ def is_text_number(text: str) -> bool:
 
 def state_bytes(shelf: Shelf) -> Iterator[Found]:
     """Training-state figures below or above what mixed-precision Adam needs per parameter."""
-    low, high = ADAM_BYTES
+    low, high = _ADAM_BYTES
     for entry in shelf.checked:
         for i, figure in enumerate(entry.card.figures):
             per = _bytes_per_parameter(figure.name, figure.value, figure.when)
@@ -99,7 +99,7 @@ def _bytes_per_parameter(name: str, value: Quantity, when: Mapping[str, Any]) ->
     return amount / count
 
 
-def implied_peak(shelf: Shelf) -> Iterator[Found]:
+def _implied_peak(shelf: Shelf) -> Iterator[Found]:
     """Rows of one chip and precision that imply different peaks. The peak of a row is its TFLOP/s divided by its MFU."""
     rows = [row for entry in shelf.every for row in _peaks(entry)]
     asked = {id(e) for e in shelf.checked}
@@ -128,8 +128,8 @@ def _peaks(entry: LoadedCard) -> Iterator[tuple[LoadedCard, Path_, str, tuple[st
                 where,
                 family.name,
                 key,
-                100 * r_low / m_high * (1 - PEAK_TOLERANCE),
-                100 * r_high / m_low * (1 + PEAK_TOLERANCE),
+                100 * r_low / m_high * (1 - _PEAK_TOLERANCE),
+                100 * r_high / m_low * (1 + _PEAK_TOLERANCE),
             )
 
 
@@ -144,7 +144,7 @@ def rounding(value: Quantity) -> tuple[float, float]:
     return max(value.value - half, 1e-9), value.value + half
 
 
-def figure_conflicts(shelf: Shelf) -> Iterator[Found]:
+def _figure_conflicts(shelf: Shelf) -> Iterator[Found]:
     """One figure with two values in situations that overlap."""
     rows = [(e, i, f) for e in shelf.every for i, f in enumerate(e.card.figures)]
     asked = {id(e) for e in shelf.checked}
@@ -169,9 +169,9 @@ def _quantities(entry: LoadedCard) -> Iterator[tuple[Path_, str, Quantity]]:
 
 
 RULES = (
-    Rule("number-unit", "A figure in a unit that does not fit it, or of a name that nobody knows", figure_units),
-    Rule("number-text", "A number written as text, such as `~300` or `19 %`", text_numbers),
+    Rule("number-unit", "A figure in a unit that does not fit it, or of a name that nobody knows", _figure_units),
+    Rule("number-text", "A number written as text, such as `~300` or `19 %`", _text_numbers),
     Rule("number-state", "Training state that is not what the optimizer keeps per parameter", state_bytes),
-    Rule("number-peak", "Two rows of one chip and precision whose TFLOP/s and MFU imply different peaks", implied_peak),
-    Rule("number-conflict", "One figure with two values in the same situation", figure_conflicts),
+    Rule("number-peak", "Two rows of one chip and precision whose TFLOP/s and MFU imply different peaks", _implied_peak),
+    Rule("number-conflict", "One figure with two values in the same situation", _figure_conflicts),
 )

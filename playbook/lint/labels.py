@@ -178,7 +178,7 @@ def incompatible(shelf: Shelf) -> Iterator[Found]:
         )
 
 
-def dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
+def _dispatcher_hardware(shelf: Shelf) -> Iterator[Found]:
     """Dispatchers named for hardware that they do not run on.
 
     Source: Megatron Bridge, `src/megatron/bridge/training/flex_dispatcher_backend.py` (DeepEP: compute capability 8.x and 9.0,
@@ -203,5 +203,5 @@ def _configs(shelf: Shelf) -> Iterator[Config]:
 RULES = (
     Rule("label-unknown", "A label that the named megatron-core version does not know (the newest, if none is named)", labels),
     Rule("label-incompatible", "Recompute, graph, overlap or offload settings that exclude each other", incompatible),
-    Rule("dispatcher-hardware", "A dispatcher on hardware that it does not support", dispatcher_hardware),
+    Rule("dispatcher-hardware", "A dispatcher on hardware that it does not support", _dispatcher_hardware),
 )

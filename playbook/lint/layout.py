@@ -95,7 +95,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
     raise ValueError(f"found {type(node).__name__}{name}; expected numbers, min, max, + - * / // and one of {', '.join(sorted(numbers))}")
 
 
-def family_layouts(shelf: Shelf) -> Iterator[Found]:
+def _family_layouts(shelf: Shelf) -> Iterator[Found]:
     """Families whose layout cannot be, on their GPUs or on their model."""
     for entry in shelf.checked:
         for i, family in enumerate(entry.card.families):
@@ -103,7 +103,7 @@ def family_layouts(shelf: Shelf) -> Iterator[Found]:
                 yield entry, ("families", i, "layout"), message
 
 
-def decision_layouts(shelf: Shelf) -> Iterator[Found]:
+def _decision_layouts(shelf: Shelf) -> Iterator[Found]:
     """Decisions and claims that set a layout which cannot be."""
     for config in _others(shelf):
         for message in layout_problems(config.name, config.layout, config.gpus, config.model):
@@ -148,8 +148,8 @@ RULES = (
     Rule(
         "layout-family",
         "A family's degrees do not divide its GPUs, heads or experts, or state a DP, EDP or VPP that cannot be",
-        family_layouts,
+        _family_layouts,
     ),
-    Rule("layout-decision", "A decision sets degrees that cannot be", decision_layouts),
+    Rule("layout-decision", "A decision sets degrees that cannot be", _decision_layouts),
     Rule("layout-formula", "A sizing rule gives another number than the arithmetic of the two grids", formulas),
 )

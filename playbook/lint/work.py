@@ -12,7 +12,7 @@ from playbook.lint.base import Found, Rule, Shelf, show
 from playbook.lint.conflicts import effect
 from playbook.yaml_files import Path_, did_you_mean
 
-WORK = (
+_WORK = (
     "global_batch_size",
     "seq_len",
     "data",
@@ -26,11 +26,11 @@ WORK = (
 )
 """Settings that decide how much work a step does; rows that differ in one of them cannot be compared on speed."""
 
-SOURCE_MONTHS = 24
+_SOURCE_MONTHS = 24
 """Sources older than this are reported. Ours: megatron-core renames labels and fields about every half year."""
 
 
-def ranked_rows(shelf: Shelf) -> Iterator[Found]:
+def _ranked_rows(shelf: Shelf) -> Iterator[Found]:
     """Rankings of families that did unequal work, or whose figures say the opposite."""
     for entry in shelf.checked:
         families = {f.name: f for f in entry.card.families}
@@ -45,7 +45,7 @@ def ranked_rows(shelf: Shelf) -> Iterator[Found]:
 
 
 def _unequal(a: ConfigFamily, b: ConfigFamily) -> Iterator[str]:
-    for key in WORK:
+    for key in _WORK:
         left, right = a.settings.get(key), b.settings.get(key)
         if left != right:
             yield (
@@ -60,7 +60,7 @@ def _or_nothing(value: object) -> str:
     return "not stated" if value is None else show(value)
 
 
-def compared_work(shelf: Shelf) -> Iterator[Found]:
+def _compared_work(shelf: Shelf) -> Iterator[Found]:
     """Claims whose variants process different numbers of tokens per step."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -78,7 +78,7 @@ def _tokens(side: Mapping[str, Any]) -> int | None:
     return batch * length if isinstance(batch, int) and isinstance(length, int) else None
 
 
-def cannot_settle(shelf: Shelf) -> Iterator[Found]:
+def _cannot_settle(shelf: Shelf) -> Iterator[Found]:
     """Claims that no run can contradict: the variants are equal, or every result meets the margin."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
@@ -94,7 +94,7 @@ def cannot_settle(shelf: Shelf) -> Iterator[Found]:
                 )
 
 
-def source_dates(shelf: Shelf) -> Iterator[Found]:
+def _source_dates(shelf: Shelf) -> Iterator[Found]:
     """Sources dated in the future."""
     for entry in shelf.checked:
         parts: dict[str, Sequence[Claim | Figure]] = {"claims": entry.card.claims, "figures": entry.card.figures}
@@ -108,14 +108,14 @@ def source_dates(shelf: Shelf) -> Iterator[Found]:
                         yield entry, where, f"the source is dated {source.date}, after today ({shelf.today}); correct the date"
 
 
-def old_sources(shelf: Shelf) -> Iterator[Found]:
+def _old_sources(shelf: Shelf) -> Iterator[Found]:
     """Claims whose newest source is old."""
     for entry in shelf.checked:
         for i, claim in enumerate(entry.card.claims):
             newest = max((s.date for s in claim.sources), default="")
-            if _is_date(newest) and _months(newest, shelf.today) > SOURCE_MONTHS:
+            if _is_date(newest) and _months(newest, shelf.today) > _SOURCE_MONTHS:
                 message = (
-                    f"{claim.id} rests on sources of {newest} at the latest, more than {SOURCE_MONTHS} months ago;"
+                    f"{claim.id} rests on sources of {newest} at the latest, more than {_SOURCE_MONTHS} months ago;"
                     " look whether they still stand, and add what you found as a source"
                 )
                 yield entry, ("claims", i, "sources"), message
@@ -135,9 +135,9 @@ def _months(then: str, now: str) -> int:
 
 
 RULES = (
-    Rule("work-ranking", "A ranking between rows of unequal work", ranked_rows),
-    Rule("work-claim", "A claim whose variants process different numbers of tokens per step", compared_work),
-    Rule("claim-unsettled", "A claim that no run can contradict", cannot_settle),
-    Rule("source-date", "A source dated in the future, or by no date", source_dates),
-    Rule("source-old", "A claim whose newest source is more than two years old", old_sources, warning=True),
+    Rule("work-ranking", "A ranking between rows of unequal work", _ranked_rows),
+    Rule("work-claim", "A claim whose variants process different numbers of tokens per step", _compared_work),
+    Rule("claim-unsettled", "A claim that no run can contradict", _cannot_settle),
+    Rule("source-date", "A source dated in the future, or by no date", _source_dates),
+    Rule("source-old", "A claim whose newest source is more than two years old", _old_sources, warning=True),
 )

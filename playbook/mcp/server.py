@@ -52,20 +52,20 @@ from playbook.yaml_files import did_you_mean
 MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
 MAX_ROWS = 100
-MAX_TEXT = 600
+_MAX_TEXT = 600
 
-READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
+_READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
 
-INSTRUCTIONS = (
+_INSTRUCTIONS = (
     "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
     " get_card: `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
     " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."
 )
 
-CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
+_CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
 ClaimId = Annotated[str, Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$", description="A claim's id, such as W9 or W9.m.")]
-Degree = Annotated[int, Field(ge=1, le=1_000_000)]
+_Degree = Annotated[int, Field(ge=1, le=1_000_000)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Model = Annotated[str | None, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}; or give the four counts.")]
@@ -120,7 +120,7 @@ class Strict(MCPServer[Any]):
 
 def server(library: Library) -> MCPServer[Any]:
     """Build the server with its tools and resources; `run("stdio")` on it serves."""
-    out = Strict("playbook", instructions=INSTRUCTIONS, version=library.version, log_level="WARNING")
+    out = Strict("playbook", instructions=_INSTRUCTIONS, version=library.version, log_level="WARNING")
     _search(out, library)
     _cards(out, library)
     _evidence(out, library)
@@ -133,7 +133,7 @@ def server(library: Library) -> MCPServer[Any]:
 def _search(out: MCPServer[Any], library: Library) -> None:
     index = engine.index(library.cards)
 
-    @out.tool(title="Search the cards", annotations=ToolAnnotations(**READ_ONLY))
+    @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def search(
         query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
         hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
@@ -147,7 +147,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
             hits = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
-            texts = [{"why": h.why[:MAX_TEXT], "limits": [x[:MAX_TEXT] for x in h.limits]} for h in hits]
+            texts = [{"why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]} for h in hits]
             rows = [
                 SearchHit(**{**asdict(h), **t}, standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims})
                 for h, t in zip(hits, texts, strict=True)
@@ -156,81 +156,81 @@ def _search(out: MCPServer[Any], library: Library) -> None:
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:
-    @out.tool(title="List the cards", annotations=ToolAnnotations(**READ_ONLY))
+    @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def list_cards() -> CardList:
         """Every card: id, title, summary, symptoms, and the status of its claims by machine."""
         with _told():
-            return card_list(library)
+            return _card_list(library)
 
-    @out.tool(title="Get a card", annotations=ToolAnnotations(**READ_ONLY))
-    def get_card(card_id: CardId) -> CardAnswer:
+    @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
+    def get_card(card_id: _CardId) -> CardAnswer:
         """One card: claims, decision rules, configuration families, pitfalls, and the newest verdict of each machine."""
         with _told():
             card, stock = library.card(card_id), library.stock()
             return bounded(CardAnswer(card=card, verdicts=_verdicts(card, claim_ids(card), stock)), "ask get_claim for one of its claims")
 
-    @out.tool(title="Get a claim", annotations=ToolAnnotations(**READ_ONLY))
-    def get_claim(card_id: CardId, claim_id: ClaimId) -> ClaimAnswer:
+    @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
+    def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
         """One claim with statement, mechanism, scope, sources, and verdicts; the id of a mechanism check such as `W9.m` gives the claim that it belongs to."""
         with _told():
             return bounded(claim_answer(library, card_id, claim_id), "read the card's file")
 
 
 def _evidence(out: MCPServer[Any], library: Library) -> None:
-    @out.tool(title="List evidence", annotations=ToolAnnotations(**READ_ONLY))
+    @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
     def list_evidence(claim_id: ClaimId, limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
         with _told():
             return evidence_list(library, claim_id, limit)
 
-    @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**READ_ONLY))
-    def plan_confirmation(card_id: CardId) -> Plan:
+    @out.tool(title="Plan a confirmation", annotations=ToolAnnotations(**_READ_ONLY))
+    def plan_confirmation(card_id: _CardId) -> Plan:
         """What confirming a card would run: cases, profiles, number of launches, and a rough cost from stored A/A runs. Nothing is run."""
         with _told():
             return bounded(library.plan(library.card(card_id)), "plan its claims one by one on the command line")
 
 
 def _layout(out: MCPServer[Any]) -> None:
-    @out.tool(title="Check a layout", annotations=ToolAnnotations(**READ_ONLY))
+    @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def check_layout(
-        gpus: Degree,
+        gpus: _Degree,
         seq_len: Tokens,
-        micro_batch_size: Degree,
-        global_batch_size: Degree,
+        micro_batch_size: _Degree,
+        global_batch_size: _Degree,
         model: Model = None,
-        heads: Degree | None = None,
-        kv_heads: Degree | None = None,
-        layers: Degree | None = None,
+        heads: _Degree | None = None,
+        kv_heads: _Degree | None = None,
+        layers: _Degree | None = None,
         experts: Count | None = None,
-        tp: Degree = 1,
-        pp: Degree = 1,
-        cp: Degree = 1,
-        ep: Degree = 1,
-        etp: Degree = 1,
-        vpp: Degree = 1,
+        tp: _Degree = 1,
+        pp: _Degree = 1,
+        cp: _Degree = 1,
+        ep: _Degree = 1,
+        etp: _Degree = 1,
+        vpp: _Degree = 1,
     ) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
         with _told():
             given = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "experts": experts}
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
             batch = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-            return layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch, model=model)
+            return _layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch, model=model)
 
 
 def _memory(out: MCPServer[Any]) -> None:
-    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**READ_ONLY))
+    @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
     def estimate_memory(
         model: Annotated[str, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}.")],
-        gpus: Degree,
+        gpus: _Degree,
         seq_len: Tokens = 4096,
-        micro_batch_size: Degree = 1,
+        micro_batch_size: _Degree = 1,
         global_batch_size: Annotated[int, Field(ge=0, le=1_000_000_000, description="0 stands for one pipeline's worth.")] = 0,
-        tp: Degree = 1,
-        pp: Degree = 1,
-        cp: Degree = 1,
-        ep: Degree = 1,
-        etp: Degree = 1,
-        vpp: Degree = 1,
+        tp: _Degree = 1,
+        pp: _Degree = 1,
+        cp: _Degree = 1,
+        ep: _Degree = 1,
+        etp: _Degree = 1,
+        vpp: _Degree = 1,
         sharding: Literal["none", "optimizer", "fsdp", "fsdp2"] = "optimizer",
         recompute: Annotated[list[Module], Field(max_length=8)] = [],  # noqa: B006  (read only; None would widen the schema)
         fp8: Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"] = "",
@@ -281,14 +281,14 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
     out.add_resource(FunctionResource(uri=uri, name=name, description=description, mime_type=kind, fn=told))
 
 
-def card_list(library: Library) -> CardList:
+def _card_list(library: Library) -> CardList:
     """One row for each card, cut at the length of an answer."""
     stock = library.stock()
     rows = []
     for card in list(library.cards.values())[:MAX_ROWS]:
         stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
-        texts = {k: str(getattr(card, k))[:MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
-        rows.append(CardRow(**texts, symptoms=[s[:MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
+        texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
+        rows.append(CardRow(**texts, symptoms=[s[:_MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
     return CardList(cards=rows, left_out=len(library.cards) - len(rows))
@@ -324,11 +324,11 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
         EvidenceRow(
             machine=r.machine,
             status=r.status,
-            sentence=("; ".join(r.problems) or r.sentence)[:MAX_TEXT],
+            sentence=("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
             created=r.created,
             stale=r.stale(library.today(), claim),
             evidence=r.id,
-            repeat=str(r.get("command", default=""))[:MAX_TEXT],
+            repeat=str(r.get("command", default=""))[:_MAX_TEXT],
             expires=str(r.get("expires", default="")),
             case=r.get("measured", "case", "id"),
         )
@@ -356,7 +356,7 @@ def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
     return counts
 
 
-def layout_answer(
+def _layout_answer(
     gpus: int, counts: Mapping[str, int], degrees: Mapping[str, int], *, vpp: int, batch: Mapping[str, int], model: str | None = None
 ) -> LayoutAnswer:
     """The rules that a layout breaks, as `playbook layout check` finds them, and the degrees that follow; with a model its widths count."""

@@ -13,9 +13,9 @@ from playbook.paths import data_root
 from playbook.planner.shapes import DEEPEST, LARGEST, LinearAttention, Mla, Shape, Vision
 from playbook.yaml_files import did_you_mean, read
 
-HUB = "https://huggingface.co/"
-SUFFIXES = (".json", ".yaml", ".yml")
-NEEDED = (
+_HUB = "https://huggingface.co/"
+_SUFFIXES = (".json", ".yaml", ".yml")
+_NEEDED = (
     "num_layers hidden_size vocab_size num_heads num_kv_heads head_dim ffn_size num_experts top_k expert_ffn_size first_dense_layers"
     " shared_expert_ffn_size qk_norm tie_word_embeddings mtp_layers"
 )
@@ -57,7 +57,7 @@ def find(model: str) -> Shape:
     if model in MODELS:
         return MODELS[model]
     path = Path(model)
-    if path.suffix in SUFFIXES:
+    if path.suffix in _SUFFIXES:
         return from_file(path)
     if (path / "config.json").is_file():
         return from_file(path / "config.json")
@@ -85,7 +85,7 @@ def from_file(path: Path) -> Shape:
 @cache
 def _files() -> dict[str, Path]:
     folders = (data_root("configs") / "models", data_root("tables") / "models")
-    return {path.stem: path for path in sorted((p for f in folders for p in f.iterdir() if p.suffix in SUFFIXES), key=lambda p: p.stem)}
+    return {path.stem: path for path in sorted((p for f in folders for p in f.iterdir() if p.suffix in _SUFFIXES), key=lambda p: p.stem)}
 
 
 @cache
@@ -93,7 +93,7 @@ def _shipped(name: str) -> Shape:
     path = _files()[name]
     data, _ = read(path)
     if "model_type" in data:
-        return from_huggingface(data, f"{HUB}{data['_name_or_path']}/blob/main/config.json")
+        return from_huggingface(data, f"{_HUB}{data['_name_or_path']}/blob/main/config.json")
     with path.open(encoding="utf-8") as f:
         link = re.search(r"https://\S+", f.readline())
     return from_preset(data, link[0] if link else f"trainer/configs/models/{path.name}")
@@ -151,7 +151,7 @@ def from_huggingface(config: Config, source: str) -> Shape:
     if family is None:
         raise ConfigError(
             f"model_type '{str(kind)[:40]}' is not known{did_you_mean(str(kind)[:40], FAMILIES)}; another model takes a YAML file with the fields"
-            f" {', '.join(NEEDED.split())}"
+            f" {', '.join(_NEEDED.split())}"
         )
     c = _Fields(config)
     heads, hidden = c.count("num_attention_heads", "n_head"), c.count("hidden_size", "n_embd")

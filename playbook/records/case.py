@@ -22,10 +22,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
 _MAX_REPEATS = 4
 
-GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
+_GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
 """Ranges that every run has; finding one proves nothing."""
 
-RANGES = GENERIC_RANGES | {
+RANGES = _GENERIC_RANGES | {
     *("vision", "projector", "attention", "router", "dispatch", "experts", "combine"),
     *("recompute", "offload", "prefetch"),
 }
@@ -292,7 +292,7 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     found: list[tuple[tuple[str | int, ...], str]] = []
     for variant in case.variants:
         receipt = case.activation.of(variant)
-        if all(r.range in GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
+        if all(r.range in _GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
             where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
             found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"))
     declared = {"baseline", "candidate"} if case.kind == "pair" else set()

@@ -11,7 +11,7 @@ NOTABLE_DATA = 0.03
 """Share of the step spent on data."""
 NOTABLE_STOLEN = 2.0
 """Percent of a run's processor time that other machines on the same hardware had."""
-NOTABLE_LIMITED = 10.0
+_NOTABLE_LIMITED = 10.0
 """Percent of the GPUs' readings in timed steps with clocks held down."""
 TIMED_STEPS = "timed steps"
 """What telemetry is of (`over`). Older records have that of whole launches, most of which may be start-up."""
@@ -33,7 +33,7 @@ def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
     found = []
     for limit, each in shares.items():
         medians = {variant: statistics.median(values) for variant, values in sorted(each.items())}
-        if max(medians.values()) >= NOTABLE_LIMITED:
+        if max(medians.values()) >= _NOTABLE_LIMITED:
             at = {v: f" ({statistics.median(clocks[v]):,.0f} MHz)" if v in clocks else "" for v in medians}
             found.append(f"{limit} in {', '.join(f'{round(m)} % of {v}{at[v]}' for v, m in medians.items())}")
     return found

@@ -40,7 +40,7 @@ MODELS: Mapping[str, type[Evidence] | type[TraceResult] | type[Baseline]] = {
 }
 MAX_BYTES = 64_000_000
 UNTESTED = "untested"
-STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
+_STATUSES = ("confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", UNTESTED)
 _DECIDED = ("confirmed", "refuted")
 FROM = "@"
 """Between a machine's name and that of who measured there, in the name of a folder of imported records: `h100x8@acme`."""
@@ -189,7 +189,7 @@ class Record:
             return []
         return [
             *_expired(self.content.expires, today),
-            *(["the claim has changed since"] if claim and self.claim_ref and reworded(self.claim_ref, claim) else []),
+            *(["the claim has changed since"] if claim and self.claim_ref and _reworded(self.claim_ref, claim) else []),
             *_revised(self.runs, self.content.measured.configs, self.present.revisions),
             *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
             *(moved(self._strict, self.present.here) if self.present.here else []),
@@ -211,7 +211,7 @@ class Record:
         return next((known[r.strict_sha] for r in self.runs if r.strict_sha in known), {})
 
 
-def reworded(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
+def _reworded(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
     """Whether a claim was put to another test than today's: another metric, margin or comparison."""
     return (then.metric, then.expect, _variants(then)) != (claim.metric, claim.expect, _variants(claim))
 
@@ -226,7 +226,7 @@ def speaks_for(then: ClaimRef, card: str, claim: Claim | MechanismCheck) -> bool
 
     Cards from elsewhere may number theirs alike. A claim that has moved from another card is known by its words and its test.
     """
-    return then.id == claim.id and (then.card == card or (then.statement == claim.statement and not reworded(then, claim)))
+    return then.id == claim.id and (then.card == card or (then.statement == claim.statement and not _reworded(then, claim)))
 
 
 def _expired(expires: str, today: date) -> list[str]:
@@ -421,8 +421,8 @@ def with_status(cards: Mapping[str, Card], records: Iterable[Record], today: dat
     Raises:
         PlaybookError: there is no such status.
     """
-    if status not in STATUSES:
-        raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], STATUSES)}")
+    if status not in _STATUSES:
+        raise PlaybookError(f"status '{status[:40]}' is not known{did_you_mean(status[:40], _STATUSES)}")
     known = list(records)
     each = [c for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c]
     return frozenset(c.id for c in each if status in standings(known, c, today))

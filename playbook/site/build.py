@@ -28,7 +28,7 @@ from playbook.site.parity import parity_page
 from playbook.site.recipes import recipes_page
 from playbook.site.reference import Command, commands_page, configuration_page, metrics_page
 
-OWNED = ("cards", "evidence", "_generated")
+_OWNED = ("cards", "evidence", "_generated")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _copy(record: Record, target: Path) -> Path:
 
 
 def _remove_others(out: Path, keep: set[Path]) -> None:
-    for folder in OWNED:
+    for folder in _OWNED:
         for path in (out / folder).rglob("*"):
             if path.is_file() and path not in keep:
                 path.unlink()

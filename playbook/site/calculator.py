@@ -14,7 +14,7 @@ from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import Plan
 from playbook.site.text import attribute, front_matter
 
-SCRIPTS = ("layout.js", "memory.js", "calculator.js")
+_SCRIPTS = ("layout.js", "memory.js", "calculator.js")
 START = {"model": "qwen3_30b_a3b", "gpus": "8", "ep": "8"}
 """The form's first values: a layout that can run."""
 
@@ -136,7 +136,7 @@ def calculator_page() -> str:
     """The page with its form; the scripts fill in the rest."""
     known = tables()
     groups = "\n".join(_group(title, opened, keys, known) for title, opened, keys in _FORM)
-    scripts = "\n".join(f'<script src="../javascripts/{name}" defer></script>' for name in SCRIPTS)
+    scripts = "\n".join(f'<script src="../javascripts/{name}" defer></script>' for name in _SCRIPTS)
     data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
         front_matter(

@@ -32,7 +32,7 @@ from playbook.site.text import (
     text,
 )
 
-NEGLIGIBLE_MS = 0.01
+_NEGLIGIBLE_MS = 0.01
 PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 """The phases of work on a run, in their order, in words."""
 
@@ -204,7 +204,7 @@ def _trace(record: Record) -> str:
     page = f"../evidence/{record.id}.md"
     title = f"Where the time goes: {record.get('case')} on {record.get('profile')}"
     head = ["Range", "Phase", *(f"{text(v.capitalize())}>" for v in record.variants), *["Difference>"] * (len(record.variants) == 2)]
-    rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in range_rows(record)]
+    rows = [[code(path), text(phase), *(link(c, page) if c else "" for c in cells)] for path, phase, cells in _range_rows(record)]
     busy = "GPU busy time" if record.measures == "gpu" else "host busy time (there is no GPU in this trace)"
     note = (
         f"{busy} per step in ms, {text(record.get('collector'))} ({text(record.get('collector_version', default=''))}); {coverage(record)}."
@@ -223,7 +223,7 @@ def coverage(record: Record) -> str:
     return "share in named parts: " + "; ".join(words)
 
 
-def range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
+def _range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[str]]]:
     """Busy time per range and phase: of each variant, and the difference of two. What is negligible in all is left out."""
     busy: dict[tuple[str, str], dict[str, float]] = {}
     for variant in record.variants:
@@ -234,7 +234,7 @@ def range_rows(record: Record, max_depth: int = 2) -> list[tuple[str, str, list[
     out = []
     for (path, phase), found in busy.items():
         each = [found.get(v, 0.0) for v in record.variants]
-        if max(each) >= NEGLIGIBLE_MS or path.startswith("("):
+        if max(each) >= _NEGLIGIBLE_MS or path.startswith("("):
             out.append((path, phase, [milliseconds(ms) for ms in each] + ([_change(*each)] if len(each) == 2 else [])))
     order = ["forward", "backward", "recompute", "other"]
     return sorted(out, key=lambda r: (order.index(r[1]) if r[1] in order else len(order), r[0].startswith("("), r[0]))

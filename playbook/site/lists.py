@@ -11,7 +11,7 @@ from playbook.site.cards import PHASES, Shelf, anchor, badges, effect
 from playbook.site.pages import render
 from playbook.site.text import attribute, badge, link, text
 
-DECIDED = ("confirmed", "refuted")
+_DECIDED = ("confirmed", "refuted")
 
 
 def each(card: Card) -> list[Claim | MechanismCheck]:
@@ -49,7 +49,7 @@ def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
 
 def _tally(shelf: Shelf, card: Card) -> str:
     """Counts of a card's claims by status; a claim counts with the status of its best-settled machine."""
-    order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
+    order = (*_DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
     found = [
         min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)
     ]
@@ -118,7 +118,7 @@ def _machine(shelf: Shelf, machine: str, most: int) -> str:
     claims = [c for card in shelf.cards.values() for c in each(card)]
     found = [(r, c) for c in claims for r in verdicts(shelf.records, c.id) if r.machine == machine]
     found.sort(key=lambda f: f[0].created, reverse=True)
-    found.sort(key=lambda f: (f[0].status not in DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
+    found.sort(key=lambda f: (f[0].status not in _DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
     stands = ["stale" if r.stale(shelf.today, c) else r.status for r, c in found]
     counts = ", ".join(f"{stands.count(s)} {s.replace('_', ' ')}" for s in dict.fromkeys(stands))
     described = next((str(r.get("measured", "machine", "description", default="")) for r, _ in found), "") or machine

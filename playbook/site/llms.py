@@ -21,7 +21,7 @@ SUMMARY = (
     "Performance guidance for training large models (mixture of experts, vision-language, long context). Every statement is a claim that "
     "a machine can check; each claim carries its verdicts, by machine, with the evidence behind them."
 )
-READING = (
+_READING = (
     "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
     "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
     "so +100 % stands for half. Ids such as W9 are claims; W9.m is a check of W9's mechanism "
@@ -32,13 +32,13 @@ READING = (
 def llms(shelf: Shelf, guides: Sequence[Path]) -> str:
     """The index: every card and every guide with one line on each."""
     titles = [(_title(p), p.stem) for p in guides]
-    return render_plain("llms.txt", summary=SUMMARY, reading=READING, cards=_by_title(shelf), guides=titles)
+    return render_plain("llms.txt", summary=SUMMARY, reading=_READING, cards=_by_title(shelf), guides=titles)
 
 
 def llms_full(shelf: Shelf, guides: Sequence[Path]) -> str:
     """All cards and all guides, one after the other."""
     cards = [plain_card(shelf, c) for c in _by_title(shelf)]
-    return "\n\n---\n\n".join([f"# Playbook\n\n> {SUMMARY}\n\n{READING}", *(t.strip() for t in cards), *(_body(p) for p in guides)]) + "\n"
+    return "\n\n---\n\n".join([f"# Playbook\n\n> {SUMMARY}\n\n{_READING}", *(t.strip() for t in cards), *(_body(p) for p in guides)]) + "\n"
 
 
 def plain_card(shelf: Shelf, card: Card) -> str:

@@ -21,7 +21,7 @@ from playbook.site.cards import Shelf
 from playbook.site.pages import render
 from playbook.site.text import attribute, code, link, mapping, number, text
 
-SEQ_LEN = 4096
+_SEQ_LEN = 4096
 """The sequence length at which the page counts FLOPs per token."""
 
 _WORDS = {"seq_len": "seq_len", "micro_batch_size": "mbs", "global_batch_size": "gbs", "imbalance": "imbalance"}
@@ -43,12 +43,12 @@ def models_page(configs: Path) -> str:
                 _labelled(f"{shape.heads} / {shape.kv_heads}", "heads / KV"),
                 _labelled(f"{shape.top_k} of {shape.experts}" if shape.experts else "", "experts"),
                 _kind(shape),
-                _labelled(f"{flops.per_token(shape, SEQ_LEN) / 1e9:.1f}", "GFLOP per token"),
+                _labelled(f"{flops.per_token(shape, _SEQ_LEN) / 1e9:.1f}", "GFLOP per token"),
                 _labelled(runs, "trainer"),
                 link("layout", address({"model": name})),
             ]
         )
-    return render("models.md", seq_len=SEQ_LEN, rows=rows)
+    return render("models.md", seq_len=_SEQ_LEN, rows=rows)
 
 
 def _recipes(configs: Path) -> dict[str, list[str]]:

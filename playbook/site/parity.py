@@ -22,7 +22,7 @@ CURVES = "vl-curves.jsonl"
 MEGATRON = ("megatron.jsonl", "megatron-gpu.jsonl")
 """On the CPU, as `make parity` writes them; on a GPU, from the tests marked `gpu`."""
 
-INTRO = """---
+_INTRO = """---
 hide: [toc]
 ---
 
@@ -78,7 +78,7 @@ def parity_page(folder: Path) -> str:
     ]
     megatron = [row for name in MEGATRON for row in read_rows(folder / name, wanted)]
     found = curves.section(read_rows(folder / CURVES, curves.WANTED))
-    return "\n".join([INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
+    return "\n".join([_INTRO, *_models(models), *_layouts(layouts), *_megatron(megatron), *found])
 
 
 def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:

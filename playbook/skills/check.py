@@ -16,7 +16,7 @@ from playbook.paths import KINDS, data_root, shipped
 from playbook.skills.model import CARDS_KEY, Skill
 from playbook.yaml_files import did_you_mean
 
-LINKABLE = ("cards", "cases", "guide", "schemas", "configs")
+_LINKABLE = ("cards", "cases", "guide", "schemas", "configs")
 """Kinds of shipped data that a skill may link to outside its folder; an exported skill carries copies."""
 
 LINK = re.compile(r"(?<!!)\[(?P<label>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
@@ -72,7 +72,7 @@ def check(skill: Skill, known: Known) -> list[Finding]:
     for line, words in command_lines(skill):
         found += [skill.finding(line, m) for m in _command(words, known, named)]
     for line, target in links(skill):
-        if problem := link_problem(skill, target):
+        if problem := _link_problem(skill, target):
             found.append(skill.finding(line, problem))
     found += _figures(skill)
     found += _names(skill, known)
@@ -89,10 +89,10 @@ def links(skill: Skill) -> Iterator[tuple[int, str]]:
 def outside(skill: Skill, target: str) -> Path | None:
     """The shipped file that a link outside the skill's folder names, or None where it names none that a skill may link to."""
     plain = PurePosixPath(posixpath.normpath(posixpath.join("skills", skill.name, target.partition("#")[0])))
-    return next(filter(None, (shipped(kind, plain) for kind in LINKABLE)), None)
+    return next(filter(None, (shipped(kind, plain) for kind in _LINKABLE)), None)
 
 
-def link_problem(skill: Skill, target: str) -> str | None:
+def _link_problem(skill: Skill, target: str) -> str | None:
     """Why a link does not resolve, or None."""
     if re.match(r"https://", target):
         return None
@@ -108,7 +108,7 @@ def link_problem(skill: Skill, target: str) -> str | None:
     if folder.parent.resolve() != data_root("skills").resolve():
         return f"link '{target}' leads out of the folder; an exported skill carries what it links to in references/"
     if outside(skill, target) is None:
-        return f"link '{target}' leads to no file that ships; expected one below {', '.join(KINDS[k] for k in LINKABLE)}"
+        return f"link '{target}' leads to no file that ships; expected one below {', '.join(KINDS[k] for k in _LINKABLE)}"
     return None
 
 

@@ -20,7 +20,7 @@ from playbook.skills.model import FILE, Skill
 from playbook.yaml_files import did_you_mean
 
 CARD_FILE = "card.yaml"
-REFERENCES = "references"
+_REFERENCES = "references"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def attachments(skill: Skill) -> tuple[dict[str, str], dict[str, str]]:
         source = outside(skill, target)
         if source is None:
             raise PlaybookError(f"{skill.path}:{line}: link '{target}' leads to no file that ships; run `playbook skills check`")
-        name = f"{REFERENCES}/{source.name}"
+        name = f"{_REFERENCES}/{source.name}"
         text = _reference(source)
         if content.setdefault(name, text) != text:
             raise PlaybookError(f"{skill.path}:{line}: two linked files are called {source.name}; a skill can carry one of them")

@@ -33,7 +33,7 @@ FIELDS = ("name", "description", "license", "compatibility", "metadata", "allowe
 """The front matter that exists. Source: Agent Skills specification, https://agentskills.io/specification."""
 
 MAX_LINES = 500
-MAX_SKILLS = 1000
+_MAX_SKILLS = 1000
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _LINK = re.compile(r"\[[^\]\n]{0,300}\]\(([^)\s]{1,500})(?:\s+\"[^\"\n]{0,200}\")?\)")
 _DEGREE = re.compile(r"(?<![A-Za-z0-9])(ETP|EDP|VPP|TP|PP|CP|EP|DP)\s?[=:]?\s?([0-9]{1,5})(?![0-9])", re.IGNORECASE)
@@ -91,8 +91,8 @@ def read_folder(folder: Path) -> tuple[list[Skill], list[Finding]]:
     found = [folder] if own else sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink() and _holds_skill(p))
     if not found:
         raise PlaybookError(f"'{folder}' holds no skill; expected SKILL.md or card.yaml in it, or in its subfolders")
-    if len(found) > MAX_SKILLS:
-        raise PlaybookError(f"'{folder}' holds {len(found)} skills; at most {MAX_SKILLS} are read at once")
+    if len(found) > _MAX_SKILLS:
+        raise PlaybookError(f"'{folder}' holds {len(found)} skills; at most {_MAX_SKILLS} are read at once")
     skills, findings = [], []
     for path in found:
         skill = Skill(path)
@@ -156,12 +156,12 @@ def _front_matter(skill: Skill, path: Path, text: str) -> Iterator[Finding]:
         yield Finding(str(path), 2, 1, "front matter is no mapping; expected name and description", "import-front-matter")
         return
     skill.front_matter = [_plain(k) for k in data]
-    for key, message in front_matter_problems(data, skill.path.resolve().name):
+    for key, message in _front_matter_problems(data, skill.path.resolve().name):
         line, column = locate(marks, (key,)) if key in data else (0, 1)
         yield Finding(str(path), line + 1, column, message, "import-front-matter")
 
 
-def front_matter_problems(data: Mapping[str, Any], folder: str) -> Iterator[tuple[str, str]]:
+def _front_matter_problems(data: Mapping[str, Any], folder: str) -> Iterator[tuple[str, str]]:
     """Violations of the Agent Skills specification as pairs (key, message).
 
     Source: https://agentskills.io/specification.

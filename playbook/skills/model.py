@@ -149,7 +149,7 @@ def choose(skills: Mapping[str, Skill], names: Sequence[str]) -> list[Skill]:
     return [skills[n] for n in dict.fromkeys(names)] or list(skills.values())
 
 
-def split_description(skill: Skill) -> tuple[str, str]:
+def _split_description(skill: Skill) -> tuple[str, str]:
     """The description: what the skill does, and when to use it."""
     what, _, when = skill.front.description.partition("Use when ")
     return what.strip(), when.strip()
@@ -159,7 +159,7 @@ def index(skills: Iterable[Skill]) -> str:
     """The index of skills as Markdown."""
     rows = []
     for skill in sorted(skills, key=lambda s: s.name):
-        what, when = (part.replace("|", "\\|") for part in split_description(skill))
+        what, when = (part.replace("|", "\\|") for part in _split_description(skill))
         rows.append(f"| [{skill.name}]({skill.name}/{FILE}) | {what} | {when} | {', '.join(skill.cards)} |")
     return "\n".join(
         [

@@ -27,21 +27,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from playbook_trainer.config.environment import GROUPED_GEMM
 
 SCHEMA = "calibration/1"
-WINDOW_S = 0.012
+_WINDOW_S = 0.012
 """A timed window repeats the kernel for about so long."""
-WINDOWS = 5
+_WINDOWS = 5
 """The median of so many windows is kept."""
 
 TOKENS = (1024, 4096, 16384)
-LINEAR = (  # (in, out) of linear layers between 2 and 8 thousand wide, and of an output head
+_LINEAR = (  # (in, out) of linear layers between 2 and 8 thousand wide, and of an output head
     (2048, 512), (2048, 4096), (2048, 12288), (2048, 151936), (4096, 4096), (4096, 6144), (4096, 24576), (4096, 128256), (5120, 5120),
     (6144, 2048), (7168, 1536), (7168, 4096), (7168, 36864), (8192, 8192), (8192, 10240), (8192, 57344), (12288, 4096),
 )  # fmt: skip
-SMALL_TOKENS = (128, 512, 2048)
+_SMALL_TOKENS = (128, 512, 2048)
 EXPERTS = (  # (in, width of an expert, experts on a rank)
     (2048, 768, 16), (2048, 768, 128), (4096, 1536, 16), (7168, 2048, 8), (2880, 2880, 8), (4096, 14336, 2),
 )  # fmt: skip
-ROWS_PER_EXPERT = (64, 256, 1024, 4096)
+_ROWS_PER_EXPERT = (64, 256, 1024, 4096)
 HEADS = ((32, 4, 128), (64, 8, 128), (16, 16, 128), (64, 8, 64))
 LENGTHS = (1024, 4096, 16384, 65536)
 WIDTHS = (2048, 7168)
@@ -54,9 +54,9 @@ def seconds(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    repeats = max(1, min(200, int(WINDOW_S / max(time.perf_counter() - began, 1e-6))))
+    repeats = max(1, min(200, int(_WINDOW_S / max(time.perf_counter() - began, 1e-6))))
     found = []
-    for _ in range(WINDOWS):
+    for _ in range(_WINDOWS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(repeats):
@@ -79,8 +79,8 @@ def _row(kind: str, seconds: float, *, flops: float = 0.0, num_bytes: float = 0.
 
 def linear() -> Iterator[dict[str, Any]]:
     """Products of linear layers in bfloat16: output, gradient of the input, gradient of the weight."""
-    for wide_in, wide_out in LINEAR:
-        for tokens in (*SMALL_TOKENS, *TOKENS) if wide_out < 100_000 else TOKENS[:2]:
+    for wide_in, wide_out in _LINEAR:
+        for tokens in (*_SMALL_TOKENS, *TOKENS) if wide_out < 100_000 else TOKENS[:2]:
             x, w, g = _normal(tokens, wide_in), _normal(wide_out, wide_in), _normal(tokens, wide_out)
             passes = {"forward": lambda: x @ w.t(), "input_gradient": lambda: g @ w, "weight_gradient": lambda: g.t() @ x}  # noqa: B023
             for name, run in passes.items():
@@ -90,7 +90,7 @@ def linear() -> Iterator[dict[str, Any]]:
 def linear_fp8() -> Iterator[dict[str, Any]]:
     """Products in 8-bit floating point with one scale for each tensor, without the quantisation of the operands."""
     one = torch.ones((), device="cuda")
-    for wide_in, wide_out in LINEAR:
+    for wide_in, wide_out in _LINEAR:
         if wide_out > 100_000:
             continue
         for tokens in TOKENS:
@@ -104,7 +104,7 @@ def grouped() -> Iterator[dict[str, Any]]:
     from playbook_trainer.torch.model.decoder import grouped_product
 
     for hidden, width, experts in EXPERTS:
-        for rows in ROWS_PER_EXPERT:
+        for rows in _ROWS_PER_EXPERT:
             total = rows * experts
             ends = torch.arange(rows, total + 1, rows, device="cuda", dtype=torch.int32)
             for wide_in, wide_out in ((hidden, 2 * width), (width, hidden)):
@@ -119,13 +119,13 @@ def grouped() -> Iterator[dict[str, Any]]:
                 yield _row("grouped", both - forward, flops=2 * work, phase="backward", **shape)
 
 
-def megatron_grouped() -> Iterator[dict[str, Any]]:
+def _megatron_grouped() -> Iterator[dict[str, Any]]:
     """The same by Transformer Engine's GroupedLinear, as megatron-core calls it; the environment chooses cuBLAS or CUTLASS before the process starts."""
     from transformer_engine.pytorch import GroupedLinear
 
     library = "cutlass" if os.environ.get(GROUPED_GEMM) == "1" else "cublas"
     for hidden, width, experts in EXPERTS:
-        for rows in ROWS_PER_EXPERT:
+        for rows in _ROWS_PER_EXPERT:
             total, splits = rows * experts, [rows] * experts
             layer = GroupedLinear(experts, hidden, 2 * width, bias=False, params_dtype=torch.bfloat16, device="cuda")
             x, g = _normal(total, hidden).requires_grad_(), _normal(total, 2 * width)
@@ -167,7 +167,7 @@ def attention() -> Iterator[dict[str, Any]]:
                 yield _row("attention", both - forward, flops=2.5 * work, phase="backward", kernel=name, **shape)
 
 
-def elementwise() -> Iterator[dict[str, Any]]:
+def _elementwise() -> Iterator[dict[str, Any]]:
     """Norms, activation, permutation, copies: bytes that must move, over time."""
     from playbook_trainer.torch.kernels import norm, permute, swiglu
 
@@ -238,8 +238,8 @@ def host() -> Iterator[dict[str, Any]]:
 
 
 FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    "host": host, "elementwise": elementwise, "optimizer": optimizer, "attention": attention, "loss": loss, "grouped": grouped,
-    "linear": linear, "linear_fp8": linear_fp8, "megatron_grouped": megatron_grouped,
+    "host": host, "elementwise": _elementwise, "optimizer": optimizer, "attention": attention, "loss": loss, "grouped": grouped,
+    "linear": linear, "linear_fp8": linear_fp8, "megatron_grouped": _megatron_grouped,
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from playbook_trainer.torch import optimizer
 from playbook_trainer.torch.engine import TorchEngine
 from playbook_trainer.torch.parallel.axes import Axes
 
-MAX_SKIPPED = 10
+_MAX_SKIPPED = 10
 """Steps in a row without an update, after which the run ends: it would not recover."""
 
 
@@ -62,7 +62,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
     # Device and process group, then the model, then the newest checkpoint, then the data from where that stands.
     device = start(config, rank, world)
-    engine = make_engine(config, rank, world, device)
+    engine = _make_engine(config, rank, world, device)
     axes = engine.axes
     resumed = engine.saver.restore()
     loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
@@ -107,7 +107,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     extra: dict[str, Any] = {}
     if outcome == "ok" and config.train.receipt and not profiling(config):
         began = time.perf_counter()
-        extra = observe_step(trainer)
+        extra = _observe_step(trainer)
         recorder.phases["receipt"] = time.perf_counter() - began
     extra["data"] = _data_counters(trainer)
     counts = engine.count_parameters()
@@ -116,7 +116,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     return outcome
 
 
-def make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:
+def _make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:
     """The backend that the configuration names, with its model built and its weights initialised."""
     if config.backend == "megatron":
         from playbook_trainer.megatron.engine import MegatronEngine
@@ -173,15 +173,15 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
     gc.collect()
     gc.disable()  # a collection in one rank stalls all; the loop makes no cycles worth collecting
     try:
-        with trainer.engine.ranges() if profiling(config) else nullcontext(), annotated(config, recorder.out) as trace:
+        with trainer.engine.ranges() if profiling(config) else nullcontext(), _annotated(config, recorder.out) as trace:
             while trainer.step < last:
                 if trainer.step == warm:
                     trace.begin()
                     recorder.begin_timed()
-                stats = compared_step(trainer, recorder) if is_compared(trainer) else train_step(trainer)
+                stats = _compared_step(trainer, recorder) if _is_compared(trainer) else train_step(trainer)
                 recorder.add(stats)
                 skipped = skipped + 1 if stats.skipped else 0
-                if (recorder.nan and config.train.on_nan == "stop") or skipped == MAX_SKIPPED:
+                if (recorder.nan and config.train.on_nan == "stop") or skipped == _MAX_SKIPPED:
                     recorder.flush()
                     return "nan"
                 _periodically(trainer, recorder)
@@ -219,7 +219,7 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
         labels.clamp_(min=1.0)  # a step whose images are all bad has no labels; its gradient is then zero, not 0 / 0
         loss = engine.forward_backward(batches, labels)
         with range_("optimizer"):
-            totals = sum_over_ranks(trainer, on_cpu, loss)
+            totals = _sum_over_ranks(trainer, on_cpu, loss)
             rate = optimizer.learning_rate(trainer.step, config.train.steps, config.optimizer)
             if before_update is not None:
                 before_update()
@@ -232,13 +232,13 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
     return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
 
 
-def is_compared(trainer: Trainer) -> bool:
+def _is_compared(trainer: Trainer) -> bool:
     """Whether the next step compares how long each rank takes for its own work (`train.straggler_every`)."""
     every = trainer.config.train.straggler_every
     return every > 0 and (trainer.step + 1) % every == 0
 
 
-def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
+def _compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
     """Run one step in which every rank measures the time of its own work, in seconds, and record the comparison."""
     busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
     with trainer.engine.ranges(), listening(busy):
@@ -247,7 +247,7 @@ def compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
     return stats
 
 
-def sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> StepTotals[Tensor]:
+def _sum_over_ranks(trainer: Trainer, batches: list[Batch], loss: Tensor) -> StepTotals[Tensor]:
     """The step's totals over all ranks, by one all-reduce. `batches` are those before the split over ranks, `loss` is this rank's sum."""
     axes = trainer.axes
     # Tensor-parallel ranks compute one loss; of the ranks that share a micro-batch one counts its tokens.
@@ -308,7 +308,7 @@ def _data_counters(trainer: Trainer) -> dict[str, int]:
     return dict(zip(counters, counts.tolist(), strict=True))
 
 
-def observe_step(trainer: Trainer) -> dict[str, Any]:
+def _observe_step(trainer: Trainer) -> dict[str, Any]:
     """Run one more step after the timed ones, under observation. Returns the activation receipt, bytes of saved activations and bytes of state."""
     config, engine, axes = trainer.config, trainer.engine, trainer.axes
     observer = Observer(engine.model, axes.group_names())
@@ -392,7 +392,7 @@ class _Trace:
 
 
 @contextmanager
-def annotated(config: TrainerConfig, out: Path | None) -> Iterator[_Trace]:
+def _annotated(config: TrainerConfig, out: Path | None) -> Iterator[_Trace]:
     """A block in which the model's ranges go to the collectors that `profile` names; yields what starts and stops them."""
     with ExitStack() as stack:
         profiler = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they kill; Slurm's `--signal=USR1@300` sends the second five minutes ahead."""
 
 
@@ -24,7 +24,7 @@ class StopRequest:
     def listen(self) -> None:
         """Handle SIGNALS from now on; a second signal has its usual effect. Data workers that start later inherit the handler, so they survive the first signal too."""
         if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
+            for signum in _SIGNALS:
                 signal.signal(signum, self._ask)
 
     def agreed(self, flag: Tensor) -> bool:

@@ -167,9 +167,9 @@ def _contrast(metric: Metric, a: Asked, blocks: Sequence[Mapping[Variant, float]
     return Contrast(
         name=a.name,
         weights=dict(a.weights),
-        effect=as_effect(metric, mean) if finite else None,
-        low=as_effect(metric, found.low) if found else None,
-        high=as_effect(metric, found.high) if found else None,
+        effect=_as_effect(metric, mean) if finite else None,
+        low=_as_effect(metric, found.low) if found else None,
+        high=_as_effect(metric, found.high) if found else None,
         differences=differences if finite else [],
         mean=mean if finite else None,
         deviation=found.deviation if found else None,
@@ -197,7 +197,7 @@ def points(runs: Sequence[Run], case: Case, metric: Metric, blocks: Sequence[Blo
                 outcome="ok",
                 launches=len(values),
                 value=math.fsum(values) / len(values),
-                effect=as_effect(metric, mean) if math.isfinite(mean) else None,
+                effect=_as_effect(metric, mean) if math.isfinite(mean) else None,
             )
         )
     return out
@@ -211,19 +211,19 @@ def required(metric: Metric, run: Run) -> float:
     return value
 
 
-def as_effect(metric: Metric, value: float) -> float:
+def _as_effect(metric: Metric, value: float) -> float:
     """A difference on the metric's scale as a share, or as it is."""
     return math.expm1(value) if metric.scale == "log_ratio" else value
 
 
 def show(curve: Curve, between: bool = False) -> str:
     """The contrasts in words, such as `2 over 4 -2.7 % [-3.5, -1.8]`, and what did not run; `between` as in `show_effect`."""
-    parts = [show_contrast(curve, c, between) for c in curve.contrasts]
+    parts = [_show_contrast(curve, c, between) for c in curve.contrasts]
     parts += [f"{p.variant} {'did not fit' if p.outcome == 'oom' else 'was refused'}" for p in curve.points if p.outcome != "ok"]
     return "; ".join(parts)
 
 
-def show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
+def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:
     """One contrast in words."""
     if c.effect is None:
         return f"{c.name} without bound as a ratio"

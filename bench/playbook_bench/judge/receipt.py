@@ -87,7 +87,7 @@ def computing(runs: Sequence[Run], variant: Variant) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def describe(rule: Rule) -> str:
+def _describe(rule: Rule) -> str:
     """The rule's subject in words, such as `all_to_all inside dispatch on ep`."""
     subject = rule.collective or rule.range or rule.counter or (f"kernel {rule.kernel}" if rule.kernel else "nothing")
     inside = f" inside {rule.inside}" if rule.inside else ""
@@ -121,7 +121,7 @@ def observe(rule: Rule, observed: Observed) -> float | None:
 def judge_rule(rule: Rule, forbid: bool, variant: Variant, observed: Observed) -> Check:
     """One rule against one receipt. What a run does not report, or does not give the numbers to count, is not proven."""
     found = observe(rule, observed)
-    subject = f"{'forbid' if forbid else 'require'} {describe(rule)}"
+    subject = f"{'forbid' if forbid else 'require'} {_describe(rule)}"
     if forbid:
         op, wanted, formula = "==", 0.0, "0"
     elif rule.count is None:

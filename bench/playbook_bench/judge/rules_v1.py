@@ -36,7 +36,7 @@ class RulesV1(Rules):
         self, rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]
     ) -> list[Interval]:
         """With a floor."""
-        return simultaneous(rows, weights, alpha, aa_deviation(noise))
+        return _simultaneous(rows, weights, alpha, aa_deviation(noise))
 
     def unsteady(self, label: str, launches: Sequence[Sequence[float]], alpha: float, tolerance: float) -> str:
         """By the slope alone."""
@@ -50,7 +50,7 @@ class RulesV1(Rules):
     def fragile(self, curve: Curve, op: str) -> bool:
         """Whether the median of the pairs has another sign than their mean."""
         c = curve.contrasts[0]
-        return op == ">=" and hodges_lehmann(c.differences) * (c.mean or 0.0) < 0
+        return op == ">=" and _hodges_lehmann(c.differences) * (c.mean or 0.0) < 0
 
     def claimed(self, expect: Expect, kind: str) -> str:
         """A pair's claim without its subject."""
@@ -65,7 +65,7 @@ class RulesV1(Rules):
         c, n = curve.contrasts[0], curve.blocks
         mean = c.mean or 0.0
         figures = {
-            "hodges_lehmann": hodges_lehmann(c.differences),
+            "hodges_lehmann": _hodges_lehmann(c.differences),
             "sign_flip_p": sign_flip_p(c.differences) if n <= 16 else None,
             "mde": least_effect(n, used, alpha),
         }
@@ -75,7 +75,7 @@ class RulesV1(Rules):
         return figures
 
 
-def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
+def _simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, floor: float = 0.0) -> list[Interval]:
     """Two-sided intervals of several contrasts that hold together with error rate `alpha` for each of them.
 
     `rows` holds one value per block and variant. Each interval is `mean -+ q / sqrt(n)` for n blocks of k variants, with the error rate
@@ -113,7 +113,7 @@ def simultaneous(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[flo
     return out
 
 
-def hodges_lehmann(differences: Sequence[float]) -> float:
+def _hodges_lehmann(differences: Sequence[float]) -> float:
     """Median of all pairwise means: where the effect lies if single launches are not to be trusted."""
     walsh = [(a + b) / 2 for a, b in itertools.combinations_with_replacement(differences, 2)]
     return float(np.median(walsh))

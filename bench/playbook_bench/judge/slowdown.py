@@ -19,11 +19,11 @@ from playbook_bench.judge.metrics import timed
 
 LIMIT = 0.03
 """A slowdown above 3 % is a regression, where nothing else is said."""
-PASS_ERROR = 0.001
-REGRESSION_ERROR = 0.025
+_PASS_ERROR = 0.001
+_REGRESSION_ERROR = 0.025
 MOST_PAIRS = 100
 """More are never asked for."""
-NOISIER = 0.2
+_NOISIER = 0.2
 """One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, they speak for themselves."""
 EXACT = 1e-9
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
@@ -33,7 +33,7 @@ _REPEATS = 4.0
 _ROUNDING: Mapping[str, tuple[float, float]] = {"loss": (1e-5, 0.01), "grad_norm": (1e-3, 0.1)}
 """Least relative difference of a step that counts: where launches of one commit show their rounding, and where there is only one launch."""
 _MEMORY = 0.02
-MOVED = 0.01
+_MOVED = 0.01
 """A change of speed above it, in either direction, makes verdicts from before it stale."""
 
 Answer = Literal["pass", "regression", "undecided", "too_noisy"]
@@ -73,11 +73,11 @@ def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float,
     alone = statistics.aa_deviation(noise)
     own_freedom, freedom = n - 1, n - 1 + m
     deviation = math.sqrt((own_freedom * own**2 + m * alone**2) / freedom)
-    if own > math.sqrt(float(sps.f.ppf(1 - NOISIER, own_freedom, m))) * alone:
+    if own > math.sqrt(float(sps.f.ppf(1 - _NOISIER, own_freedom, m))) * alone:
         deviation, freedom = own, own_freedom
     error = deviation / math.sqrt(n)
-    low = mean - float(sps.t.ppf(1 - REGRESSION_ERROR / len(looks), freedom)) * error
-    high = mean + float(sps.t.ppf(1 - PASS_ERROR / len(looks), freedom)) * error
+    low = mean - float(sps.t.ppf(1 - _REGRESSION_ERROR / len(looks), freedom)) * error
+    high = mean + float(sps.t.ppf(1 - _PASS_ERROR / len(looks), freedom)) * error
     if low > limit:
         return Slowdown("regression", mean, low, high)
     if high < limit:
@@ -92,7 +92,7 @@ def _pairs_needed(mean: float, deviation: float, limit: float, noise_pairs: int,
     from scipy import stats as sps  # start-up time: reports of all commands import this module
 
     step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
-    error = PASS_ERROR if mean < limit else REGRESSION_ERROR
+    error = _PASS_ERROR if mean < limit else _REGRESSION_ERROR
     likely = float(sps.norm.ppf(statistics.POWER))
     for pairs in range(looks[0], MOST_PAIRS + 1, step):
         every = len([*looks, *range(looks[-1] + step, pairs + 1, step)])
@@ -123,7 +123,7 @@ def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mappin
     revisions = {r.performance_revision for r in runs}
     if len(sources) < 2 or len(revisions) > 1 or None in revisions or found.design == "deterministic" or found.scale != "log_ratio":
         return ""
-    if found.low is None or found.high is None or (found.low <= MOVED and found.high >= -MOVED):
+    if found.low is None or found.high is None or (found.low <= _MOVED and found.high >= -_MOVED):
         return ""
     shown = effects.show_effect(found, between=True)
     return f"{found.metric} moved by {shown}; if that is meant, raise PERFORMANCE_REVISION['{backend}'] so that older verdicts go stale"

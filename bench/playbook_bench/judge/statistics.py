@@ -16,21 +16,21 @@ import numpy as np
 
 POWER = 0.8
 """The share of series that should settle an effect, where pairs are counted."""
-MAX_PAIRS = 10_000
+_MAX_PAIRS = 10_000
 """The most pairs that `pairs_needed` answers with."""
 STEADY_ALPHA = 0.05
 """How often a series whose step time is steady is taken for one that is not, at most."""
-AGREE_SHARE = 0.4
+_AGREE_SHARE = 0.4
 """The part of `STEADY_ALPHA` that the test of agreement gets: the change that the launches are to agree on was chosen on their mean."""
 SPENDING = 1.5
 """Of the error rate, the look after a share f of the pairs has spent f to this power: between Pocock's bounds (about 1) and those of O'Brien and Fleming (about 3)."""
 SPENT = 0.88
 """The part of the error rate that callers give `levels` to spend. The levels of the looks are those of normal deviates, and t statistics of few launches exceed them more often, by up to 1.14 times."""
-STANDS_OUT_ALPHA = 0.05
+_STANDS_OUT_ALPHA = 0.05
 """How often one launch of an A/A stands out where all are alike; what it costs then is one pair more."""
 AGREEING_LAUNCHES = 3
 """The fewest launches that are asked whether they have a slope in common."""
-CONTAMINATION_ALPHA = 0.01
+_CONTAMINATION_ALPHA = 0.01
 """How often the A/A pairs of an undisturbed series are called contaminated."""
 CONTAMINATION_LEAST = 0.0025
 """A mean difference up to this never counts as contamination. A share."""
@@ -171,10 +171,10 @@ def least_effect(pairs: int, deviation: float, alpha: float) -> float:
 
 
 def pairs_needed(distance: float, deviation: float, alpha: float) -> int | None:
-    """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than `MAX_PAIRS`."""
+    """The number of pairs that settle an effect `distance` from the margin, four times out of five; None where it is more than `_MAX_PAIRS`."""
     if deviation == 0:
         return 2
-    low, high = 2, MAX_PAIRS
+    low, high = 2, _MAX_PAIRS
     if least_effect(high, deviation, alpha) > abs(distance):
         return None
     while low < high:
@@ -199,9 +199,9 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
         return False
     if stored_deviation is not None:
         # The stored deviation is taken around zero, so it has as many degrees of freedom as pairs.
-        limit = _ppf(1 - CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
+        limit = _ppf(1 - _CONTAMINATION_ALPHA / 2, stored_pairs) * stored_deviation / math.sqrt(n)
         return abs(mean) > limit
-    half = t_quantile(CONTAMINATION_ALPHA, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    half = t_quantile(_CONTAMINATION_ALPHA, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
     return abs(mean) > half
 
 
@@ -225,7 +225,7 @@ def stands_out(values: Sequence[float]) -> int | None:
         gap = abs(float(x[i] - rest.mean()))
         off.append(gap / (spread * math.sqrt(n / (n - 1))) if spread else math.inf if gap else 0.0)
     most = int(np.argmax(off))
-    return most if off[most] > t_quantile(STANDS_OUT_ALPHA / n, n - 2) else None
+    return most if off[most] > t_quantile(_STANDS_OUT_ALPHA / n, n - 2) else None
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     sizes = y @ shape / length[best] ** 2 * (shape[-1] - shape[0])
     certain = t > t_quantile(alpha / len(shapes), n - 2)
     if len(sizes) >= AGREEING_LAUNCHES:
-        half = t_quantile(AGREE_SHARE * alpha, len(sizes) - 1) * float(sizes.std(ddof=1)) / math.sqrt(len(sizes))
+        half = t_quantile(_AGREE_SHARE * alpha, len(sizes) - 1) * float(sizes.std(ddof=1)) / math.sqrt(len(sizes))
         certain = certain and abs(float(sizes.mean())) > half
     return Change(float(sizes.mean()), _edge(n) + best - 1 if best else None, certain)
 

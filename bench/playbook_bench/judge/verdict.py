@@ -20,7 +20,7 @@ from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.rules import VERSION, Rules
 from playbook_bench.statements import Statement
 
-EXACT_TOLERANCE = 1e-9
+_EXACT_TOLERANCE = 1e-9
 """Relative difference up to which two exact figures are equal."""
 RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
@@ -95,7 +95,7 @@ class _Series:
     def derive(self) -> Derived:
         """In the order of `STATES`."""
         runs = [r for r in self.measured.runs if r.variant not in self.dead]
-        if bad := failure(runs, self.metric) or faulty([r for r in runs if r.outcome == "ok"], self.metric, self.checks):
+        if bad := failure(runs, self.metric) or _faulty([r for r in runs if r.outcome == "ok"], self.metric, self.checks):
             return Derived(receipts=self.checks, verdict=bad)
         fits = self.metric.name == "fits"
         blocks = guards.blocks_of(runs, self.names, failed=fits)
@@ -118,9 +118,9 @@ class _Series:
             return None
         first = {v: ran[v] for v in self.case.variants}
         self.checks = receipt.judge_runs(self.case.activation, list(first.values()))
-        if unusable := faulty([], self.metric, self.checks):
+        if unusable := _faulty([], self.metric, self.checks):
             return Derived(receipts=self.checks, verdict=unusable)
-        return self._incomparable(block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
+        return self._incomparable(_block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
 
     def _incomparable(self, conditions: list[Gate], what: str = "the runs") -> Derived | None:
         """The answer where a condition is not met: the runs cannot be compared. None where all are met."""
@@ -129,7 +129,7 @@ class _Series:
         return Derived(receipts=self.checks, gates=conditions, verdict=found) if broken else None
 
     def _compare(self, blocks: list[Block]) -> Derived:
-        conditions = block_gates(self.measured, self.case, self.metric, blocks)
+        conditions = _block_gates(self.measured, self.case, self.metric, blocks)
         if unlike := self._incomparable(conditions):
             return unlike
         if self.metric.deterministic:
@@ -203,7 +203,7 @@ class _Series:
             found = _verdict("budget", f"the budget ended before {', '.join(missing)} ran")
         else:
             words = {v: "was refused" if r.outcome == "refused" else "was out of memory" for v, r in out.items()}
-            why = "; ".join(f"{v} {words[v]}: {first_line(r.message)}" for v, r in out.items())
+            why = "; ".join(f"{v} {words[v]}: {_first_line(r.message)}" for v, r in out.items())
             found = _verdict("exact", f"{why}; {', '.join(ran)} ran", holds=True)
         metric = self.metric
         curve = Curve(
@@ -250,7 +250,7 @@ def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[g
     ]
 
 
-def block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
+def _block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
     """The conditions that make launches comparable, each met or not; every variant is held against the first."""
     first, *others = blocks[0]
     found: dict[str, Gate] = {}
@@ -274,13 +274,13 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
             "killed": "was killed",
             "refused": "was refused",
         }[other.outcome]
-        return _verdict("run_error", f"a {other.variant} run {text}: {first_line(other.message)}")
+        return _verdict("run_error", f"a {other.variant} run {text}: {_first_line(other.message)}")
     if bad:
-        return _verdict("oom", f"a {bad[0].variant} run was out of memory: {first_line(bad[0].message)}")
+        return _verdict("oom", f"a {bad[0].variant} run was out of memory: {_first_line(bad[0].message)}")
     return None
 
 
-def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
+def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
     """The verdict that unusable figures or receipts force, or None."""
     for run in runs:
         problem = None if run.role == "burn_in" else guards.complete(run, metric)
@@ -298,14 +298,14 @@ def faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verd
 def spread(metric: Metric, runs: Sequence[Run]) -> str:
     """How a metric that should repeat exactly differs between launches of one variant; empty where it repeats."""
     values = [effects.required(metric, r) for r in runs]
-    if max(values) - min(values) > EXACT_TOLERANCE * max(abs(v) for v in values):
+    if max(values) - min(values) > _EXACT_TOLERANCE * max(abs(v) for v in values):
         return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
     return ""
 
 
 def _snapped(bounds: Sequence[tuple[float, float]], margin: float) -> list[tuple[float, float]]:
     """A figure that meets the margin to the last digits meets it, from whichever side the rule looks."""
-    slack = EXACT_TOLERANCE * max(1.0, abs(margin))
+    slack = _EXACT_TOLERANCE * max(1.0, abs(margin))
     near = [next((m for m in (margin, -margin) if abs(value - m) <= slack), value) for value, _ in bounds]
     return [(value, value) for value in near]
 
@@ -340,6 +340,6 @@ def _verdict(reason: Reason, sentence: str, holds: bool | None = None) -> Verdic
     return Verdict(status=status, reason=reason, sentence=sentence)
 
 
-def first_line(text: str) -> str:
+def _first_line(text: str) -> str:
     """The first line of a message that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no message")[:300]

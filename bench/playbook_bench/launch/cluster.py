@@ -18,11 +18,11 @@ from playbook_bench.launch.slurm import SrunLauncher, allocation
 from playbook_trainer.config.environment import ALLOCATOR, CONNECTIONS, DOMAIN, Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 
-SIGNAL_S = 120
+_SIGNAL_S = 120
 """How long before its time limit a job is told, so that it can save and queue itself again; Slurm may tell it a minute sooner than asked."""
 _LEAST_MINUTES = 5
 """Of a shorter job that notice leaves nothing: it would queue itself again as soon as it starts."""
-Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
+_Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Option = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-9]{2})(?::([0-9]{2}))?\Z")
@@ -46,10 +46,10 @@ NVLink domain for HybridEP). `playbook_trainer.config.environment` adds what a c
 class Container(Strict):
     """An image for the ranks, started by the pyxis plugin of srun."""
 
-    image: Line
-    mounts: list[Line] = Field(default_factory=list)
+    image: _Line
+    mounts: list[_Line] = Field(default_factory=list)
     """`SOURCE:TARGET` each. The results and the data must be seen under the same path as outside."""
-    python: Line = "python3"
+    python: _Line = "python3"
     """The image's Python, which has perf-playbook installed."""
 
 
@@ -57,10 +57,10 @@ class Cluster(Strict):
     """A cluster: where jobs go, what they run in, and which variables its platform wants."""
 
     SCHEMA = "cluster"
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    time: Line = "1h"
+    partition: _Line | None = None
+    account: _Line | None = None
+    qos: _Line | None = None
+    time: _Line = "1h"
     """Time limit of a job: `90m`, `2h`, `HH:MM:SS` or `D-HH:MM:SS`, at least 5m. A job that reaches it queues itself again and goes on."""
     timeouts: int = Field(default=10, ge=0)
     """How often a job may reach its time limit before it is given up."""
@@ -71,14 +71,14 @@ class Cluster(Strict):
     exclusive: bool = True
     """Whole nodes: another job on the same node would disturb what is measured."""
     platform: Platform = "hopper"
-    venv: Line | None = None
+    venv: _Line | None = None
     """A virtual environment that all nodes see; the one that submits, if not given."""
     container: Container | None = None
-    setup: list[Line] = Field(default_factory=list)
+    setup: list[_Line] = Field(default_factory=list)
     """Shell lines before anything runs, such as `module load cuda/13`."""
-    environment: dict[Name, Line] = Field(default_factory=dict)
+    environment: dict[Name, _Line] = Field(default_factory=dict)
     """Variables of every run; they go before the platform's."""
-    sbatch: dict[Option, Line] = Field(default_factory=dict)
+    sbatch: dict[Option, _Line] = Field(default_factory=dict)
     """Further options of sbatch, such as `reservation: name`."""
 
     @field_validator("time")
@@ -180,5 +180,5 @@ def parameters(cluster: Cluster, nodes: int, name: str, env: Mapping[str, str], 
         "stderr_to_stdout": True,
         "use_srun": False,
         "wckey": None,
-        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{SIGNAL_S}", **cluster.sbatch},
+        "additional_parameters": {"requeue": True, "signal": f"B:USR2@{_SIGNAL_S}", **cluster.sbatch},
     }

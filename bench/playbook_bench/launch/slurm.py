@@ -176,21 +176,21 @@ class SrunLauncher:
             return self._traced(Result("hang", None, f"{hung}\n{tail(spec.folder / 'rank0.log')}", started, wall), said, spec.ranks)
         result = self._result(process.returncode, said, spec, started, wall)
         if result.outcome not in ("ok", "nan", "refused"):
-            wait_where_the_job_ends(self.allocation.job)
+            _wait_where_the_job_ends(self.allocation.job)
         return self._traced(result, said, spec.ranks)
 
     def _traced(self, result: Result, said: str, ranks: int) -> Result:
         """The result, with what went away under the ranks where Slurm knows: the others then wait for it, or lose their connections to it."""
         if result.outcome not in ("hang", "crash", "killed"):
             return result
-        why = self._lost_node(said, ranks) or lost_rank(said)
+        why = self._lost_node(said, ranks) or _lost_rank(said)
         return replace(result, outcome="killed", message=f"{why}\n{result.message}") if why else result
 
     def _lost_node(self, said: str, ranks: int) -> str:
         """The first node of this step that Slurm has lost, with its ranks, or nothing."""
         per_node = self.per_node(ranks)
         hosts = self.allocation.hosts[: -(-ranks // per_node)]
-        for host, seen in lost_nodes(said, hosts):
+        for host, seen in _lost_nodes(said, hosts):
             first, last = hosts.index(host) * per_node, min((hosts.index(host) + 1) * per_node, ranks) - 1
             return f"node {host} with rank {first}{f' to {last}' if last > first else ''} went away: {seen}"
         return ""
@@ -198,7 +198,7 @@ class SrunLauncher:
     def _result(self, code: int, said: str, spec: Spec, started: float, wall: float) -> Result:
         ranks = exits(spec.folder, spec.ranks)
         if not any(r.log.exists() or r.own is not None for r in ranks):
-            wait_where_the_job_ends(self.allocation.job)
+            _wait_where_the_job_ends(self.allocation.job)
             raise LaunchError(f"srun could not start the ranks: {said.splitlines()[-1] if said else f'exit code {code}'}")
         # Where a node's daemon is gone srun may end with 0.
         unknown = any(r.own is None for r in ranks) and read_summary(spec.written) is None
@@ -240,7 +240,7 @@ def exits(folder: Path, ranks: int) -> list[Ended]:
     return [Ended(index, code, folder / f"rank{index}.log") for index, code in enumerate(own)]
 
 
-def lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+def _lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
     """Those of these nodes that Slurm has lost, and by what that is seen: srun's own words, or the state of the node."""
     failed = [(host, f"Slurm says 'Node failure on {host}'") for host in _NODE_FAILURE.findall(said) if host in hosts]
     if failed:
@@ -250,7 +250,7 @@ def lost_nodes(said: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
     return [(h, f"it does not respond, its state is '{state}'") for h, state in states if state.endswith("*") or state.startswith("down")]
 
 
-def lost_rank(said: str) -> str:
+def _lost_rank(said: str) -> str:
     """The ranks that went away together with the shell in front of them, which wrote no code, by srun's words; or nothing."""
     # What it says behind these lines is about ranks that it has killed itself.
     before = re.split(r"First task exited|Terminating StepId", said)[0]
@@ -292,7 +292,7 @@ def cancel(job: str, step: str, signum: int) -> None:
     _tool(["scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", f"{job}.{step}"])
 
 
-def wait_where_the_job_ends(job: str) -> None:
+def _wait_where_the_job_ends(job: str) -> None:
     """A run that broke because its job is being ended, by a preemption for one, says nothing; the signal that follows ends this process.
 
     Raises:

@@ -55,7 +55,7 @@ def detect() -> Machine:
     gpus = _gpus()
     mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
     topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
-    return machine_of([gpus[i] for i in mine], topology, cpu_model(), cores(), mine)
+    return machine_of([gpus[i] for i in mine], topology, _cpu_model(), cores(), mine)
 
 
 def _gpus() -> list[list[str]]:
@@ -136,7 +136,7 @@ def interconnect(topology: str, gpus: int, which: Sequence[int] | None = None) -
     return "nvlink" if len(rows) >= gpus and cells and all(re.fullmatch(r"NV[0-9]+", c) for c in cells) else "pcie"
 
 
-def cpu_model() -> str:
+def _cpu_model() -> str:
     """The CPU's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -16,7 +16,7 @@ from playbook_bench.machine import detect, nvml, requirements
 _QUERY = "timestamp,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
 _FORMAT = "%Y/%m/%d %H:%M:%S.%f"
 _NAMES = ("clock_sm_mhz", "power_w", "temperature_c")
-LIMITS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x8}
+_LIMITS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x8}
 """What holds clocks down, by bits of the reasons. An idle GPU (0x1), and clocks that somebody has set, are no such limits.
 
 Source: NVML, nvmlClocksEventReasons: software power cap and power brake, thermal slowdown by software and by hardware, slowdown by hardware.
@@ -132,7 +132,7 @@ def _limited(reasons: Counter[str]) -> dict[str, float]:
         except ValueError:
             continue
     every = read.total()
-    return {name: round(100 * sum(n for r, n in read.items() if r & bits) / every, 1) for name, bits in LIMITS.items()} if every else {}
+    return {name: round(100 * sum(n for r, n in read.items() if r & bits) / every, 1) for name, bits in _LIMITS.items()} if every else {}
 
 
 def _when(text: str) -> float:

@@ -24,9 +24,9 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
 
-NOISY = 0.01
+_NOISY = 0.01
 """Deviation of pairs from which a stored A/A is asked whether the machine has become quieter."""
-QUIETER_ALPHA = 0.05
+_QUIETER_ALPHA = 0.05
 """How often a stored A/A that is still right is measured anew; that costs eight launches."""
 
 
@@ -202,7 +202,7 @@ def _fresh_pairs(running: Series) -> int:
     """One pair shows a machine that became noisier; where the stored noise is large, two can show that it became quieter."""
     assert running.aa is not None
     stored = _differences(running.aa.runs, running)
-    return 2 if len(stored) >= 2 and statistics.aa_deviation(stored) > NOISY else schedule.FRESH_AA_PAIRS
+    return 2 if len(stored) >= 2 and statistics.aa_deviation(stored) > _NOISY else schedule.FRESH_AA_PAIRS
 
 
 def _quieter(fresh: Sequence[Run], running: Series) -> bool:
@@ -213,7 +213,7 @@ def _quieter(fresh: Sequence[Run], running: Series) -> bool:
     new, stored = _differences(fresh, running), _differences(running.aa.runs, running)
     if len(new) < 2 or len(stored) < 2:
         return False
-    least = float(f.ppf(QUIETER_ALPHA, len(new), len(stored)))
+    least = float(f.ppf(_QUIETER_ALPHA, len(new), len(stored)))
     return statistics.aa_deviation(new) ** 2 < least * statistics.aa_deviation(stored) ** 2
 
 

@@ -241,16 +241,16 @@ def count_inapplicable(profile: str) -> tuple[int, int]:
     return lacking, len(tasks)
 
 
-Settled = tuple[Measured, Derived, Seconds, bool]
+_Settled = tuple[Measured, Derived, Seconds, bool]
 """What a record is made of, and whether the series is unfinished, so that a second command with the same journal goes on with it."""
 
 
-def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[Settled]:
+def _settle(tasks: Sequence[Task], case: Case | None, machine: Machine, options: Options, progress: Progress) -> list[_Settled]:
     """The verdicts of one case's claims: those that do not apply here at once, the rest from one series of runs."""
     profile = requirements.choose_profile(case, machine, options.profile) if case and case.profiles else None
     records = [_preflight(task, case, machine, profile, options) for task in tasks]
     todo = [i for i, r in enumerate(records) if not r.missing and case is not None and case.kind in LAUNCHED_KINDS]
-    settled: dict[int, Settled] = {i: (r, derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
+    settled: dict[int, _Settled] = {i: (r, derive(r), Seconds(), False) for i, r in enumerate(records) if i not in todo}
     if todo and case is not None and profile is not None:
         judged = _run_series([records[i] for i in todo], case, machine, profile, options, progress)
         settled.update(zip(todo, judged, strict=True))
@@ -285,10 +285,10 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
 
 def _run_series(
     records: Sequence[Measured], case: Case, machine: Machine, profile: str, options: Options, progress: Progress
-) -> list[Settled]:
+) -> list[_Settled]:
     """Run a series: discarded launches, A/A, pairs. Each claim is judged at the looks, and keeps the record of the look that settled it."""
     work = local.new_folder(options.results / "work", case.id)
-    settled: dict[int, Settled] = {}
+    settled: dict[int, _Settled] = {}
     try:
         with Telemetry(machine, profile, work) as telemetry:
             running = _series(case, machine, profile, options, progress, work, telemetry)
@@ -331,7 +331,7 @@ def _series(case: Case, machine: Machine, profile: str, options: Options, progre
     )
 
 
-def _timed(running: Series, records: Sequence[Measured], settled: dict[int, Settled], options: Options) -> None:
+def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Settled], options: Options) -> None:
     """Run a series of a metric with noise: discarded launches, the noise, then pairs until every claim is settled."""
     looks, limit = running.plan.looks, running.plan.pairs_limit
     running.expected = schedule.launches(looks, limit, schedule.AA_PAIRS, len(running.variants))
@@ -379,7 +379,7 @@ def _steady(running: Series) -> bool:
     return verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
 
 
-def _judge(running: Series, record: Measured) -> Settled:
+def _judge(running: Series, record: Measured) -> _Settled:
     measured = running.measured().model_copy(update={"claim": record.claim, "context": record.context})
     derived = derive(measured)
     return measured, derived, series.totals(running.launched), cut_by_time(measured, derived) and not running.own_time

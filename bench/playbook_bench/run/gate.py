@@ -37,7 +37,7 @@ from playbook_trainer.config.hashing import flatten
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
 Status = Literal["pass", "regression", "undecided", "too_noisy", "error"]
 _WORST_FIRST: tuple[Status, ...] = ("error", "regression", "too_noisy", "undecided", "pass")
-ANCHORS = "gate-anchors.yaml"
+_ANCHORS = "gate-anchors.yaml"
 """In `bench/baselines/`: by case, the oldest commit whose speed was accepted."""
 
 
@@ -192,7 +192,7 @@ def _files(root: Path, references: Mapping[str, str]) -> Iterator[dict[str, Path
 
 def _anchor_of(case: str) -> str | None:
     """The commit that the repository's file of anchors names for the case."""
-    path = data_root("baselines") / ANCHORS
+    path = data_root("baselines") / _ANCHORS
     if not path.is_file():
         return None
     found = load(path, Anchors)[0].anchors.get(case)

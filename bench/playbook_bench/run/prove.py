@@ -17,7 +17,7 @@ from playbook_bench.run.series import read_run, threads_per_rank
 from playbook_bench.run.variants import Resolved, resolve_all
 
 TIMED_STEPS = 1
-WARMUP_STEPS = 4
+_WARMUP_STEPS = 4
 """Enough for compilation and for the capture of graphs, which takes three; the observed step comes after the timed ones."""
 
 
@@ -78,7 +78,7 @@ def _launch(
 ) -> Proof:
     train = resolved.config.train
     if not full_length:
-        warmup = min(train.warmup_steps, WARMUP_STEPS)
+        warmup = min(train.warmup_steps, _WARMUP_STEPS)
         train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + TIMED_STEPS)})
     folder.mkdir()
     config = resolved.config.model_copy(update={"train": train})

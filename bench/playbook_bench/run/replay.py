@@ -19,7 +19,7 @@ from playbook_bench.judge.rules import VERSION
 from playbook_bench.run import store
 from playbook_bench.statements import table as statements
 
-FIGURE_TOLERANCE = 1e-9
+_FIGURE_TOLERANCE = 1e-9
 _ORIGIN = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
@@ -79,7 +79,7 @@ def _differences(a: Any, b: Any, where: str) -> list[str]:
         return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
-    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=FIGURE_TOLERANCE, abs_tol=FIGURE_TOLERANCE):
+    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=_FIGURE_TOLERANCE, abs_tol=_FIGURE_TOLERANCE):
         return []
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
 

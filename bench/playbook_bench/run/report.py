@@ -24,7 +24,7 @@ from playbook_bench.run.confirm import Outcome
 from playbook_bench.run.gate import GateResult
 from playbook_bench.run.schedule import RunSpec
 
-COLOURS = {
+_COLOURS = {
     "confirmed": "green",
     "refuted": "red",
     "inconclusive": "yellow",
@@ -112,7 +112,7 @@ def print_outcome(outcome: Outcome, out: Console) -> None:
     """A claim in one line where nothing was timed, else in three or four."""
     evidence, status = outcome.evidence, outcome.status
     sentence = _sentence(outcome)
-    word = Text(WORDS.get(status, status), style=COLOURS[status])
+    word = Text(WORDS.get(status, status), style=_COLOURS[status])
     found, curve = evidence.derived.comparison, evidence.derived.curve
     if curve is not None and evidence.measured.case is not None:
         _print_curve(outcome, curve, evidence.measured.case.content, out)
@@ -186,7 +186,7 @@ def print_table(outcomes: Sequence[Outcome], out: Console, counts: bool = False)
     for outcome in tested if len(tested) > 1 else []:
         evidence = outcome.evidence
         card = evidence.measured.claim.card if evidence.measured.claim else ""
-        word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=COLOURS[outcome.status])
+        word = Text(f"{WORDS.get(outcome.status, outcome.status):<16}", style=_COLOURS[outcome.status])
         out.print(Text(f"{card:<26}{outcome.name:<{_NAME - 1}} ").append(word).append(_sentence(outcome)))
     if counts:
         _print_inapplicable(outcomes, out)

@@ -228,7 +228,7 @@ class Series:
             "role": spec.role,
             "pair": spec.pair,
             "position": len(self.runs),
-            "started": iso(result.started),
+            "started": _iso(result.started),
             "wall_s": result.wall_s,
             "ranks": resolved.ranks,
             "steps_wanted": train.steps - train.warmup_steps,
@@ -371,7 +371,7 @@ def totals(every: Sequence[Run]) -> Seconds:
     )
 
 
-def iso(seconds: float) -> str:
+def _iso(seconds: float) -> str:
     """Seconds since the epoch as UTC text."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 

@@ -34,7 +34,7 @@ from playbook_bench.trace.table import build
 from playbook_trainer.config.tree import ProfileConfig
 
 FOLDER = "traces"
-REPORT_S = 300.0
+_REPORT_S = 300.0
 """How long Nsight Systems may take to write its report after the run."""
 NSYS = ("nsys", "profile", "-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop")
 _SQLITE = b"SQLite format 3\0"
@@ -136,7 +136,7 @@ def _variant(
     )
     run_folder = folder / f"{resolved.variant}-run"
     environment = {**devices, **resolved.environment}
-    limit = case.budget.launch_timeout_s + (REPORT_S if collector == "nsys" else 60.0)
+    limit = case.budget.launch_timeout_s + (_REPORT_S if collector == "nsys" else 60.0)
     spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads)
     launched = _launcher(command, collector, folder / resolved.variant).run(spec)
     summary = read_summary(run_folder) or {}
@@ -162,7 +162,7 @@ def _launcher(command: Sequence[str], collector: Collector, report: Path) -> Lau
     if collector == "kineto":
         return LocalLauncher(command)
     # The other ranks end at once; rank 0 ends only when its report is written.
-    return LocalLauncher(command, drain_s=REPORT_S, wrap=lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words)
+    return LocalLauncher(command, drain_s=_REPORT_S, wrap=lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words)
 
 
 def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
@@ -184,9 +184,9 @@ def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
     if not exported.is_file():
         words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(exported), str(original)]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=REPORT_S, check=False)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_REPORT_S, check=False)
         except subprocess.TimeoutExpired as e:
-            raise PlaybookError(f"nsys export took more than {REPORT_S:g} s; trace fewer steps (profile.steps)") from e
+            raise PlaybookError(f"nsys export took more than {_REPORT_S:g} s; trace fewer steps (profile.steps)") from e
         if done.returncode or not exported.is_file():
             raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
     return exported

@@ -36,7 +36,7 @@ _NAME_COLUMNS = ("shortName", "demangledName", "mangledName")
 
 _GRAPH = "CUDA graph"
 
-Calls = dict[tuple[int, int], tuple[int, int]]
+_Calls = dict[tuple[int, int], tuple[int, int]]
 
 
 def read(path: Path) -> Timeline:
@@ -175,10 +175,10 @@ def _process(spans: list[Span]) -> int:
     return max(counts, key=lambda p: counts[p], default=0)
 
 
-def _calls(db: sqlite3.Connection, path: Path) -> Calls:
+def _calls(db: sqlite3.Connection, path: Path) -> _Calls:
     """(process, correlation) of each CUDA call, to its thread and begin."""
     table = "CUPTI_ACTIVITY_KIND_RUNTIME"
-    out: Calls = {}
+    out: _Calls = {}
     for row in _rows(db, table, ["globalTid", "correlationId", "start"], path):
         tid, correlation, start = _times(path, table, *row)
         # A runtime call may contain a driver call of the same correlation: the outer one, which began first, is the launch.
@@ -189,7 +189,7 @@ def _calls(db: sqlite3.Connection, path: Path) -> Calls:
 
 
 def _operations(
-    db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], calls: Calls, process: int, path: Path
+    db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], calls: _Calls, process: int, path: Path
 ) -> Iterator[Op | None]:
     """Kernels, copies, fills and graphs of one process; None for each whose launching call was not recorded.
 

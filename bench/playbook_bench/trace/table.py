@@ -25,11 +25,11 @@ BACKWARD = ".bwd"
 STEP = "step"
 CONTAINERS = frozenset({STEP, "forward", "backward"})
 PARTS = frozenset({"vision", "projector", "decoder", "attention", "router", "dispatch", "experts", "combine", "loss"})
-TOWERS = frozenset({"vision", "decoder"})
+_TOWERS = frozenset({"vision", "decoder"})
 UNATTRIBUTED = "(unattributed)"
 MAX_DEPTH = 32
 NS_PER_MS = 1_000_000
-WORST_LISTED = 8
+_WORST_LISTED = 8
 
 Kind = Literal["compute", "communication", "copy"]
 Path_ = tuple[str, ...]
@@ -172,7 +172,7 @@ def place(own: Path_, main: Path_, hint: Path_) -> Place:
             # A forward range entered during the backward pass: activation recomputation. It starts wherever the first saved tensor is
             # asked for, so the part around it in the backward pass says nothing; only the tower does.
             inside = _parts(own[last + 1 :])
-            tower = tuple(n for n in parts[:1] if n in TOWERS and n not in inside)
+            tower = tuple(n for n in parts[:1] if n in _TOWERS and n not in inside)
             return Place("recompute", tower + inside)
         return Place("backward", parts or hint)
     if "forward" in own or "forward" in main or any(n in PARTS for n in own):
@@ -325,7 +325,7 @@ class _Table:
                 count[op.name, found.phase] += 1
         return [
             UnattributedOp(name=n[:200], phase=p, count=count[n, p] / self.num_steps, busy_ms=self._ms(ns))
-            for (n, p), ns in busy.most_common(WORST_LISTED)
+            for (n, p), ns in busy.most_common(_WORST_LISTED)
         ]
 
     def result(self, timeline: Timeline, notes: list[str]) -> TraceTable:

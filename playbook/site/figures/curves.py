@@ -11,7 +11,7 @@ from playbook.records.table import to_frame
 from playbook.site.figures.svg import contrasts, curve
 from playbook.site.text import attribute, code, number, percent, quantity, table, text
 
-MEMORY = "peak_memory_bytes"
+_MEMORY = "peak_memory_bytes"
 
 
 def figures(record: Record) -> str:
@@ -22,11 +22,11 @@ def figures(record: Record) -> str:
     unit, metric = str(found.get("unit")), str(found.get("metric"))
     points = [_point(p, unit) for p in _rows(found, "points")]
     drawn = [(curve(points, metric), f"{_label(metric)}, from zero")]
-    if metric != MEMORY:
+    if metric != _MEMORY:
         memory = [
             (n, value, quantity(value, "bytes") if value else "not measured") for n, value in _memory(record, [n for n, *_ in points])
         ]
-        drawn.append((curve(memory, MEMORY), f"{_label(MEMORY)}, from zero"))
+        drawn.append((curve(memory, _MEMORY), f"{_label(_MEMORY)}, from zero"))
     if found.get("scale") == "log_ratio":
         drawn.append((contrasts(list(_intervals(found))), "effects"))
     knob = record.get("measured", "case", "content", "knob", default="")
@@ -90,9 +90,9 @@ def _point(point: Mapping[str, Any], unit: str) -> tuple[str, float | None, str]
 def _memory(record: Record, variants: list[str]) -> list[tuple[str, float | None]]:
     """The most device memory that any launch of a variant allocated."""
     launches = to_frame([record.content]) if isinstance(record.content, Evidence) else None
-    if launches is None or f"metric.{MEMORY}" not in launches:
+    if launches is None or f"metric.{_MEMORY}" not in launches:
         return [(v, None) for v in variants]
-    most = launches.groupby("variant")[f"metric.{MEMORY}"].max()
+    most = launches.groupby("variant")[f"metric.{_MEMORY}"].max()
     return [(v, float(most[v]) if most.get(v, 0.0) > 0 else None) for v in variants]
 
 

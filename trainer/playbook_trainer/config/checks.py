@@ -52,10 +52,10 @@ def layout_problems(config: TrainerConfig, world: int) -> list[str]:
     if model.num_kv_heads % par.tp:
         problems.append(f"{model.num_kv_heads} key-value heads do not divide over tp {par.tp}; this backend does not replicate them")
     problems += megatron.vocabulary_problems(config)
-    return problems + replica_problems(config, world) + token_problems(config) + context_problems(config)
+    return problems + _replica_problems(config, world) + _token_problems(config) + _context_problems(config)
 
 
-def replica_problems(config: TrainerConfig, world: int) -> list[str]:
+def _replica_problems(config: TrainerConfig, world: int) -> list[str]:
     """Copies of the model, of which HSDP shards each, are made of whole data-parallel ranks."""
     par = config.parallel
     dp, over = divmod(world, par.tp * par.pp * par.cp)
@@ -70,7 +70,7 @@ def replica_problems(config: TrainerConfig, world: int) -> list[str]:
     return []
 
 
-def token_problems(config: TrainerConfig) -> list[str]:
+def _token_problems(config: TrainerConfig) -> list[str]:
     """Where ranks share out one stream of tokens, or gather several, rows have one length and divide."""
     par, train = config.parallel, config.train
     etp, moe = par.etp or par.tp, config.model.num_experts > 0
@@ -94,7 +94,7 @@ def token_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
-def context_problems(config: TrainerConfig) -> list[str]:
+def _context_problems(config: TrainerConfig) -> list[str]:
     """Ulysses shares out heads, so they must divide; with fewer key-value heads than ranks each goes to several."""
     par, problems = config.parallel, []
     if par.cp == 1 or par.cp_comm != "ulysses":
@@ -113,15 +113,15 @@ def context_problems(config: TrainerConfig) -> list[str]:
 
 def feature_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that its backend does not support."""
-    problems = data_problems(config)
+    problems = _data_problems(config)
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
         )
-    return problems + (megatron.feature_problems(config) if config.backend == "megatron" else torch_problems(config))
+    return problems + (megatron.feature_problems(config) if config.backend == "megatron" else _torch_problems(config))
 
 
-def torch_problems(config: TrainerConfig) -> list[str]:
+def _torch_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that the torch backend does not support."""
     par, problems = config.parallel, []
     if config.megatron != MegatronConfig():
@@ -142,11 +142,11 @@ def torch_problems(config: TrainerConfig) -> list[str]:
         )
     if par.pp > 1 and not config.data.pad:
         problems.append("pp needs rows of one length: set data.pad: true")
-    problems += model_problems(config)
+    problems += _model_problems(config)
     return problems
 
 
-def model_problems(config: TrainerConfig) -> list[str]:
+def _model_problems(config: TrainerConfig) -> list[str]:
     """Parts of a model that the torch backend does not have."""
     model = config.model
     rules = {
@@ -373,7 +373,7 @@ def _fp8_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
-def data_problems(config: TrainerConfig) -> list[str]:
+def _data_problems(config: TrainerConfig) -> list[str]:
     """Data options that contradict each other."""
     data, problems = config.data, []
     if data.pad_to_multiple is not None and data.pad:

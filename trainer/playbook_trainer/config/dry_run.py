@@ -24,7 +24,7 @@ from playbook_trainer.megatron import memory as arithmetic
 MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
-LOGIT_BYTES = {"fp32": 8, "bf16": 6}
+_LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
 
 
@@ -120,6 +120,6 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         gathered=_gathered(config, plan, held, shards, plan.edp // expert_copies, sum(map(len, chunks))),
         activations=alive.on_gpu,
         vision=vision(config, plan) if stage == 0 else 0.0,
-        loss=LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        loss=_LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
         host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
     )

@@ -14,10 +14,10 @@ from playbook_trainer.config.tree import TrainerConfig
 Platform = Literal["cpu", "hopper", "blackwell", "nvl72"]
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-COLLECTIVE_BLOCKS = "NCCL_MAX_CTAS"
+_COLLECTIVE_BLOCKS = "NCCL_MAX_CTAS"
 """NCCL's limit of blocks, each of which takes a multiprocessor, in one collective."""
 GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DOMAIN: Mapping[Platform, int] = {"cpu": 1, "hopper": 8, "blackwell": 8, "nvl72": 72}
 """GPUs that NVLink connects."""
@@ -42,7 +42,7 @@ def variables(config: TrainerConfig, platform: Platform) -> dict[str, str]:
         found[CONNECTIONS] = connections
     if config.moe.dispatcher == "hybridep":
         ep = config.parallel.ep
-        found[HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
+        found[_HYBRID_EP_RANKS] = str(max(n for n in range(1, min(ep, DOMAIN[platform]) + 1) if ep % n == 0))
     if config.backend == "megatron" and config.megatron.offload_modules:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"
     if config.backend == "megatron" and config.megatron.grouped_gemm == "cutlass":
@@ -83,7 +83,7 @@ def apply(config: TrainerConfig, environment: MutableMapping[str, str] | None = 
     """
     env = os.environ if environment is None else environment
     if config.backend == "torch":
-        wanted = {COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
+        wanted = {_COLLECTIVE_BLOCKS: str(config.parallel.comm_sms)} if config.parallel.comm_sms else {}
     elif sharded(config) and env.get(CONNECTIONS) == "1":
         raise ConfigError(f"{CONNECTIONS} is 1, which makes FSDP's collectives wait for the computation that they overlap with; unset it")
     elif _contradicts(env.get(GROUPED_GEMM), config):

@@ -16,7 +16,7 @@ GRAPH_PARTS = ("attn", "moe_router", "moe_preprocess", "moe", "mlp")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp")
 """Parts whose inputs fine-grained offload takes to the host. Source: megatron-core 0.19.2, `megatron/core/transformer/transformer_config.py`."""
 
-MEANT = {
+_MEANT = {
     "vision_tower": "vision",
     "vision_model": "vision",
     "visual": "vision",
@@ -45,7 +45,7 @@ def known(values: list[str], names: tuple[str, ...]) -> list[str]:
     """The values, each a name of `names` and none twice."""
     for value in values:
         if value not in names:
-            meant = MEANT.get(value)
+            meant = _MEANT.get(value)
             hint = f"; did you mean '{meant}'?" if meant in names else did_you_mean(value, list(names))
             raise ValueError(f"'{value}' is not known{hint}; there are {', '.join(names)}")
     if len(set(values)) < len(values):

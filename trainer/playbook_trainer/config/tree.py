@@ -176,7 +176,7 @@ class OptimizerConfig(Strict):
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
 
-FP8_MODULES = ("linear", "experts")
+_FP8_MODULES = ("linear", "experts")
 
 
 class PrecisionConfig(Strict):
@@ -185,13 +185,13 @@ class PrecisionConfig(Strict):
     fp8: Literal["none", "rowwise", "blockwise", "tensorwise", "delayed", "mxfp8", "nvfp4"] = "none"
     """rowwise: a scale per token and per output feature. blockwise: per 128 values of a token and per 128 x 128 of a weight. Off the GPU, the same
     values are multiplied in float32. The others belong to other hardware or to the megatron backend."""
-    fp8_modules: list[str] = Field(default_factory=lambda: list(FP8_MODULES))
+    fp8_modules: list[str] = Field(default_factory=lambda: list(_FP8_MODULES))
     """linear: projections of attention and dense MLPs. experts: their two products."""
 
     @field_validator("fp8_modules")
     @classmethod
     def _known_modules(cls, value: list[str]) -> list[str]:
-        return known(value, FP8_MODULES)
+        return known(value, _FP8_MODULES)
 
 
 class OffloadConfig(Strict):

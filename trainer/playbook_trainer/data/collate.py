@@ -30,7 +30,7 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
         documents += row
         useful += length
         pairs += sum(len(d.tokens) ** 2 for d in row)
-        if missing := padded_length(length, data) - length:
+        if missing := _padded_length(length, data) - length:
             padding = np.full(missing, model.pad_token_id, dtype=np.int64)
             documents.append(Document(padding, loss_from=len(padding)))
     lengths = [len(d.tokens) for d in documents]
@@ -55,7 +55,7 @@ def collate(rows: Sequence[Sequence[Document]], model: ModelConfig, data: DataCo
     )
 
 
-def padded_length(length: int, data: DataConfig) -> int:
+def _padded_length(length: int, data: DataConfig) -> int:
     """The length to which a row of `length` tokens is filled up."""
     if data.pad:
         return data.seq_len

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from playbook_trainer.config.tree import DataConfig
 from playbook_trainer.data.images import BadImage, ImageRef, decode
 
-GREY = 128
+_GREY = 128
 """The value of every pixel of an image that stands in for a bad one."""
 
 
@@ -51,7 +51,7 @@ class ImageDecoder:
                 self._keep(image, pixels)
                 return pixels, True
         self._counts[f"bad_images_{bad}"] += 1
-        return np.full((image.height, image.width, 3), GREY, dtype=np.uint8), False
+        return np.full((image.height, image.width, 3), _GREY, dtype=np.uint8), False
 
     def _keep(self, image: ImageRef, pixels: NDArray[np.uint8]) -> None:
         if pixels.nbytes <= self._room:

@@ -23,7 +23,7 @@ from playbook_trainer.config.tree import VisionConfig
 T = TypeVar("T")
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-MAX_FILE_PIXELS = 64_000_000
+_MAX_FILE_PIXELS = 64_000_000
 """Unless the configuration says otherwise, a file that claims more pixels is refused before it is decoded."""
 MAX_FILE_BYTES = 256 * 2**20
 """No photograph is larger; reading what is would fill the memory of a worker."""
@@ -94,7 +94,7 @@ def read_image(file: Path | ImageFile) -> bytes:
     return data
 
 
-def header_size(file: Path | ImageFile, max_pixels: int = MAX_FILE_PIXELS) -> tuple[int, int]:
+def header_size(file: Path | ImageFile, max_pixels: int = _MAX_FILE_PIXELS) -> tuple[int, int]:
     """Height and width of the upright picture, from the file's header; nothing is decoded.
 
     Raises:
@@ -123,7 +123,7 @@ def target_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[
     return rows * factor, cols * factor
 
 
-def decode(image: ImageRef, max_pixels: int = MAX_FILE_PIXELS) -> NDArray[np.uint8]:
+def decode(image: ImageRef, max_pixels: int = _MAX_FILE_PIXELS) -> NDArray[np.uint8]:
     """The file as RGB, upright as transformers loads it, and resized: uint8 (height, width, 3).
 
     Raises:

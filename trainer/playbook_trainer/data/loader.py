@@ -31,9 +31,9 @@ from playbook_trainer.data.resume import identity, other_stream
 from playbook_trainer.data.rows import Rows, check_data, make_rows
 from playbook_trainer.data.sources.streams import Split
 
-PREFETCH = 2
+_PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
-COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", "samples_shortened")
+_COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", "samples_shortened")
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
 OF_PATCHES = ("pixels_PC", "rotary_P2", "pos_index_4P", "pos_weight_4P")
 """What a batch's images have for each patch."""
@@ -142,14 +142,14 @@ class Loader:
         self._micro_batches = train.global_batch_size // per_round
         self._row = start_row
         self._lanes: dict[str, LaneState] = {}
-        self._counters = dict.fromkeys(COUNTERS, 0)
+        self._counters = dict.fromkeys(_COUNTERS, 0)
         workers = config.data.num_workers
         options: dict[str, Any] = {}
         if workers:
             options = {
                 "multiprocessing_context": "fork",
                 "persistent_workers": True,
-                "prefetch_factor": PREFETCH,
+                "prefetch_factor": _PREFETCH,
                 "worker_init_fn": partial(_die_with, os.getpid()),
             }
         self._loader = DataLoader(

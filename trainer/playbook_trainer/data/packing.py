@@ -42,7 +42,7 @@ class Packing:
     buffer: int
 
 
-def first_fit(waiting: Sequence[int], room: int) -> int | None:
+def _first_fit(waiting: Sequence[int], room: int) -> int | None:
     """Index of the first waiting length that is at most `room`; None if there is none."""
     return next((i for i, length in enumerate(waiting) if length <= room), None)
 
@@ -90,7 +90,7 @@ class Lane(Generic[T, D]):
             if not self._packing.buffer:
                 break
             self._refill(most)
-            at = first_fit([len(d) for _, d in self._waiting], room)
+            at = _first_fit([len(d) for _, d in self._waiting], room)
         self.rows += 1
         return row
 

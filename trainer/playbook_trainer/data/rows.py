@@ -19,9 +19,9 @@ from playbook_trainer.data.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 
-MOCK_LENGTHS = 1000
+_MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
-CHECKED = 256
+_CHECKED = 256
 """Samples that are read before a run starts, to find out whether the data fits."""
 
 
@@ -51,7 +51,7 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
         return MockRows(_mock_lengths(config), config.model, config.data, _seed(config, split))
     if config.data.kind == "text":
         return LaneRows(open_text(config.data, config.model), text_documents(config.model, config.data), config, split, states or {})
-    documents = vqa_documents(config.model, config.data)
+    documents = _vqa_documents(config.model, config.data)
     return LaneRows(open_vqa(config.data), documents, config, split, states or {})
 
 
@@ -67,11 +67,11 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
     if config.data.kind == "text":
         _read_first(open_text(config.data, config.model), text_documents(config.model, config.data))
     elif config.data.kind == "vqa":
-        _read_first(open_vqa(config.data), vqa_documents(config.model, config.data))
+        _read_first(open_vqa(config.data), _vqa_documents(config.model, config.data))
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]]) -> None:
-    for sample in data.first(CHECKED):
+    for sample in data.first(_CHECKED):
         documents(sample)
 
 
@@ -163,7 +163,7 @@ def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], lis
     return documents
 
 
-def vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], list[Document]]:
+def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], list[Document]]:
     """Images, question, answer as one document; the loss is on the answer and eos.
 
     Raises:
@@ -191,10 +191,10 @@ def _mock_lengths(config: TrainerConfig) -> list[int]:
     model = config.model
     real = config.model_copy(update={"data": config.data.model_copy(update={"kind": "vqa" if model.vision is not None else "text"})})
     if real.data.kind == "text":
-        pieces = (d for text in open_text(real.data, model).first(MOCK_LENGTHS) for d in text_documents(model, real.data)(text))
+        pieces = (d for text in open_text(real.data, model).first(_MOCK_LENGTHS) for d in text_documents(model, real.data)(text))
     else:
-        pieces = (d for sample in open_vqa(real.data).first(MOCK_LENGTHS) for d in vqa_documents(model, real.data)(sample))
-    return [len(d) for d in islice(pieces, MOCK_LENGTHS)]
+        pieces = (d for sample in open_vqa(real.data).first(_MOCK_LENGTHS) for d in _vqa_documents(model, real.data)(sample))
+    return [len(d) for d in islice(pieces, _MOCK_LENGTHS)]
 
 
 def _seed(config: TrainerConfig, split: Split) -> list[int]:

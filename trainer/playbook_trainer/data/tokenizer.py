@@ -8,7 +8,7 @@ from typing import Protocol
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import ModelConfig
 
-NUM_BYTES = 256
+_NUM_BYTES = 256
 
 
 class Tokenizer(Protocol):
@@ -65,7 +65,7 @@ def load_tokenizer(name: str, model: ModelConfig) -> Tokenizer:
         DataError: no such file, or it is not a tokenizer.
         ConfigError: its ids, or the model's special ids, do not fit the model's vocabulary.
     """
-    _check_special(model, least=NUM_BYTES if name == "byte" else 0)
+    _check_special(model, least=_NUM_BYTES if name == "byte" else 0)
     return ByteTokenizer() if name == "byte" else FileTokenizer(Path(name), model.vocab_size)
 
 

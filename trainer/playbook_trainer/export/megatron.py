@@ -25,11 +25,11 @@ from playbook_trainer.megatron import fields
 from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 
 CP_COMM = {"allgather": "all_gather", "ring": "p2p", "ulysses": "a2a"}
-READER = "the target has readers of its own"
-TORCH = "a setting of the torch backend"
+_READER = "the target has readers of its own"
+_TORCH = "a setting of the torch backend"
 MEGATRON = "a setting of the megatron backend"
-OTHER = "a setting of the other backend"
-TOWER = "the vision tower is the recipe's own there"
+_OTHER = "a setting of the other backend"
+_TOWER = "the vision tower is the recipe's own there"
 
 
 def sheet_of(config: TrainerConfig, target: Target) -> Sheet:
@@ -125,7 +125,7 @@ def _experts(sheet: Sheet) -> None:
     if config.backend == "megatron":
         sheet.put("backend", "model", "moe_permute_fusion", True)
         sheet.put("backend", "model", "moe_router_fusion", True)
-        sheet.skip("moe.fused_permutation moe.fused_router", TORCH)
+        sheet.skip("moe.fused_permutation moe.fused_router", _TORCH)
     else:
         sheet.put("moe.fused_permutation", "model", "moe_permute_fusion", moe.fused_permutation)
         sheet.put("moe.fused_router", "model", "moe_router_fusion", moe.fused_router)
@@ -145,7 +145,7 @@ def _vision(sheet: Sheet) -> None:
         sheet.skip(ids, "what the vision tower needs")
         sheet.plain("train.freeze", [], "Megatron-LM freezes no parts of a model by flag")
         return
-    sheet.skip(f"model.vision.* {ids}", TOWER)
+    sheet.skip(f"model.vision.* {ids}", _TOWER)
     for part, field in {"language_model": "language_model", "vision": "vision_model", "projector": "vision_projection"}.items():
         sheet.put("train.freeze", "model", f"freeze_{field}", part in freeze)
 
@@ -172,7 +172,7 @@ def _data(sheet: Sheet) -> None:
     if lm and data.kind == "text":
         sheet.lack("data.path", "give --data-path: .bin and .idx files made by tools/preprocess_data.py of Megatron-LM")
     else:
-        sheet.skip("data.path", "the data set comes with the recipe" if not lm else READER)
+        sheet.skip("data.path", "the data set comes with the recipe" if not lm else _READER)
     if data.tokenizer == "byte" and not lm:
         sheet.skip("data.tokenizer", "the recipe has the model's tokenizer")
     elif data.tokenizer == "byte":
@@ -185,7 +185,7 @@ def _data(sheet: Sheet) -> None:
     reading = (
         "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image"
     )
-    sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), READER)
+    sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), _READER)
     sheet.put("seed", "rng", "seed", config.seed)
 
 
@@ -204,7 +204,7 @@ def _parallel(sheet: Sheet) -> None:
         sheet.put("parallel.pipeline_layout parallel.vpp", "model", "pipeline_model_parallel_layout", layout(config))
     own, other = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
     sheet.put(own, "model", "cp_comm_type", mg.cp_comm_type if megatron else CP_COMM[par.cp_comm])
-    sheet.skip(other, OTHER)
+    sheet.skip(other, _OTHER)
     sheet.put("megatron.cp_sizes", "model", "hierarchical_context_parallel_sizes", mg.cp_sizes or None)
     if par.vpp > 1:
         sheet.put("parallel.vpp", "model", "overlap_p2p_comm", True)
@@ -239,7 +239,7 @@ def _data_parallel(sheet: Sheet) -> None:
     else:
         sheet.skip("megatron.sharding_strategy", "of Megatron-FSDP, which is not chosen")
     if megatron:
-        sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype parallel.comm_sms", TORCH)
+        sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype parallel.comm_sms", _TORCH)
     else:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
         sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise")
@@ -308,7 +308,7 @@ def _memory(sheet: Sheet) -> None:
     else:
         sheet.skip("train.recompute_modules", "names nothing of the decoder")
     if "vision" in train.recompute_modules:
-        sheet.lack("train.recompute_modules", f"'vision': {TOWER}")
+        sheet.lack("train.recompute_modules", f"'vision': {_TOWER}")
     sheet.put("megatron.offload_modules", "model", "fine_grained_activation_offloading", bool(mg.offload_modules))
     if mg.offload_modules:
         sheet.put("megatron.offload_modules", "model", "offload_modules", mg.offload_modules)
@@ -332,7 +332,7 @@ def _switches(sheet: Sheet) -> None:
     loss = not train.deterministic if megatron else train.fused_loss
     sheet.put("backend" if megatron else "train.fused_loss", "model", "cross_entropy_loss_fusion", loss)
     if megatron:
-        sheet.skip("train.fused_loss", TORCH)
+        sheet.skip("train.fused_loss", _TORCH)
     # Megatron-LM refuses Transformer Engine's kernel for the loss.
     sheet.put("backend", "model", "cross_entropy_fusion_impl", "te" if loss and sheet.target != "megatron-lm" else "native")
     # For multi-latent attention the fused kernel of the rotary embedding knows stretched frequencies only.
@@ -348,5 +348,5 @@ def _switches(sheet: Sheet) -> None:
     for region in ("vision", "decoder", "loss"):
         sheet.plain(f"train.compile.{region}", False, "megatron-core has fused kernels of its own instead of torch.compile")
     sheet.skip("train.compile.backend train.compile.dynamic", "of torch.compile, which the target leaves out")
-    sheet.skip("train.fused_activation train.fused_norms optimizer.fused", f"{TORCH}; megatron-core's are fused")
-    sheet.skip("train.loss_chunk", f"{TORCH}; logits of a micro-batch exist at once there")
+    sheet.skip("train.fused_activation train.fused_norms optimizer.fused", f"{_TORCH}; megatron-core's are fused")
+    sheet.skip("train.loss_chunk", f"{_TORCH}; logits of a micro-batch exist at once there")

@@ -11,7 +11,7 @@ from typing import Any
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export.sheet import Sheet
 
-FLAVOURS = {
+_FLAVOURS = {
     "qwen3_0_6b": ("qwen3", "0.6B"),
     "qwen3_1_7b": ("qwen3", "1.7B"),
     "qwen3_8b": ("qwen3", "8B"),
@@ -23,7 +23,7 @@ FLAVOURS = {
 
 SIZES = "a flavour has its own sizes; add one to torchtitan's table of flavours for others"
 MEGATRON = "a setting of the megatron backend"
-COMPILED = {"decoder": "model", "loss": "loss"}
+_COMPILED = {"decoder": "model", "loss": "loss"}
 RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 
@@ -37,8 +37,8 @@ def sheet_of(config: TrainerConfig) -> Sheet:
 
 def _model(sheet: Sheet) -> None:
     model = sheet.config.model
-    if model.name in FLAVOURS and unchanged(sheet.config):
-        name, flavour = FLAVOURS[model.name]
+    if model.name in _FLAVOURS and unchanged(sheet.config):
+        name, flavour = _FLAVOURS[model.name]
         sheet.put("model.*", "model", "name", name)
         sheet.put("model.*", "model", "flavor", flavour)
     elif model.vision is not None:
@@ -176,7 +176,7 @@ def _switches(sheet: Sheet) -> None:
     if train.recompute == "selective":
         sheet.put("train.recompute", "activation_checkpoint", "selective_ac_option", "op")
     sheet.plain("train.recompute_modules", [], "its selective mode chooses by operator, not by module")
-    regions = [target for region, target in COMPILED.items() if getattr(train.compile, region)]
+    regions = [target for region, target in _COMPILED.items() if getattr(train.compile, region)]
     sheet.put("train.compile.decoder train.compile.loss", "compile", "enable", bool(regions))
     if regions:
         sheet.put("train.compile.decoder train.compile.loss", "compile", "components", regions)

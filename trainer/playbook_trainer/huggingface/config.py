@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook_trainer.config.tree import ModelConfig, VisionConfig
 
-TEXT_FIELDS = {
+_TEXT_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_layers",
@@ -24,9 +24,9 @@ TEXT_FIELDS = {
 }
 """Their name to ours; None where the model has no choice."""
 
-DENSE_FIELDS = {"intermediate_size": "ffn_size"}
+_DENSE_FIELDS = {"intermediate_size": "ffn_size"}
 
-MOE_FIELDS = {
+_MOE_FIELDS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "top_k",
     "moe_intermediate_size": "expert_ffn_size",
@@ -35,7 +35,7 @@ MOE_FIELDS = {
     "mlp_only_layers": None,
 }
 
-MLA_FIELDS = {
+_MLA_FIELDS = {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
@@ -55,7 +55,7 @@ MLA_FIELDS = {
     "rope_interleave": None,
 }
 
-YARN_FIELDS = {
+_YARN_FIELDS = {
     "factor": "yarn.factor",
     "original_max_position_embeddings": "yarn.original_seq_len",
     "beta_fast": "yarn.beta_fast",
@@ -64,9 +64,9 @@ YARN_FIELDS = {
     "mscale_all_dim": "yarn.mscale_all_dim",
 }
 
-ROPE_FIELDS = {"rope_type": None, "rope_theta": "rope_theta", "mrope_section": "mrope_section", "mrope_interleaved": None}
+_ROPE_FIELDS = {"rope_type": None, "rope_theta": "rope_theta", "mrope_section": "mrope_section", "mrope_interleaved": None}
 
-VISION_FIELDS = {
+_VISION_FIELDS = {
     "depth": "depth",
     "hidden_size": "hidden_size",
     "num_heads": "num_heads",
@@ -168,7 +168,7 @@ def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     longest: dict[str, int] = {}
     if config.yarn is not None:
         longest = {"max_position_embeddings": round(config.yarn.factor * config.yarn.original_seq_len)}
-        yarn = {"rope_type": "yarn", **{theirs: getattr(config.yarn, ours.removeprefix("yarn.")) for theirs, ours in YARN_FIELDS.items()}}
+        yarn = {"rope_type": "yarn", **{theirs: getattr(config.yarn, ours.removeprefix("yarn.")) for theirs, ours in _YARN_FIELDS.items()}}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -260,18 +260,18 @@ def _fields(settings: Mapping[str, Any], config: ModelConfig) -> dict[str, tuple
     rope = _rope(text)
     yarn: Mapping[str, str | None] = {}
     if rope.get("rope_type") == "yarn":
-        rope, yarn = _stretched(rope), {**YARN_FIELDS, "attention_factor": None, "truncate": None}
+        rope, yarn = _stretched(rope), {**_YARN_FIELDS, "attention_factor": None, "truncate": None}
     # transformers keeps this number but neither reads nor saves such layers: without them here, the tensors tell whether the folder has them.
-    widths: Mapping[str, str | None] = {k: v for k, v in MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
+    widths: Mapping[str, str | None] = {k: v for k, v in _MLA_FIELDS.items() if config.mtp_layers or v != "mtp_layers"}
     if config.attention == "gqa":
-        widths = {"head_dim": "head_dim"} | (MOE_FIELDS if config.num_experts else DENSE_FIELDS)
+        widths = {"head_dim": "head_dim"} | (_MOE_FIELDS if config.num_experts else _DENSE_FIELDS)
     top = {"model_type": None} | {f"{name}_token_id": f"{name}_token_id" for name in ("image", "vision_start", "vision_end")}
     top |= {"tie_word_embeddings": "tie_word_embeddings"}
     parts: list[tuple[str, str, Mapping[str, Any], Mapping[str, str | None]]] = [
         ("", "model.", settings, top),
-        ("text_config.", "model.", text, {**TEXT_FIELDS, **widths}),
-        ("rope_parameters.", "model.", rope, {**ROPE_FIELDS, **yarn}),
-        ("vision_config.", "model.vision.", vision, VISION_FIELDS),
+        ("text_config.", "model.", text, {**_TEXT_FIELDS, **widths}),
+        ("rope_parameters.", "model.", rope, {**_ROPE_FIELDS, **yarn}),
+        ("vision_config.", "model.vision.", vision, _VISION_FIELDS),
     ]
     return {
         prefix + key: (part[key], ours + name if name else None)

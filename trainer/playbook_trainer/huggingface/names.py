@@ -92,7 +92,7 @@ class Rule:
 
     def read(self, source: Source, box: Box) -> Tensor:
         """A box of ours, from the parts of the checkpoint's tensors that it needs and no others."""
-        found = [(overlap, piece.read(source, overlap)) for piece in self.pieces if (overlap := intersect(piece.at, box))]
+        found = [(overlap, piece.read(source, overlap)) for piece in self.pieces if (overlap := _intersect(piece.at, box))]
         if len(found) == 1:
             return found[0][1].contiguous()
         out = torch.empty(sizes(box), dtype=reduce(torch.promote_types, (part.dtype for _, part in found)))
@@ -128,7 +128,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
-def intersect(a: Box, b: Box) -> Box | None:
+def _intersect(a: Box, b: Box) -> Box | None:
     """What two boxes share; None if nothing."""
     out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return out if all(p < q for p, q in out) else None

@@ -111,14 +111,14 @@ def open_folder(config: ModelConfig, folder: Path, stack: ExitStack) -> Files:
         )
     check_config(config, folder / CONFIG)
     files = Files(folder, stack)
-    check_tensors(config, files)
+    _check_tensors(config, files)
     odd = [f"{name} {kind}" for name, kind in files.dtypes.items() if kind not in DTYPES]
     if odd:
         raise ConfigError(f"{folder} holds weights in a type that is not read: {', '.join(odd[:SHOWN])}; expected {', '.join(DTYPES)}")
     return files
 
 
-def check_tensors(config: ModelConfig, source: Source) -> None:
+def _check_tensors(config: ModelConfig, source: Source) -> None:
     """Refuse a checkpoint with missing, unknown or misshapen tensors.
 
     Checkpoints of models with tied embeddings may hold the output layer a second time; transformers ignores it.
@@ -277,7 +277,7 @@ class Files:
 
 
 def _state(config: ModelConfig, source: Source) -> dict[str, Tensor]:
-    check_tensors(config, source)
+    _check_tensors(config, source)
     return {rule.ours: rule.read(source, whole(rule.shape)) for rule in rules(config)}
 
 

@@ -167,10 +167,10 @@ def feature_problems(config: TrainerConfig) -> list[str]:
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
             "set model.tie_word_embeddings: false, or take megatron_fsdp"
         )
-    return problems + row_problems(config) + vision_problems(config)
+    return problems + _row_problems(config) + _vision_problems(config)
 
 
-def row_problems(config: TrainerConfig) -> list[str]:
+def _row_problems(config: TrainerConfig) -> list[str]:
     """What the layout and its overlaps ask of the rows."""
     par, mg, data, problems = config.parallel, config.megatron, config.data, []
     if par.pp > 1 and not data.pad:
@@ -202,7 +202,7 @@ def row_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
-def vision_problems(config: TrainerConfig) -> list[str]:
+def _vision_problems(config: TrainerConfig) -> list[str]:
     """What a vision-language model excludes here: DeepStack adds the features of a micro-batch after each of the decoder's first layers."""
     model, par, mg, problems = config.model, config.parallel, config.megatron, []
     if model.vision is None:

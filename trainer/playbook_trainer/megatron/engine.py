@@ -54,10 +54,10 @@ class MegatronEngine:
         self.axes: Axes = groups.axes(config)
         seed(config)
         if config.megatron.tp_comm_overlap:
-            open_buffers(config)
+            _open_buffers(config)
         self.transformer_config = transformer_config(config)
         chunks = build_chunks(config, self.transformer_config, device)
-        self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(has_experts(x) for c in chunks for x in c.decoder.layers)
+        self._moe_layers = sum(len(c.decoder.layers) for c in chunks), sum(_has_experts(x) for c in chunks for x in c.decoder.layers)
         with graphs.wrapping(config):
             self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
@@ -92,7 +92,7 @@ class MegatronEngine:
         iterators: Any = [iter([{**vars(b), "scale": scale} for b in batches]) for _ in self.chunks]
         rows, length = batches[0].tokens.shape
         given = self._schedule(
-            forward_step_func=partial(forward_step, config=self.config),
+            forward_step_func=partial(_forward_step, config=self.config),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
@@ -162,7 +162,7 @@ class MegatronEngine:
         return nullcontext() if self._graphs.impl == "local" else announced(self.model)
 
 
-def forward_step(
+def _forward_step(
     batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False, *, config: TrainerConfig
 ) -> tuple[Any, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
     """One micro-batch through one chunk, as megatron-core's schedules call it: the output, and what makes a loss of it on the last stage.
@@ -175,7 +175,7 @@ def forward_step(
         given["loss_mask"] = batch["weight"]
     if config.model.vision is not None:
         given |= {"positions_3N": batch["positions"], "vision": batch["vision"]}
-    loss = partial(summed_loss, weight=batch["weight"], scale=batch["scale"])
+    loss = partial(_summed_loss, weight=batch["weight"], scale=batch["scale"])
     if return_schedule_plan:
         return model.build_schedule_plan(batch["tokens"], batch["positions"], None, **given), loss
     with range_("forward"):
@@ -189,7 +189,7 @@ def packed(borders: Tensor | None, longest: int) -> PackedSeqParams | None:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-def summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _summed_loss(losses: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss times `scale`, which gradients are taken of, and the unscaled sum over labels (nats), which is reported."""
     total = (losses.float() * weight.view_as(losses)).sum()
     return total * scale, {"loss": total.detach().clone()}
@@ -201,7 +201,7 @@ def require(config: TrainerConfig, device: torch.device, world: int) -> None:
     Raises:
         ConfigError: one line for each.
     """
-    problems = device_problems(config, device) + wrap.gradient_problems(config, world, megatron.core.__version__)
+    problems = _device_problems(config, device) + wrap.gradient_problems(config, world, megatron.core.__version__)
     if settings.has_transformer_engine(config):
         try:
             import transformer_engine.pytorch  # noqa: F401
@@ -234,7 +234,7 @@ def prepare(config: TrainerConfig, device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
-def open_buffers(config: TrainerConfig) -> None:
+def _open_buffers(config: TrainerConfig) -> None:
     """Allocate Transformer Engine's user buffers, with which tensor-parallel collectives overlap matrix products in pieces.
 
     Source: Megatron-LM, `megatron/training/initialize.py` (_initialize_tp_communicators).
@@ -255,7 +255,7 @@ def open_buffers(config: TrainerConfig) -> None:
     base.initialize_ub(**how)
 
 
-def device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
+def _device_problems(config: TrainerConfig, device: torch.device) -> list[str]:
     """Problems of the configuration on this device: no GPU, or a generation without the asked-for units."""
     if device.type != "cuda":
         return ["backend megatron needs a GPU, and there is none: set backend: torch"]
@@ -329,7 +329,7 @@ def _chunk(config: TrainerConfig, transformer: Any, stage: int | None) -> nn.Mod
     return chunk
 
 
-def has_experts(layer: nn.Module) -> bool:
+def _has_experts(layer: nn.Module) -> bool:
     """Whether a decoder layer is a mixture-of-experts layer."""
     return hasattr(layer.mlp, "router")
 

@@ -160,7 +160,7 @@ def graph_impl(config: TrainerConfig) -> str:
     return "transformer_engine" if impl == "none" and config.train.cuda_graphs else impl
 
 
-def longest_chunk(config: TrainerConfig) -> int:
+def _longest_chunk(config: TrainerConfig) -> int:
     """Decoder layers of the pipeline's longest chunk."""
     par = config.parallel
     return max(par.pipeline_layout) if par.pipeline_layout else config.model.num_layers // (par.pp * par.vpp)
@@ -173,4 +173,4 @@ def recompute_layers(config: TrainerConfig) -> int:
     Source: Megatron-LM, `megatron/core/recompute.py` (0.16.1: `megatron/core/transformer/transformer_block.py`).
     """
     own = config.megatron
-    return own.recompute_layers or (1 if own.recompute_method == "uniform" else longest_chunk(config))
+    return own.recompute_layers or (1 if own.recompute_method == "uniform" else _longest_chunk(config))

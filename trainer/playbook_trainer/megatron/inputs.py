@@ -53,14 +53,14 @@ class Inputs:
         return Inputs(**{**vars(self), **moved})
 
 
-def is_stream(config: TrainerConfig) -> bool:
+def _is_stream(config: TrainerConfig) -> bool:
     """Whether micro-batches are packed documents in thd format, without padding between them."""
     return config.data.pack or not config.data.pad or config.model.vision is not None
 
 
 def make(batch: Batch, config: TrainerConfig, axes: Axes) -> Inputs:
     """This rank's share of a micro-batch, on the CPU."""
-    if is_stream(config):
+    if _is_stream(config):
         return _stream(batch, axes, config.model.vision is not None)
     rows = config.train.micro_batch_size
     if batch.tokens_N.numel() % rows:
@@ -88,7 +88,7 @@ def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
         positions = batch.positions if visual else batch.positions.unsqueeze(0)
         return _inputs(tokens, labels, positions, batch.cu_seqlens.to(torch.int32), batch.max_seqlen, batch, share.vision)
     multiple = 2 * axes.cp.size * (axes.tp.size if axes.sequence_parallel else 1)
-    index_n, borders = document_slices(batch.cu_seqlens.tolist(), axes.cp, multiple)
+    index_n, borders = _document_slices(batch.cu_seqlens.tolist(), axes.cp, multiple)
     real_n = index_n >= 0
     place_n = index_n.clamp(min=0)
     tokens = batch.tokens_N[place_n].where(real_n, 0).unsqueeze(0)
@@ -99,7 +99,7 @@ def _stream(batch: Batch, axes: Axes, visual: bool) -> Inputs:
     return _inputs(tokens, labels, positions if visual else positions.unsqueeze(0), borders, longest, batch, vision)
 
 
-def document_slices(cu_seqlens: list[int], cp: Axis, multiple: int) -> tuple[Tensor, Tensor]:
+def _document_slices(cu_seqlens: list[int], cp: Axis, multiple: int) -> tuple[Tensor, Tensor]:
     """Which token of the stream lies in each place of a context rank, -1 where none does, and where documents end when filled up.
 
     Shapes: int64 [n], int32 [documents + 1].

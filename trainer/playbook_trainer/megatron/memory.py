@@ -21,7 +21,7 @@ from playbook_trainer.megatron.fields import recompute_layers
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 """Per parameter in float32: the master weight, and both moments."""
 
-HOST_BYTES = 16
+_HOST_BYTES = 16
 """Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
 
 Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
@@ -59,7 +59,7 @@ def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str,
     weights, gradients, optimizer = (n / per for n, per in zip(memory.state_bytes(unit, held), (2, 2, 4), strict=True))
     if config.megatron.data_parallel == "megatron_fsdp" and config.megatron.sharding_strategy == "optim_grads":
         gradients = optimizer
-    fraction = offloaded_fraction(config)
+    fraction = _offloaded_fraction(config)
     per_weight, per_gradient, per_state = widths(config)
     if fraction and config.train.dtype == "bf16":
         per_state = MASTER_BYTES + MOMENT_BYTES  # whole, whatever the optimizer on the GPU alone would keep
@@ -69,7 +69,7 @@ def states(config: TrainerConfig, plan: Plan, held: memory.Weights) -> dict[str,
         "gradients": per_gradient * gradients,
         "optimizer": (per_state * (1 - fraction) + stays) * optimizer,
         "fp8_weights": memory.fp8_weights(plan, held),
-        "host": HOST_BYTES * optimizer * fraction,
+        "host": _HOST_BYTES * optimizer * fraction,
     }
 
 
@@ -81,7 +81,7 @@ def _updates_weights(config: TrainerConfig) -> bool:
     return config.train.dtype == "fp32" or config.megatron.precision_aware_optimizer
 
 
-def offloaded_fraction(config: TrainerConfig) -> float:
+def _offloaded_fraction(config: TrainerConfig) -> float:
     """The share of the optimizer that lives on the host."""
     return config.megatron.optimizer_offload_fraction or (1.0 if config.offload.optimizer else 0.0)
 

@@ -18,7 +18,7 @@ from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import engine, groups, wrap
 
-FUSED = ("deepep", "hybridep")
+_FUSED = ("deepep", "hybridep")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def buildable(config: TrainerConfig) -> tuple[TrainerConfig, tuple[str, ...]]:
     """The configuration without what a model alone cannot have or does not hold yet, and a note on each."""
     found, notes = config, list[str]()
     name, recipe = config.moe.dispatcher, config.precision.fp8
-    if name in FUSED:
+    if name in _FUSED:
         found = found.model_copy(update={"moe": config.moe.model_copy(update={"dispatcher": "alltoall"})})
         notes.append(f"built with alltoall: {name} opens connections of its own, which nobody answers here")
     if recipe != "none" and not config.megatron.fp8_param:

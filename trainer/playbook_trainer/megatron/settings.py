@@ -44,7 +44,7 @@ def core_version() -> str:
         return "of unknown version"
 
 
-def fields_of(cls: type, plain: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+def _fields_of(cls: type, plain: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     """The keyword arguments for a dataclass of the installed version.
 
     Raises:
@@ -66,7 +66,7 @@ def transformer(config: TrainerConfig, cls: type) -> dict[str, Any]:
     asked: Asked = {}
     for more in (experts, _memory(config), _graphs(config, cls), _fp8(config), fields.asked(fields.OVERLAPS, config), _compressed(config)):
         asked |= more
-    return fields_of(cls, plain, asked)
+    return _fields_of(cls, plain, asked)
 
 
 def refuse_lone_experts(config: TrainerConfig, cls: type) -> None:
@@ -138,11 +138,11 @@ def _kernels(config: TrainerConfig, engine: bool) -> dict[str, Any]:
         "moe_permute_fusion": fused and config.model.num_experts > 0,
         "moe_router_fusion": fused and config.model.num_experts > 0,
         "moe_grouped_gemm": grouped(config, engine),
-        **({"attention_backend": attention_backend(config)} if engine else {}),
+        **({"attention_backend": _attention_backend(config)} if engine else {}),
     }
 
 
-def attention_backend(config: TrainerConfig) -> Any:
+def _attention_backend(config: TrainerConfig) -> Any:
     """The implementation of attention that Transformer Engine is told to take."""
     from megatron.core.transformer.enums import AttnBackend
 
@@ -268,7 +268,7 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
         }
         asked["use_megatron_fsdp"] = (True, "megatron.data_parallel")
         asked["data_parallel_sharding_strategy"] = (mg.sharding_strategy, "megatron.sharding_strategy")
-    return fields_of(cls, plain, asked)
+    return _fields_of(cls, plain, asked)
 
 
 def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
@@ -309,4 +309,4 @@ def optimizer(config: TrainerConfig, cls: type) -> dict[str, Any]:
             "optimizer_offload_fraction": (mg.optimizer_offload_fraction or 1.0, "megatron.optimizer_offload_fraction"),
             "overlap_cpu_optimizer_d2h_h2d": (True, "offload.optimizer"),
         }
-    return fields_of(cls, plain, asked)
+    return _fields_of(cls, plain, asked)

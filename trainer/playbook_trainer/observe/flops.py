@@ -18,7 +18,7 @@ from playbook_trainer.observe.totals import StepTotals
 
 FORMULA = "playbook.flops/1"
 """Raised with the formula, so that figures of different formulas are not compared."""
-CLASSES = ("attention", "linear", "mlp", "experts", "router", "head", "vision", "projector")
+_CLASSES = ("attention", "linear", "mlp", "experts", "router", "head", "vision", "projector")
 
 
 class Ledger:
@@ -82,4 +82,4 @@ def _times(forward: Mapping[str, float], factors: Mapping[str, int]) -> dict[str
 def _joined(found: dict[str, float]) -> dict[str, float]:
     """The embedding of patches is part of the vision tower; classes that the model lacks are left out."""
     found["vision"] = found.get("vision", 0.0) + found.pop("patches", 0.0)
-    return {name: found[name] for name in CLASSES if found.get(name)}
+    return {name: found[name] for name in _CLASSES if found.get(name)}

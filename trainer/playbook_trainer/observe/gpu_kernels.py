@@ -72,10 +72,10 @@ def count(events: Sequence[Event]) -> Kernels:
         "graph_launches": sum(e.name in _GRAPH_LAUNCHES for e in events if not e.on_gpu),
         "copies_to_host": sum(e.name.startswith(_TO_HOST) for e in events if e.on_gpu),
     }
-    return Kernels(names, counters | computing_percent([e for e in events if e.on_gpu]) | hidden_percent(kernels))
+    return Kernels(names, counters | _computing_percent([e for e in events if e.on_gpu]) | _hidden_percent(kernels))
 
 
-def computing_percent(on_gpu: Sequence[Event]) -> dict[str, float]:
+def _computing_percent(on_gpu: Sequence[Event]) -> dict[str, float]:
     """`gpu_computing_percent`: the share of the step during which the GPU does anything but communicate. What is missing waits for other ranks or the host."""
     if not on_gpu:
         return {}
@@ -84,7 +84,7 @@ def computing_percent(on_gpu: Sequence[Event]) -> dict[str, float]:
     return {"gpu_computing_percent": round(100 * length(work) / whole, 1)} if whole > 0 else {}
 
 
-def hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
+def _hidden_percent(kernels: Sequence[Event]) -> dict[str, float]:
     """Of the time of each kind of collective, the percentage during which another kernel computes: `hidden_percent_all_gather` and so on."""
     work = union([(e.begin, e.end) for e in kernels if not _communicates(e)])
     out = {}

@@ -98,7 +98,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.ledger, self.peak = Ledger(self.config), peak(self.device)
-        self.phases["start_up"] = self.began - process_start()
+        self.phases["start_up"] = self.began - _process_start()
         self._restart()
         self._compiled = compile_counters()
         self._timed = False
@@ -299,7 +299,7 @@ def compile_counters() -> dict[str, float]:
     return {"recompiles": counters["stats"]["unique_graphs"], "compile_seconds": calculate_time_spent().get("total_wall_time", 0.0)}
 
 
-def process_start() -> float:
+def _process_start() -> float:
     """When this process began, seconds since the epoch; now, where the system does not tell."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19])

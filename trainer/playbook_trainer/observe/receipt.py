@@ -134,7 +134,7 @@ class _Operators(TorchDispatchMode):
         group = _group(args)
         n = group.size()
         axis = self.observer.group_names.get(group.group_name, "world")
-        self.observer.record(_OPS[name], axis, n, sent_bytes(_OPS[name], args, n, group.rank()))
+        self.observer.record(_OPS[name], axis, n, _sent_bytes(_OPS[name], args, n, group.rank()))
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _group(args: Any) -> Any:
     raise AssertionError("a c10d operator without a process group")
 
 
-def sent_bytes(op: str, args: Any, n: int, rank: int) -> float:
+def _sent_bytes(op: str, args: Any, n: int, rank: int) -> float:
     """Bytes that leave this rank, by the algorithm-independent count of each collective.
 
     Source: bus-bandwidth factors of nccl-tests, doc/PERFORMANCE.md: (n-1)/n per tensor, twice that for all-reduce.

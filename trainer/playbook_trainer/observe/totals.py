@@ -10,38 +10,38 @@ from torch import Tensor
 
 from playbook_trainer.data.batch import Batch, to_device
 
-Scalar = TypeVar("Scalar", Tensor, float)
+_Scalar = TypeVar("_Scalar", Tensor, float)
 
 
-class StepTotals(NamedTuple, Generic[Scalar]):
+class StepTotals(NamedTuple, Generic[_Scalar]):
     """Sums of one step, first of this rank, then of all ranks; each a float64 scalar on the device, or a float.
 
     Pairs are sums of squared lengths, of which the FLOPs of attention are a multiple.
     """
 
-    squared_grad_norm: Scalar
+    squared_grad_norm: _Scalar
     """Sum of the squares of all gradients, before clipping."""
-    loss: Scalar
+    loss: _Scalar
     """Cross-entropy summed over labels, in nats."""
-    stop_requested: Scalar = 0.0
+    stop_requested: _Scalar = 0.0
     """Number of ranks that a signal has asked to stop."""
-    useful_tokens: Scalar = 0.0
+    useful_tokens: _Scalar = 0.0
     """Number of text and visual tokens, without padding."""
-    raw_tokens: Scalar = 0.0
+    raw_tokens: _Scalar = 0.0
     """Number of tokens, with padding."""
-    images: Scalar = 0.0
+    images: _Scalar = 0.0
     """Number of images."""
-    pairs: Scalar = 0.0
+    pairs: _Scalar = 0.0
     """Sum of the squared lengths of documents, in tokens squared, without padding."""
-    padded_pairs: Scalar = 0.0
+    padded_pairs: _Scalar = 0.0
     """The same with padding, which is a document of its own."""
-    patches: Scalar = 0.0
+    patches: _Scalar = 0.0
     """Number of image patches that the vision tower reads."""
-    patch_pairs: Scalar = 0.0
+    patch_pairs: _Scalar = 0.0
     """Sum of the squared number of patches of each image."""
 
     @property
-    def grad_norm(self) -> Scalar:
+    def grad_norm(self) -> _Scalar:
         """Global norm of the gradients, before clipping."""
         return self.squared_grad_norm**0.5
 

@@ -13,7 +13,7 @@ import yaml
 from playbook.errors import ConfigError
 from playbook_trainer.config.tree import TrainerConfig, dump
 
-CONFIG_TAG = "config"
+_CONFIG_TAG = "config"
 """TensorBoard's text with the resolved configuration: YAML, indented by four spaces so that it is shown as it is."""
 
 
@@ -73,7 +73,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(out / "tensorboard"))
         text = yaml.safe_dump(dump(config), sort_keys=False)
-        self._writer.add_text(CONFIG_TAG, "".join(f"    {line}\n" for line in text.splitlines()))
+        self._writer.add_text(_CONFIG_TAG, "".join(f"    {line}\n" for line in text.splitlines()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one scalar per figure."""

@@ -83,7 +83,7 @@ class AdamW(torch.optim.AdamW):
             for p, g, m, v in _pieces(*tensors):
                 update(p, g, m, v, group, step)
         else:
-            rule = torchs if self.moments == torch.float32 else update
+            rule = _torchs if self.moments == torch.float32 else update
             for p, g, m, v, rest in _pieces(*tensors, low):
                 whole, grad = param_remainders.join(p, rest, v), g.float()
                 rule(whole, grad if scale is None else grad * scale, m, v.abs_(), group, step)
@@ -107,7 +107,7 @@ def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], st
     p.mul_(1 - group["lr"] * group["weight_decay"]).addcdiv_(wide_m, root, value=-group["lr"] / (1 - beta1**step))
 
 
-def torchs(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
+def _torchs(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict[str, Any], step: int) -> None:
     """One AdamW update in float32 by torch's fused kernel: bit-identical to torch.optim.AdamW on float32 master weights."""
     beta1, beta2 = group["betas"]
     before = torch.full((), step - 1, dtype=torch.float32, device=p.device)

@@ -67,7 +67,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if config.optimizer.master_weights == "remainder":
         narrow(model)
     compile_regions(model, train.compile)
-    if wants_fsdp(config, axes):
+    if _wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
     if config.optimizer.master_weights == "fp32":
@@ -197,7 +197,7 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
     return tuple(range(i * size, (i + 1) * size) for i in range(pp.rank, pp.size * vpp, pp.size))
 
 
-def wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
+def _wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
     """FSDP2 also serves one rank: it keeps the master weights, if need be on the host, and hands out copies in the precision of training."""
     return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16" or config.offload.optimizer
 

@@ -159,7 +159,7 @@ def step(optimizer: torch.optim.AdamW, parts: list[Shard], norm: Tensor, clip_no
     offloaded = bool(grads) and grads[0].device.type != norm.device.type
     if offloaded:
         tally("offloaded_gradient_bytes", sum(g.numel() * g.element_size() for g in grads))
-    with host_threads(offloaded):
+    with _host_threads(offloaded):
         if grads:
             clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
             if isinstance(optimizer, AdamW) and (optimizer.is_fused or optimizer.is_split):
@@ -177,7 +177,7 @@ def drop_gradients(parts: list[Shard]) -> None:
 
 
 @contextmanager
-def host_threads(on: bool) -> Iterator[None]:
+def _host_threads(on: bool) -> Iterator[None]:
     """Where `on`, all of this rank's share of the cores: launchers leave a rank one thread, which is for the launching of kernels."""
     before = torch.get_num_threads()
     if on:

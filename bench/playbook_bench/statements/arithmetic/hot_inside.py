@@ -11,7 +11,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.traffic import Sent, boundaries_outside, boundary, outside, per_layer
 from playbook_bench.statements import Statement
 
-AXES = ("tp", "cp", "ep")
+_AXES = ("tp", "cp", "ep")
 
 
 def hot_inside(
@@ -34,8 +34,8 @@ def hot_inside(
     Raises:
         ConfigError: an axis, model or layout that is not possible.
     """
-    if axis not in AXES or model not in MODELS:
-        raise ConfigError(f"axis '{axis}' of model '{model}': expected an axis of {', '.join(AXES)} and a model of {', '.join(MODELS)}")
+    if axis not in _AXES or model not in MODELS:
+        raise ConfigError(f"axis '{axis}' of model '{model}': expected an axis of {', '.join(_AXES)} and a model of {', '.join(MODELS)}")
     if domain < 1 or fast_bytes_per_s <= 0 or slow_bytes_per_s <= 0:
         raise ConfigError("a domain and its bandwidths must be positive; change domain or the two bandwidths")
     plan = Plan(MODELS[model], gpus=degree * pp, pp=pp, mbs=micro_batch_size, seq_len=seq_len, options=Options(uneven=True))

@@ -10,7 +10,7 @@ from playbook.planner.models import MODELS
 from playbook.yaml_files import did_you_mean
 from playbook_bench.statements import Statement
 
-PATCH = 16
+_PATCH = 16
 """Pixels on a side of a patch. Source: config.json of Qwen3-VL, vision_config.patch_size."""
 
 
@@ -23,7 +23,7 @@ def vision_left_out(*, model: str, samples: Sequence[Mapping[str, Any]], at_leas
     shape = MODELS.get(model)
     if shape is None or shape.vision is None:
         raise ValueError(f"'{model}' is no model with a vision tower{did_you_mean(model, [n for n, s in MODELS.items() if s.vision])}")
-    unit, rows = PATCH * shape.vision.merge, []
+    unit, rows = _PATCH * shape.vision.merge, []
     for sample in samples:
         # Both sides are rounded to whole visual tokens, as the image processor does.
         sizes = [tuple(max(1, round(side / unit)) * shape.vision.merge for side in image) for image in sample["images"]]

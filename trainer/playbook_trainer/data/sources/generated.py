@@ -21,7 +21,7 @@ from playbook.errors import DataError
 from playbook_trainer.config.tree import GeneratedConfig
 from playbook_trainer.data.sources.vqa import Sample
 
-LONGEST = 1_000_000
+_LONGEST = 1_000_000
 """Tokens of the longest document; the log-normal has no bound."""
 
 # Height and width of photographs, and their shares. Made by us to fit what is published of COCO: a longer side of 640 pixels, 90 % of the
@@ -44,12 +44,12 @@ SIZES: tuple[tuple[tuple[int, int], float], ...] = (
 )
 
 # Words of an answer: 1, 2, 3, more. Source: Antol et al., VQA (arXiv 1505.00468), section 4, real images: 89.32 %, 6.91 %, 2.74 %.
-ANSWER_WORDS = (0.8932, 0.0691, 0.0274, 0.0103)
+_ANSWER_WORDS = (0.8932, 0.0691, 0.0274, 0.0103)
 # Words of a question: most have four to ten (the same paper, section 4); 3 + Poisson(3.2) is our fit, with a mean of 6.2.
 LEAST_QUESTION, MORE_QUESTION = 3, 3.2
 # Quality and contrast that bring a picture of COCO's size to COCO's 163 KB: train2017.zip has 19,336,861,798 bytes for 118,287 images.
 QUALITY, CONTRAST = 85, 55.0
-NUM_WORDS = 5_000
+_NUM_WORDS = 5_000
 
 
 class GeneratedText:
@@ -60,7 +60,7 @@ class GeneratedText:
     """
 
     def __init__(self, config: GeneratedConfig, vocab: int) -> None:
-        self._config, self._shares = config, zipf(vocab)
+        self._config, self._shares = config, _zipf(vocab)
 
     def __len__(self) -> int:
         return self._config.num_samples
@@ -69,7 +69,7 @@ class GeneratedText:
         config = self._config
         rng = np.random.default_rng([config.seed, 0, i])
         middle = math.log(config.mean_tokens) - config.sigma**2 / 2
-        length = min(LONGEST, max(1, round(math.exp(rng.normal(middle, config.sigma)))))
+        length = min(_LONGEST, max(1, round(math.exp(rng.normal(middle, config.sigma)))))
         return np.searchsorted(self._shares, rng.random(length)).astype(np.int64)
 
 
@@ -79,7 +79,7 @@ class GeneratedVqa:
     def __init__(self, config: GeneratedConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._images = np.cumsum(config.images_per_sample) / sum(config.images_per_sample)
-        self._shares = zipf(NUM_WORDS)
+        self._shares = _zipf(_NUM_WORDS)
 
     def __len__(self) -> int:
         return self._config.num_samples
@@ -90,7 +90,7 @@ class GeneratedVqa:
         count = int(np.searchsorted(self._images, rng.random())) + 1
         images = [PoolImage(self._folder, config.seed, int(n)) for n in rng.integers(0, config.pool_images, count)]
         question = self._words(rng, LEAST_QUESTION + int(rng.poisson(MORE_QUESTION))) + "?"
-        answer = self._words(rng, 1 + int(rng.choice(len(ANSWER_WORDS), p=ANSWER_WORDS)))
+        answer = self._words(rng, 1 + int(rng.choice(len(_ANSWER_WORDS), p=_ANSWER_WORDS)))
         return Sample(f"generated sample {i}", images, question, answer, [image.size() for image in images])
 
     def _words(self, rng: np.random.Generator, count: int) -> str:
@@ -120,7 +120,7 @@ class PoolImage:
         try:
             return path.read_bytes()
         except FileNotFoundError:
-            data = make_jpeg(self.size(), np.random.default_rng([self.seed, 3, self.number]))
+            data = _make_jpeg(self.size(), np.random.default_rng([self.seed, 3, self.number]))
         except OSError as e:  # no fault of an image, and not to be skipped
             raise DataError(f"{path} cannot be read: {e.strerror or e}; set data.path to a folder for the generated images") from e
         try:
@@ -142,7 +142,7 @@ def pool_folder(path: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perf-playbook" / "generated-images"
 
 
-def make_jpeg(size: tuple[int, int], rng: np.random.Generator) -> bytes:
+def _make_jpeg(size: tuple[int, int], rng: np.random.Generator) -> bytes:
     """A JPEG of noise with the amplitude spectrum of photographs, 1 / frequency, in brightness and, weaker, in colour.
 
     Source: Field, Relations between the statistics of natural images and the response properties of cortical cells (JOSA A, 1987).
@@ -161,7 +161,7 @@ def make_jpeg(size: tuple[int, int], rng: np.random.Generator) -> bytes:
     return out.getvalue()
 
 
-def zipf(count: int) -> NDArray[np.float64]:
+def _zipf(count: int) -> NDArray[np.float64]:
     """Cumulative shares of ranks 1..count."""
     shares = 1.0 / (np.arange(1, count + 1) + 2.7)
     cumulative = np.cumsum(shares)
@@ -173,6 +173,6 @@ def words() -> tuple[str, ...]:
     """Made-up words, the frequent ones short; about five letters in the mean."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
-    shares = np.diff(zipf(len(letters)), prepend=0.0)
-    lengths = [2 + int(rng.poisson(1.5 + 0.35 * math.log(1 + rank))) for rank in range(NUM_WORDS)]
+    shares = np.diff(_zipf(len(letters)), prepend=0.0)
+    lengths = [2 + int(rng.poisson(1.5 + 0.35 * math.log(1 + rank))) for rank in range(_NUM_WORDS)]
     return tuple("".join(rng.choice(letters, n, p=shares)) for n in lengths)

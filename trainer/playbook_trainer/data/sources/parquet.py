@@ -12,7 +12,7 @@ from playbook_trainer.data.sources.streams import Items, Mapped, Recent, Sharded
 from playbook_trainer.data.sources.text import Record, text_of
 from playbook_trainer.data.sources.vqa import Sample, question_answer, refuse_video
 
-OPEN_BYTES = 256 * 2**20
+_OPEN_BYTES = 256 * 2**20
 """Row groups that one worker keeps at hand; at least one, however large."""
 
 MAX_GROUP_BYTES = 4 * 2**30
@@ -65,7 +65,7 @@ def _groups(files: Sequence[Path], columns: list[str], name: str, make: Any) -> 
         except (OSError, ValueError, NotImplementedError) as e:
             raise DataError(f"{files[f]}: row group {g} cannot be read: {e}") from e
 
-    recent: Recent[_Group] = Recent(read, lambda group: group.table.nbytes, OPEN_BYTES)
+    recent: Recent[_Group] = Recent(read, lambda group: group.table.nbytes, _OPEN_BYTES)
 
     def opened(i: int) -> Items[Any]:
         return Mapped(make, recent.get(i))

@@ -23,10 +23,10 @@ from playbook_trainer.data.sources.webdataset import tar_samples
 
 Text = str | NDArray[np.int64]
 """A document: its text, or tokens made without one."""
-TextData = Flat[Text] | Sharded[Text]
+_TextData = Flat[Text] | Sharded[Text]
 
 
-def open_text(data: DataConfig, model: ModelConfig) -> TextData:
+def open_text(data: DataConfig, model: ModelConfig) -> _TextData:
     """The documents that `data` names.
 
     Raises:

@@ -13,30 +13,30 @@ from playbook.errors import DataError
 
 S = TypeVar("S")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 Split = Literal["train", "eval"]
-HOLD_OUT = 10
+_HOLD_OUT = 10
 """Every tenth sample or document is held out for evaluation, whether or not the run evaluates."""
-PARTS_PER_LANE = 8
+_PARTS_PER_LANE = 8
 """Shards are cut into at least this many chunks for each lane, so that a few large files still feed many lanes."""
 
 
-class Items(Protocol[T_co]):
+class Items(Protocol[_T_co]):
     """Samples by number, each read when it is asked for."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int, /) -> T_co: ...
+    def __getitem__(self, i: int, /) -> _T_co: ...
 
 
-class Stream(Protocol[T_co]):
+class Stream(Protocol[_T_co]):
     """One split of a data set as numbered chunks; a chunk is opened only by the lane that draws it."""
 
     num_chunks: int
     extent: int
     """Samples, or shards where they come in shards: with another number of them, places in the stream mean others."""
 
-    def chunk(self, number: int) -> Items[T_co]:
+    def chunk(self, number: int) -> Items[_T_co]:
         """The samples of a chunk, read when they are indexed; may be empty."""
         ...
 
@@ -64,7 +64,7 @@ class FlatStream(Generic[T]):
     def __init__(self, items: Items[T], split: Split, name: str) -> None:
         self._items, self._split, self._total = items, split, len(items)
         self.extent = self._total
-        held = len(items) // HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
+        held = len(items) // _HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
         self.num_chunks = held if split == "eval" else len(items) - held
         if not self.num_chunks:
             raise DataError(
@@ -76,9 +76,9 @@ class FlatStream(Generic[T]):
         return Picked(self._items, [self._position(number)])
 
     def _position(self, number: int) -> int:
-        if self._total < HOLD_OUT:
+        if self._total < _HOLD_OUT:
             return number if self._split == "train" else self._total - 1
-        return number + number // (HOLD_OUT - 1) if self._split == "train" else number * HOLD_OUT + HOLD_OUT - 1
+        return number + number // (_HOLD_OUT - 1) if self._split == "train" else number * _HOLD_OUT + _HOLD_OUT - 1
 
 
 class ShardStream(Generic[T]):
@@ -90,49 +90,49 @@ class ShardStream(Generic[T]):
 
     def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], split: Split, name: str, lanes: int) -> None:
         self._open, self._split = open_shard, split
-        self._parts = -(-PARTS_PER_LANE * lanes // max(1, num_shards))
+        self._parts = -(-_PARTS_PER_LANE * lanes // max(1, num_shards))
         self.num_chunks, self.extent = num_shards * self._parts, num_shards
         if not any(len(self.chunk(part * num_shards + shard)) for shard in range(num_shards) for part in range(self._parts)):
-            raise DataError(f"{name} leaves no sample for '{split}'; expected at least {HOLD_OUT}, so that one can be held out")
+            raise DataError(f"{name} leaves no sample for '{split}'; expected at least {_HOLD_OUT}, so that one can be held out")
 
     def chunk(self, number: int) -> Items[T]:
         """The chunk's samples of this split, from its shard."""
         part, shard = divmod(number, self.num_chunks // self._parts)
         items = self._open(shard)
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
-        own = [i for i in range(len(items)) if ((i + shard) % HOLD_OUT == HOLD_OUT - 1) == (self._split == "eval")]
+        own = [i for i in range(len(items)) if ((i + shard) % _HOLD_OUT == _HOLD_OUT - 1) == (self._split == "eval")]
         return Picked(items, own[part :: self._parts])
 
 
 @dataclass(frozen=True)
-class Flat(Generic[T_co]):
+class Flat(Generic[_T_co]):
     """A data set whose samples can be read one by one in any order."""
 
-    items: Items[T_co]
+    items: Items[_T_co]
     name: str
 
-    def stream(self, split: Split, lanes: int) -> Stream[T_co]:
+    def stream(self, split: Split, lanes: int) -> Stream[_T_co]:
         """One split."""
         return FlatStream(self.items, split, self.name)
 
-    def first(self, count: int) -> Iterator[T_co]:
+    def first(self, count: int) -> Iterator[_T_co]:
         """The first samples, whatever split they belong to."""
         return (self.items[i] for i in range(min(count, len(self.items))))
 
 
 @dataclass(frozen=True)
-class Sharded(Generic[T_co]):
+class Sharded(Generic[_T_co]):
     """A data set in shards that cost something to open."""
 
     num_shards: int
-    open: Callable[[int], Items[T_co]]
+    open: Callable[[int], Items[_T_co]]
     name: str
 
-    def stream(self, split: Split, lanes: int) -> Stream[T_co]:
+    def stream(self, split: Split, lanes: int) -> Stream[_T_co]:
         """One split."""
         return ShardStream(self.num_shards, self.open, split, self.name, lanes)
 
-    def first(self, count: int) -> Iterator[T_co]:
+    def first(self, count: int) -> Iterator[_T_co]:
         """The first samples of the first shard, whatever split they belong to."""
         shard = self.open(0)
         return (shard[i] for i in range(min(count, len(shard))))

@@ -27,14 +27,14 @@ from playbook_trainer.data.sources.text import is_text
 from playbook_trainer.data.sources.vqa import Sample, question_answer
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-UNREAD = ("avif", "bmp", "gif", "heic", "heif", "jp2", "jxl", "tif", "tiff")
+_UNREAD = ("avif", "bmp", "gif", "heic", "heif", "jp2", "jxl", "tif", "tiff")
 """Images too, which decoding refuses under the policy for bad ones; left out, their samples would pass for text."""
-VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
-OPEN_MEMBERS = 200_000
+_VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
+_OPEN_MEMBERS = 200_000
 """Members of the shards whose indices one worker keeps at hand."""
-MAX_TEXT_BYTES = 16 * 2**20
+_MAX_TEXT_BYTES = 16 * 2**20
 """No question, answer or caption is longer; reading what is would fill the memory of a worker."""
-MAX_HEADER_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**20
 """A long name, or what else a header adds to a member, which tarfile reads whole."""
 _ADDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
@@ -70,17 +70,17 @@ class _Bounded(tarfile.TarInfo):
     """A member whose additional headers are of the size that headers have."""
 
     def _proc_member(self, archive: Any) -> Any:
-        if self.type in _ADDED and self.size > MAX_HEADER_BYTES:
+        if self.type in _ADDED and self.size > _MAX_HEADER_BYTES:
             raise DataError(
                 f"{archive.name}: a header before member {len(archive.members) + 1} holds {self.size >> 20} MiB; expected at most "
-                f"{MAX_HEADER_BYTES >> 20} MiB: the shard is broken, write it anew"
+                f"{_MAX_HEADER_BYTES >> 20} MiB: the shard is broken, write it anew"
             )
         return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def tar_samples(files: Sequence[Path], name: str) -> Sharded[Sample]:
     """The samples of the shards; a shard is indexed when a lane first draws it."""
-    indices = Recent(lambda i: index(files[i]), lambda groups: sum(len(g) for g in groups) + 1, OPEN_MEMBERS)
+    indices = Recent(lambda i: index(files[i]), lambda groups: sum(len(g) for g in groups) + 1, _OPEN_MEMBERS)
     return Sharded(len(files), lambda i: Mapped(_sample, indices.get(i)), name)
 
 
@@ -127,11 +127,11 @@ def _check_end(tar: Path, offset: int) -> None:
 def _sample(members: list[Member]) -> Sample:
     place = f"{members[0].tar}:{_split(members[0].name)[0]}"
     by_kind = {_split(m.name)[1].lower(): m for m in members}
-    if any(kind.rsplit(".")[-1] in VIDEOS for kind in by_kind):
+    if any(kind.rsplit(".")[-1] in _VIDEOS for kind in by_kind):
         raise DataError(f"{place}: holds a video; only images are supported. Take the sample out, or turn frames into images")
     if len(by_kind) < len(members):
         raise DataError(f"{place}: has several members of one kind; expected each once: give each sample a name of its own")
-    images = [by_kind[kind] for kind in sorted(by_kind, key=_order) if kind.rsplit(".")[-1] in IMAGES + UNREAD]
+    images = [by_kind[kind] for kind in sorted(by_kind, key=_order) if kind.rsplit(".")[-1] in IMAGES + _UNREAD]
     if "json" in by_kind:
         question, answer = question_answer(place, _json(by_kind["json"]))
     elif "txt" in by_kind:
@@ -152,9 +152,9 @@ def _json(member: Member) -> dict[str, object]:
 
 
 def _utf8(member: Member) -> str:
-    if member.size > MAX_TEXT_BYTES:
+    if member.size > _MAX_TEXT_BYTES:
         raise DataError(
-            f"{member} holds {member.size >> 20} MiB; expected a text of at most {MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample out"
+            f"{member} holds {member.size >> 20} MiB; expected a text of at most {_MAX_TEXT_BYTES >> 20} MiB: cut it, or leave the sample out"
         )
     try:
         text = member.read().decode("utf-8")

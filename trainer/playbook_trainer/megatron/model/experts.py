@@ -21,7 +21,7 @@ class Experts(SequentialMLP):
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor) -> tuple[Tensor, None]:
         """Each expert's SwiGLU on its rows, times the rows' probabilities."""
         rows_RD = permuted_local_hidden_states
-        if not is_grouped(rows_RD):
+        if not _is_grouped(rows_RD):
             return super().forward(rows_RD, tokens_per_expert, permuted_probs)
         counts_E = torch.as_tensor(tokens_per_expert, device=rows_RD.device)
         return self.grouped(rows_RD, counts_E, permuted_probs), None
@@ -37,6 +37,6 @@ class Experts(SequentialMLP):
         return grouped_product(act_RF, w2_EDF, ends_E)
 
 
-def is_grouped(rows_RD: Tensor) -> bool:
+def _is_grouped(rows_RD: Tensor) -> bool:
     """Whether torch multiplies such rows in one grouped call: bf16 on a Hopper or later."""
     return rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows_RD.device) >= (9, 0)

@@ -45,7 +45,7 @@ def build_text(
             "set megatron.kernels: local, or compress queries"
         )
     parts = None if te else local.LocalLayers(loop=config.moe.experts == "loop")
-    block = decoder_block(transformer_config, parts, vp_stage)
+    block = _decoder_block(transformer_config, parts, vp_stage)
     settings = {
         "vocab_size": config.model.vocab_size,
         "max_sequence_length": config.data.seq_len,
@@ -54,16 +54,16 @@ def build_text(
         "rotary_base": config.model.rope_theta,
         "pre_process": pre_process,
         "post_process": post_process,
-        "mtp_block_spec": prediction_block(transformer_config, parts, vp_stage),
+        "mtp_block_spec": _prediction_block(transformer_config, parts, vp_stage),
         "vp_stage": vp_stage,
         **more,
     }
     chunk = model(config=transformer_config, transformer_layer_spec=block, **settings)
-    reduce_experts_apart(chunk, transformer_config)
+    _reduce_experts_apart(chunk, transformer_config)
     return chunk
 
 
-def reduce_experts_apart(chunk: nn.Module, transformer_config: Any) -> None:
+def _reduce_experts_apart(chunk: nn.Module, transformer_config: Any) -> None:
     """Experts that are not cut as the rest is have their gradients summed over other ranks; 0.16.1 sees that only where ep is above 1."""
     if (
         transformer_config.num_moe_experts
@@ -74,7 +74,7 @@ def reduce_experts_apart(chunk: nn.Module, transformer_config: Any) -> None:
                 parameter.allreduce = False
 
 
-def decoder_block(transformer_config: Any, parts: local.LocalLayers | None, vp_stage: int | None = None) -> Any:
+def _decoder_block(transformer_config: Any, parts: local.LocalLayers | None, vp_stage: int | None = None) -> Any:
     """The layers that this rank builds in this chunk, of our parts, or of Transformer Engine's (None); `moe_layer_freq` says which are dense."""
     if parts is None:
         return specs.get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -96,7 +96,7 @@ def moe_layers(transformer_config: Any) -> list[bool]:
     return [not i % frequency for i in range(layers)] if isinstance(frequency, int) else [bool(has) for has in frequency]
 
 
-def prediction_block(transformer_config: Any, parts: local.LocalLayers | None, vp_stage: int | None = None) -> Any:
+def _prediction_block(transformer_config: Any, parts: local.LocalLayers | None, vp_stage: int | None = None) -> Any:
     """The depths of multi-token prediction, whose layer is like the decoder's last; None without them, or on a rank that builds none."""
     if not transformer_config.mtp_num_layers:
         return None

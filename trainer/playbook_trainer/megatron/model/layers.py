@@ -107,7 +107,7 @@ class TopKRouter(router.TopKRouter):
         return scores_NE.unflatten(0, input.shape[:-1])
 
 
-UP_AND_NORMS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+_UP_AND_NORMS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 
 class Mla(MLASelfAttention):
@@ -126,7 +126,7 @@ class Mla(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The parts as they are given; megatron-core since 0.17 would look for those of `transformer_impl`."""
-        return {name: getattr(submodules, name) for name in UP_AND_NORMS}
+        return {name: getattr(submodules, name) for name in _UP_AND_NORMS}
 
 
 class LocalLayers(LocalSpecProvider):

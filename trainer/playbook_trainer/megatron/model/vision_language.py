@@ -65,7 +65,7 @@ class VisionLanguageModel(GPTModel):
         if self.pre_process:
             self.vision = _tower(trainer_config, self.config)
             for layer in self.decoder.layers[: self.deepstack_layers]:
-                layer.register_forward_hook(add_features, with_kwargs=True)
+                layer.register_forward_hook(_add_features, with_kwargs=True)
 
     def forward(
         self,
@@ -141,7 +141,7 @@ class RotatedSelfAttention(SelfAttention):
         return query, key, value
 
 
-def add_features(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _add_features(layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Forward hook of a decoder layer: DeepStack's features of this layer, added at the visual tokens; the last one takes them off the way."""
     features_kVD, index_V = given.get("context"), given.get("context_mask")
     if features_kVD is None:

@@ -71,10 +71,10 @@ PLAIN = {
 }
 """Tensors of a layer that are one of ours, whole or cut over tp in the one dimension in which they are shorter."""
 
-HALVES = {"mlp.linear_fc1.weight": "mlp.w13.weight", "mlp.shared_experts.linear_fc1.weight": "moe.shared.w13.weight"}
+_HALVES = {"mlp.linear_fc1.weight": "mlp.w13.weight", "mlp.shared_experts.linear_fc1.weight": "moe.shared.w13.weight"}
 """Tensors of a layer with a gate half and an up half, each cut over tp."""
 
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(?P<apart>\d+)\.)?linear_fc(?P<which>[12])\.weight(?P<stacked>\d*)$")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(?P<apart>\d+)\.)?linear_fc(?P<which>[12])\.weight(?P<stacked>\d*)$")
 """An expert's matrix: a module each, or numbered parameters of one module (Transformer Engine's grouped layers)."""
 
 TOP = {
@@ -83,7 +83,7 @@ TOP = {
     "decoder.final_layernorm.weight": "norm.weight",
 }
 
-DEPTH = {
+_DEPTH = {
     "enorm.weight": "embed_norm.weight",
     "hnorm.weight": "hidden_norm.weight",
     "eh_proj.weight": "proj.weight",
@@ -111,15 +111,15 @@ def _pieces(model: Any, config: ModelConfig, shapes: dict[str, Shape], place: Pl
         tied = name == "output_layer.weight" and config.tie_word_embeddings
         return [_cut("embed.weight" if tied else TOP[name], shapes, shape, place)]
     prefix, layer, rest = _layer(model, name)
-    if rest in DEPTH and prefix.startswith("mtp."):
-        return [_cut(prefix + DEPTH[rest], shapes, shape, place)]
+    if rest in _DEPTH and prefix.startswith("mtp."):
+        return [_cut(prefix + _DEPTH[rest], shapes, shape, place)]
     if rest in PLAIN:
         return [_cut(prefix + PLAIN[rest], shapes, shape, place)]
-    if rest in HALVES:
-        return _halves(prefix + HALVES[rest], shapes[prefix + HALVES[rest]], place.tp, place.tp_size)
+    if rest in _HALVES:
+        return _halves(prefix + _HALVES[rest], shapes[prefix + _HALVES[rest]], place.tp, place.tp_size)
     if rest == "self_attention.linear_qkv.weight":
         return _fused(config, prefix, place)
-    if match := EXPERT.match(rest):
+    if match := _EXPERT.match(rest):
         expert = layer.mlp.local_expert_indices[int(match["apart"] or match["stacked"])]
         return _expert(shapes, prefix, match["which"], expert, place)
     raise AssertionError(f"{name} of megatron-core has no counterpart")

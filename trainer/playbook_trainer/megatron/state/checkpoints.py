@@ -85,7 +85,7 @@ class MegatronSaver:
             return None
         if not self._config.checkpoint.resume:
             raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
-        header = read_header(folder)
+        header = _read_header(folder)
         if problem := difference(header, self._config, self._format):
             raise ConfigError(f"{folder} {problem}. Choose another checkpoint.dir")
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -153,9 +153,9 @@ class MegatronSaver:
             from megatron.core import dist_checkpointing
 
             dist_checkpointing.save(state, str(folder))
-            end_helper()
+            _end_helper()
         else:
-            dcp.save(prepared(state, self._chunks[0]), storage_writer=dcp.FileSystemWriter(folder))
+            dcp.save(_prepared(state, self._chunks[0]), storage_writer=dcp.FileSystemWriter(folder))
 
     @torch.no_grad()
     def _load(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class MegatronSaver:
         else:
             # Read into the memory of these tensors, under the names that they have on disk.
             dcp.load(
-                prepared(state, self._chunks[0]),
+                _prepared(state, self._chunks[0]),
                 storage_reader=dcp.FileSystemReader(folder),
                 planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
             )
@@ -271,7 +271,7 @@ def reading(config: TrainerConfig) -> dict[str, Any]:
     return {"sharded_strategy": reader(stream_ckpt_dequant=False)}
 
 
-def end_helper() -> None:
+def _end_helper() -> None:
     """End the process that megatron-core's writer starts and keeps: it would outlive a rank that leaves at once."""
     writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
     queue = getattr(writer, "_results_queue", None)
@@ -280,7 +280,7 @@ def end_helper() -> None:
         writer._results_queue = None
 
 
-def prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
+def _prepared(state: dict[str, Any], chunk: Any) -> dict[str, Any]:
     """Megatron-FSDP's shards under names that are the same on every layout, and with their uneven borders written down.
 
     Source: Megatron-LM, `megatron/training/checkpointing.py` (preprocess_fsdp_dtensor_state_dict).
@@ -318,7 +318,7 @@ def install(chunk: Any, own: dict[str, Any]) -> None:
         raise KeyError(f"the model's {', '.join(wrong[:3])} is not among its tensors, or not the model's")
 
 
-def read_header(folder: Path) -> MegatronHeader:
+def _read_header(folder: Path) -> MegatronHeader:
     """Read the metadata of a checkpoint.
 
     Raises:

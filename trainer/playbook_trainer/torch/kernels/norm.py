@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WAVES = 4
+_WAVES = 4
 """Programs per multiprocessor in the backward passes, each of which takes many rows."""
 
 
@@ -106,7 +106,7 @@ def _rotate_backward(x, scale, cos, sin, grad, grad_x, grad_scale, eps, tokens, 
 def _programs(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return 8
-    return WAVES * torch.cuda.get_device_properties(device).multi_processor_count
+    return _WAVES * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -81,7 +81,7 @@ def collect(rows_RD: Tensor, place_R: Tensor, weight_NK: Tensor | None, k: int) 
     return out
 
 
-def unweigh(rows_RD: Tensor, place_R: Tensor, grad_ND: Tensor, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_gradients(rows_RD: Tensor, place_R: Tensor, grad_ND: Tensor, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a weighted sum: of the rows (R, D), and of the weights, float32 (N, K); one reading of the rows serves both."""
     (n, width), k = grad_ND.shape, weight_NK.shape[1]
     rows_RD = rows_RD.contiguous()
@@ -145,5 +145,5 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor]:
         rows_RD, place_R, prob_NK = ctx.saved_tensors
-        grad_rows, grad_prob = unweigh(rows_RD, place_R, grads[0], prob_NK)
+        grad_rows, grad_prob = _sum_gradients(rows_RD, place_R, grads[0], prob_NK)
         return grad_rows, None, grad_prob.to(prob_NK.dtype)

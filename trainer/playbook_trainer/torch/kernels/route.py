@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048
+_TILE = 2048
 """Scores that one program holds."""
 
 
@@ -75,7 +75,7 @@ def _choose_backward(  # type: ignore[no-untyped-def]
 
 def _tile(tokens: int, experts: int) -> tuple[tuple[int], int, int]:
     cols = triton.next_power_of_2(experts)
-    rows = max(1, TILE // cols)
+    rows = max(1, _TILE // cols)
     return (triton.cdiv(tokens, rows),), rows, cols
 
 

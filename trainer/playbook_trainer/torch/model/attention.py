@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-CUDNN_WIDTHS = (64, 128)
+_CUDNN_WIDTHS = (64, 128)
 """Head sizes that cuDNN gets. At 72, the size of Qwen3-VL-30B-A3B's tower, packed documents got wrong gradients of the queries (75 % from
 flash's, output and other gradients agreeing), and its general backward kernel took six times as long as flash: H200, cuDNN 9.19, Transformer Engine 2.16."""
 
@@ -69,16 +69,16 @@ def choose(backend: str, q_NHd: Tensor, cu_q: Tensor, max_q: int, *, same: bool)
     if backend == "cudnn":
         # Masks aligned to the ends of unequal segments (context parallelism) are flash's.
         return "cudnn" if one_length else "cudnn_packed" if same else "flash"
-    return "cudnn" if backend == "auto" and one_length and is_hopper(q_NHd.device) else "flash"
+    return "cudnn" if backend == "auto" and one_length and _is_hopper(q_NHd.device) else "flash"
 
 
 def cudnn_width(head_dim: int) -> int:
     """The head size to fill up to for cuDNN, with zeros, which change no product."""
-    return next((w for w in CUDNN_WIDTHS if w >= head_dim), head_dim)
+    return next((w for w in _CUDNN_WIDTHS if w >= head_dim), head_dim)
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     """Whether the GPU is a Hopper or later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

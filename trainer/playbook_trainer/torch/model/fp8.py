@@ -28,7 +28,7 @@ from playbook_trainer.observe.ranges import tally
 FORMAT = torch.float8_e4m3fn
 TOP = 448.0
 """The largest value of e4m3."""
-SMALLEST_TOP = 1e-30
+_SMALLEST_TOP = 1e-30
 """A row of zeros, or nearly, is scaled as if this were its largest value: its scale must stay a normal number."""
 BLOCK = 128
 
@@ -37,7 +37,7 @@ Quantised = tuple[Tensor, Tensor]
 
 
 def _rounded(x: Tensor, top: Tensor) -> Quantised:
-    scale = top.float().clamp(min=SMALLEST_TOP) / TOP
+    scale = top.float().clamp(min=_SMALLEST_TOP) / TOP
     return (x.float() / scale).clamp(-TOP, TOP).to(FORMAT), scale
 
 
@@ -65,7 +65,7 @@ def blocks(w_NK: Tensor) -> Quantised:
     return values.flatten(2).flatten(0, 1), scale.squeeze(3).squeeze(1)
 
 
-def transposed_blocks(w_KN: Tensor) -> Quantised:
+def _transposed_blocks(w_KN: Tensor) -> Quantised:
     """`blocks` of the transpose, laid out as rows."""
     return blocks(w_KN.t().contiguous())
 
@@ -86,7 +86,7 @@ def recipe(name: str, device: torch.device) -> Recipe:
     if name == "rowwise":
         out = Recipe(rows, rows, columns, _scaled_rows if cuda else _plain_rows)
     else:
-        out = Recipe(tiles, blocks, transposed_blocks, _scaled_blocks if cuda else _plain_blocks)
+        out = Recipe(tiles, blocks, _transposed_blocks, _scaled_blocks if cuda else _plain_blocks)
     if not cuda:
         return out
     compiled = (torch.compile(f, dynamic=True) for f in (out.left, out.right, out.right_transposed))

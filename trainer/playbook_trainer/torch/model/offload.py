@@ -34,7 +34,7 @@ class Trip:
 
     def __init__(self, device: torch.device, keep: Iterable[Tensor], smallest: int | None = None) -> None:
         self.device = device
-        self.side = side_stream(device) if device.type == "cuda" else None
+        self.side = _side_stream(device) if device.type == "cuda" else None
         self.kept = {t.untyped_storage().data_ptr() for t in keep}
         self.smallest = SMALLEST if smallest is None else smallest
         self.last: _Load | None = None
@@ -104,7 +104,7 @@ class Trip:
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream that carries the copies of a device."""
     return torch.cuda.Stream(device)
 

@@ -20,8 +20,8 @@ from playbook_trainer.data.batch import VisionBatch
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.torch.model.attention import attend, cudnn_width
 
-NORM_EPS = 1e-6
-ROTARY_THETA = 10_000.0
+_NORM_EPS = 1e-6
+_ROTARY_THETA = 10_000.0
 
 
 class VisionTower(nn.Module):
@@ -94,9 +94,9 @@ class VisionBlock(nn.Module):
         size, self.attention = config.hidden_size, attention
         self.num_heads, self.head_dim = config.num_heads, config.hidden_size // config.num_heads
         self.width = cudnn_width(self.head_dim) if fused and attention == "cudnn" else self.head_dim
-        self.turn = fused_turn() if fused else None
-        self.norm1 = nn.LayerNorm(size, eps=NORM_EPS)
-        self.norm2 = nn.LayerNorm(size, eps=NORM_EPS)
+        self.turn = _fused_turn() if fused else None
+        self.norm1 = nn.LayerNorm(size, eps=_NORM_EPS)
+        self.norm2 = nn.LayerNorm(size, eps=_NORM_EPS)
         self.qkv = nn.Linear(size, 3 * size)
         self.proj = nn.Linear(size, size)
         self.fc1 = nn.Linear(size, config.ffn_size)
@@ -136,7 +136,7 @@ class Merger(nn.Module):
         super().__init__()
         joined = config.hidden_size * config.spatial_merge_size**2
         self.joined, self.norm_after = joined, norm_after
-        self.norm = nn.LayerNorm(joined if norm_after else config.hidden_size, eps=NORM_EPS)
+        self.norm = nn.LayerNorm(joined if norm_after else config.hidden_size, eps=_NORM_EPS)
         self.fc1 = nn.Linear(joined, joined)
         self.fc2 = nn.Linear(joined, out_size)
 
@@ -149,7 +149,7 @@ class Merger(nn.Module):
         return self.fc2(gelu(self.fc1(x)))
 
 
-def fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+def _fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """The Triton kernel; imported where it is asked for, since hosts without a GPU have no Triton."""
     from playbook_trainer.torch.kernels.rotary import split_turned
 
@@ -159,7 +159,7 @@ def fused_turn() -> Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor
 def rotation(rotary_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each patch's angles, rows first, then columns; float32 (P, head_dim / 2)."""
     steps = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=rotary_P2.device)
-    frequencies = ROTARY_THETA ** (-steps / (head_dim // 2))
+    frequencies = _ROTARY_THETA ** (-steps / (head_dim // 2))
     angles = (rotary_P2[:, :, None].float() * frequencies).flatten(1)
     return angles.cos(), angles.sin()
 

@@ -103,11 +103,11 @@ def attend_across(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, plan: Batch, axis
     if plan.ring is not None:
         return ring.attend_ring(q_NHd, k_NGd, v_NGd, plan.ring, axis)
     if plan.slices is not None:
-        return attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis, backend)
-    return attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)
+        return _attend_gathered(q_NHd, k_NGd, v_NGd, plan.slices, axis, backend)
+    return _attend_exchanged(q_NHd, k_NGd, v_NGd, plan.cu_seqlens, plan.max_seqlen, axis, backend)
 
 
-def attend_gathered(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[Slice], axis: Axis, backend: str = "auto") -> Tensor:
+def _attend_gathered(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[Slice], axis: Axis, backend: str = "auto") -> Tensor:
     """Attention over the keys and values of all ranks, gathered."""
     kv = _natural_order(all_gather(torch.stack([k_NGd, v_NGd], dim=1), axis), axis.size)
     outs = []
@@ -123,7 +123,7 @@ def _natural_order(x: Tensor, cp: int) -> Tensor:
     return torch.cat([parts[2 * i] if i < cp else parts[2 * (2 * cp - 1 - i) + 1] for i in range(2 * cp)])
 
 
-def attend_exchanged(
+def _attend_exchanged(
     q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, cu_seqlens: Tensor, max_seqlen: int, axis: Axis, backend: str = "auto"
 ) -> Tensor:
     """Attention of H / cp heads over the whole stream, between two all-to-alls.

@@ -36,12 +36,12 @@ class Dispatcher(Protocol):
         """Weighted expert outputs back at their tokens (N, D)."""
 
 
-Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+_Sort = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """Experts (N, K) to the order of their rows, its inverse, and the number of rows of each expert."""
 
 
 def make(
-    name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[Sort], Sort] | None = None
+    name: str, num_experts: int, ep: Axis, *, fused: bool = False, early: bool = False, wrap_sort: Callable[[_Sort], _Sort] | None = None
 ) -> Dispatcher:
     """The dispatcher of the configuration; one rank needs none but the local sort. `fused` sorts and weighs rows in Triton kernels, with `early`
     experts weigh them; `wrap_sort` takes the place of the sort of local and alltoall.
@@ -77,7 +77,7 @@ class Local:
     fused, early = False, False
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
-        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
+        self.sort: _Sort = partial(sort_rows, num_experts=num_experts)
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Rows sorted by expert."""
@@ -99,7 +99,7 @@ class AllToAll:
 
     def __init__(self, num_experts: int, ep: Axis) -> None:
         self.ep = ep
-        self.sort: Sort = partial(sort_rows, num_experts=num_experts)
+        self.sort: _Sort = partial(sort_rows, num_experts=num_experts)
 
     def dispatch(self, x_ND: Tensor, expert_NK: Tensor, prob_NK: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Exchange the rows; one wait for the device per layer, to learn how many come."""

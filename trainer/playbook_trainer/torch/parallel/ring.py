@@ -33,14 +33,14 @@ def plan(cu_seqlens: list[int], num_tokens: int, axis: Axis) -> Ring:
     cu = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1, [2 * size]])
     receive, send = [], []
     for step in range(1, cp):
-        block = rectangle(cu_seqlens, size, cp, axis.rank, (axis.rank - step) % cp)
+        block = _rectangle(cu_seqlens, size, cp, axis.rank, (axis.rank - step) % cp)
         receive.append(None if block is None else _block(*block))
-        given = rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
+        given = _rectangle(cu_seqlens, size, cp, (axis.rank + step) % cp, axis.rank)
         send.append(None if given is None else given[2:])
     return Ring(torch.tensor(cu, dtype=torch.int32), int(np.diff(cu).max()), receive, send)
 
 
-def rectangle(cu: list[int], size: int, cp: int, queries: int, keys: int) -> tuple[int, int, int, int] | None:
+def _rectangle(cu: list[int], size: int, cp: int, queries: int, keys: int) -> tuple[int, int, int, int] | None:
     """Local queries q0:q1 of one rank that see the local keys k0:k1 of another (q0, q1, k0, k1); None where no document joins them."""
     if keys < queries:
         # The first slice of keys comes before both slices of queries: its last document is the one that may reach them.

@@ -57,21 +57,21 @@ RULES: tuple[tuple[str, Shard], ...] = (
 )
 
 
-def shard_of(name: str) -> Shard:
+def _shard_of(name: str) -> Shard:
     """The rule for a parameter; what no rule names is held whole by every tp and ep rank. The vision tower is never cut."""
     if name.startswith("vision."):
         return Shard()
     return next((shard for pattern, shard in RULES if re.search(pattern, name)), Shard())
 
 
-def width_axis(shard: Shard, axes: Axes) -> Axis:
+def _width_axis(shard: Shard, axes: Axes) -> Axis:
     """The axis that `tp_dim` is cut over."""
     return axes.etp if shard.ep else axes.tp
 
 
 def counts_in_norm(name: str, axes: Axes) -> bool:
     """Whether this rank counts its part of a gradient in the norm: what several ranks hold in common is counted once."""
-    shard = shard_of(name)
+    shard = _shard_of(name)
     if shard.ep:
         return axes.edp_replicate.rank == 0
     return axes.replicate.rank == 0 and (axes.tp.rank == 0 or shard.tp_dim is not None)
@@ -93,12 +93,12 @@ def is_partial_over_tp(name: str, axes: Axes) -> bool:
 
 def held(shape: Sequence[int], name: str, axes: Axes) -> list[list[Interval]]:
     """The intervals of each dimension of a whole parameter that this rank holds before FSDP cuts further; end to end they are its part."""
-    shard = shard_of(name)
+    shard = _shard_of(name)
     out = [[(0, size)] for size in shape]
     if shard.ep:
         size = shape[0] // axes.ep.size
         out[0] = [(axes.ep.rank * size, (axes.ep.rank + 1) * size)]
-    axis = width_axis(shard, axes)
+    axis = _width_axis(shard, axes)
     if shard.tp_dim is not None and axis.size > 1:
         block = shape[shard.tp_dim] // shard.blocks
         size = block // axis.size
@@ -145,11 +145,11 @@ def is_second_copy(model: Any, name: str) -> bool:
 
 def full_shape(param: Tensor, name: str, axes: Axes) -> list[int]:
     """The whole parameter's shape, from this rank's (a DTensor's shape is the one before FSDP)."""
-    shape, shard = list(param.shape), shard_of(name)
+    shape, shard = list(param.shape), _shard_of(name)
     if shard.ep:
         shape[0] *= axes.ep.size
     if shard.tp_dim is not None:
-        shape[shard.tp_dim] *= width_axis(shard, axes).size
+        shape[shard.tp_dim] *= _width_axis(shard, axes).size
     return shape
 
 
