@@ -291,3 +291,13 @@ def test_no_revision_is_asked_for_where_speed_is_not_sure_to_move_or_the_trainer
     found: Comparison, made: tuple[list[Run], dict]
 ) -> None:
     assert slowdown.unraised(found, *made, "torch") == ""
+
+
+def test_norms_of_nothing_are_alike() -> None:
+    """As of a trainer that clips to zero, or of losses that vanish: equal is equal at any allowance."""
+    made = series(before={"grad_norm": 0.0, "loss": 0.0}, after={"grad_norm": 0.0, "loss": 0.0})
+    assert gates("training", made) == gates("training", made, {"loss": 0.0, "grad_norm": 0.0}) == {}
+
+
+def test_three_launches_of_the_older_commit_are_enough_to_compare_processes() -> None:
+    assert "process" in gates("cost", series(1, after={"wall_s": 100.0}, noise=[{}, {}]))

@@ -258,3 +258,39 @@ def test_too_few_steps_and_equal_ones_show_nothing():
     assert not statistics.change([[1.0] * 8] * 4, 0.025).certain
     with pytest.raises(ValueError, match="equally many"):
         statistics.change([[1.0] * 8, [1.0] * 7], 0.025)
+
+
+@pytest.mark.parametrize("distance", [0.004, 0.01, 0.0173, 0.05])
+def test_the_pairs_needed_are_the_fewest_that_settle_the_distance(distance):
+    need = statistics.pairs_needed(distance, 0.01, 0.02)
+    assert statistics.least_effect(need, 0.01, 0.02) <= distance
+    assert need == 2 or statistics.least_effect(need - 1, 0.01, 0.02) > distance
+
+
+def test_without_noise_two_pairs_settle_all_and_with_too_much_no_number_does():
+    assert statistics.pairs_needed(0.0, 0.0, 0.02) == 2
+    assert statistics.pairs_needed(0.0001, 1.0, 0.02) is None
+
+
+def test_four_steps_show_a_change_and_three_show_none():
+    found = statistics.change([[1.0, 1.0, 2.0, 2.0]] * 2, 0.05)
+    assert (found.after, found.certain) == (2, True)
+    assert statistics.change([[1.0, 2.0, 2.0]] * 2, 0.05) is None
+
+
+@pytest.mark.parametrize("scale", [0.01, 7.0])
+def test_a_change_is_a_share_of_the_step_however_long_steps_take(scale):
+    """Launches of one variant may have other speeds too."""
+    launches = np.array([[1.0] * 6 + [1.1] * 6, [1.0] * 6 + [1.1001] * 6])
+    found, other = (statistics.change(x.tolist(), 0.05) for x in (launches, launches * [[scale], [2 * scale]]))
+    assert (other.after, other.certain) == (found.after, found.certain) == (6, True)
+    assert other.size == pytest.approx(found.size) == pytest.approx(0.1 / 1.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_one_slow_step_of_a_few_is_no_change(steps):
+    assert not statistics.change([[1.0] * (steps - 1) + [2.0]] * 2, 0.05).certain
+
+
+def test_a_step_change_leaves_a_fifth_of_the_steps_on_either_side():
+    assert [statistics.change([[2.0] * k + [1.0] * (12 - k)] * 2, 0.05).after for k in (2, 3, 9, 10)] == [3, 3, 9, 9]

@@ -3,9 +3,12 @@
 import math
 
 import pytest
+from test_curve import expect, judged, sweep
 from test_verdict import around, judge, make_case, make_run, measured, series
 
 from playbook.cards.model import Quantity
+from playbook.errors import ConfigError
+from playbook.records.evidence import CollectiveCount, Observed
 from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
 
 BESIDE_FIVE = [
@@ -69,6 +72,7 @@ def test_a_ratio_to_or_from_nothing_has_a_verdict_and_no_figure(before: float, a
     found = verdict.derive(measured(pair, op=">=", margin=5.0, metric="state_bytes_per_rank"))
     assert found.verdict.status == status
     assert (found.comparison.effect, found.comparison.mean, found.comparison.differences) == (None, None, [])
+    assert (found.comparison.baseline, found.comparison.candidate) == (before, after)
     assert "without bound as a ratio" in found.verdict.sentence
 
 
@@ -118,3 +122,85 @@ def test_an_environment_that_differs_is_named() -> None:
     runs, aa = series(around(0.2), strict_sha="t")
     found = verdict.derive(measured(runs, aa, strict={"s": {"env": {"A": "1"}}, "t": {"env": {"A": "2"}}}))
     assert [(g.ok, g.detail) for g in found.gates if g.name == "environment"] == [(False, "differs in env.A")]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason", "says"),
+    [
+        ({}, "budget", "the budget ended before the first pair of runs"),
+        ({"observed": Observed(collectives=[CollectiveCount(op="all_to_all", count=1)])}, "not_activated", "did not run as configured"),
+        ({"data_sha": "other"}, "invalid_pair", "the first run of each shows that they cannot be compared: data"),
+    ],
+)
+def test_the_first_run_of_each_shows_what_no_pair_would_change(candidate: dict, reason: str, says: str) -> None:
+    runs = [make_run(role="burn_in", pair=None), make_run("candidate", None, 1, role="burn_in", **candidate)]
+    found = verdict.derive(measured(runs)).verdict
+    assert (found.reason, says in found.sentence) == (reason, True), found.sentence
+    assert verdict.derive(measured(runs[1:])).verdict.reason == "budget", "of one variant alone nothing is said"
+
+
+def test_a_case_may_look_after_two_pairs() -> None:
+    assert judge(around(0.2, 2), looks=(2, 4)).verdict.status == "confirmed"
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "gone", "reason"),
+    [
+        ("best", ["4"], ["1"], "margin"),
+        ("best", ["2", "4", "8"], ["1"], "oom"),  # all that ran are claimed to be the best
+        ("best", ["1"], ["1"], "exact"),  # the claimed one did not run
+        ("not_best", ["2"], ["1"], "margin"),
+        ("not_best", ["1"], ["1"], "oom"),
+        ("not_best", ["2", "4", "8"], ["1"], "oom"),
+        ("band", [], ["2"], "margin"),
+        ("band", [], ["1"], "oom"),
+        ("rising", [], ["1"], "margin"),
+        ("rising", [], ["1", "2", "4"], "oom"),
+        ("knee", [], ["8"], "margin"),
+        ("knee", [], ["4", "8"], "oom"),
+        ("knee", ["4"], ["8"], "oom"),
+        ("reaches", ["1"], ["2"], "margin"),
+        ("reaches", ["1"], ["8"], "oom"),
+        ("reaches", ["1"], ["2", "4"], "oom"),
+        (">=", [], ["2"], "oom"),
+    ],
+)
+def test_values_that_did_not_fit_leave_a_rule_what_it_stands_on_or_nothing(op: str, at: list[str], gone: list[str], reason: str) -> None:
+    """All of a sweep's values are far apart: what can be settled is."""
+    wanted = expect(op, at=at, infeasible=gone)
+    found = judged(sweep((1, 2, 4, 8)), [0.0, 0.5, 1.0, 1.5], wanted, outcomes=dict.fromkeys(gone, "oom"))
+    assert found.reason == reason, found.sentence
+
+
+@pytest.mark.parametrize(("outcome", "words"), [("oom", "1 did not fit"), ("refused", "1 was refused")])
+def test_a_value_that_did_not_run_is_named_with_what_became_of_it(outcome: str, words: str) -> None:
+    found = judged(sweep(), [0.0, 0.3, 0.0], expect("best", at=[2], infeasible=[1]), outcomes={"1": outcome})
+    assert f"; {words};" in found.sentence
+
+
+@pytest.mark.parametrize(("value", "unit"), [(-100, "percent"), (0, "ratio"), (-1, "ratio")])
+def test_no_margin_asks_for_a_step_that_takes_no_time(value: float, unit: str) -> None:
+    with pytest.raises(ConfigError, match="write percent above -100, or a positive ratio"):
+        effects.threshold(metrics.get("step_seconds"), Quantity(value=value, unit=unit))
+
+
+def test_of_no_launches_nothing_is_unsteady() -> None:
+    assert guards.steady(verdict.RULES[2], [], 0.0).ok
+
+
+def test_a_curve_from_nothing_has_a_verdict_and_no_figure() -> None:
+    fields = {v: {"metrics": {"state_bytes_per_rank": b}} for v, b in (("1", 0.0), ("2", 50.0), ("4", 50.0))}
+    found = judged(sweep(metric="state_bytes_per_rank"), [0.0] * 3, expect("best", at=[1]), fields=fields, blocks=1)
+    assert (found.status, "2 over 1 without bound as a ratio" in found.sentence) == ("confirmed", True), found.sentence
+
+
+def test_an_exact_figure_is_that_of_the_first_pair() -> None:
+    runs = [make_run(v, i, 2 * i + k, metrics={"recompiles": 5.0 - k}) for i in (0, 1) for k, v in enumerate(("baseline", "candidate"))]
+    found = verdict.derive(measured(runs, op=">=", margin=1.0, unit="count", metric="recompiles")).comparison
+    assert (found.pairs, found.differences) == (1, [1.0])
+
+
+def test_a_block_with_a_launch_that_failed_is_none_but_where_failing_is_what_is_asked() -> None:
+    runs = [make_run(), make_run("candidate", position=1, outcome="oom")]
+    assert guards.blocks_of(runs, ("baseline", "candidate")) == []
+    assert len(guards.blocks_of(runs, ("baseline", "candidate"), failed=True)) == 1
