@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,23 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     day = today or datetime.now(UTC).strftime("%Y-%m-%d")
     found += lint.run(cards, shelf, day)
     found += _recipes(cards)
-    records, unreadable = _records(data_root("results"))
-    findings += unreadable + replay.unsound(records)
+    records, unreadable = _records(data_root("results"), thorough=not paths)
+    if not paths:  # a check of one's own cards does not judge everybody's records anew
+        findings += unreadable + replay.unsound(records)
     found += _expired(cards, records, day)
     return cards, cases, found + findings
 
 
-def _records(folder: Path) -> tuple[list[Record], list[Finding]]:
+@cache
+def _reader(thorough: bool) -> Reader:
+    """Keeps the records that it has read, since a process may check many cards."""
+    return Reader(thorough)
+
+
+def _records(folder: Path, thorough: bool) -> tuple[list[Record], list[Finding]]:
     """All evidence of a folder, and what of it does not read."""
     try:
-        return Reader(thorough=True).read([folder]), []
+        return _reader(thorough).read([folder]), []
     except FileError as e:
         return [], list(e.findings)
 
