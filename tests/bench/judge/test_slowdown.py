@@ -239,6 +239,12 @@ def test_a_faster_step_whose_process_takes_as_long_is_refused() -> None:
     assert gates("cost", series(after={"seconds": 0.5, "wall_s": 7.0})) == {}
 
 
+@pytest.mark.parametrize("wall_s", [6.0, 6.5])
+def test_a_process_that_is_hardly_longer_than_its_steps_is_compared_too(wall_s: float) -> None:
+    short = {"wall_s": wall_s}
+    assert "longer outside its steps" in gates("cost", series(before=short, after={"wall_s": 9.0}, noise=[short, short]))["process"]
+
+
 @pytest.mark.parametrize(("pairs", "noise", "before"), [(1, [{}], {}), (2, [{}, {}], {"wall_s": 5.0})])
 def test_too_few_launches_or_a_clock_that_is_off_compare_no_process(pairs: int, noise: list[dict], before: dict) -> None:
     found = slowdown.same_cost(*series(pairs, before, {"wall_s": 100.0}, noise), 0.03, {})
