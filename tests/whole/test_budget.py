@@ -47,6 +47,11 @@ class Stretched(local.LocalLauncher):
 
 
 @pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
+def own(notes):
+    """What a series says of itself: tests beside this one are other harnesses on the same CPU."""
+    return [note for note in notes if not note.startswith("another harness measures")]
+
+
 @pytest.mark.full
 def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
     plant()
@@ -79,7 +84,7 @@ def test_a_budget_too_short_for_the_first_look_is_said_before_it_is_spent(case, 
     monkeypatch.setattr(Stretched, "first", 100)
     bench(case(), tmp_path, launcher=Stretched, budget_s=250.0, progress=noting)
     (note,) = [n for n in noting.notes if "16 launches to the first look" in n]
-    assert note.endswith("; with `playbook confirm --journal FOLDER` a second one goes on"), "`playbook bench run` has no journal"
+    assert note.endswith("; the same command goes on where this one stops")
 
 
 @pytest.mark.parametrize(("pairs", "said"), [(99, True), (4, False)])
@@ -102,7 +107,7 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
         line["run"]["wall_s"] = 14.0
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = bench(path, tmp_path, budget_s=80.0, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
-    assert noting.notes == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
+    assert own(noting.notes) == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
     assert len(found.evidence.measured.plan.order) == 4
 
 
@@ -229,7 +234,7 @@ def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, pl
     path = case()
     cut = bench(path, tmp_path, launcher=Stretched, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert cut.evidence.derived.verdict.reason == "budget"
-    assert noting.notes == [
+    assert own(noting.notes) == [
         "the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"
     ]
     assert bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path

@@ -46,7 +46,7 @@ def main() -> None:
         config, _ = probe.buildable(load(recipes.folder() / file, PLAIN))
         world = recipes.find(file).gpus[0]
         stages = dry_run(config, world).stages
-        found[file] = [(counted(config, world, s.stage), s.parameters) for s in dict.fromkeys((stages[0], stages[-1]))]
+        found[file] = [(counted(config, world, s.stage), s.held) for s in (stages[0], *stages[1:][-1:])]
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
