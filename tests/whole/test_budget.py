@@ -46,12 +46,12 @@ class Stretched(local.LocalLauncher):
         return replace(result, wall_s=self.first) if spec.folder.name.startswith(self.which) else result
 
 
-@pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
 def own(notes):
     """What a series says of itself: tests beside this one are other harnesses on the same CPU."""
     return [note for note in notes if not note.startswith("another harness measures")]
 
 
+@pytest.mark.parametrize(("first", "launches", "verdict"), [(100, 18, "measured"), (900, 1, "inconclusive")])
 @pytest.mark.full
 def test_a_slow_first_launch_does_not_speak_for_the_later_ones(case, tmp_path, plant, monkeypatch, first, launches, verdict):
     plant()
