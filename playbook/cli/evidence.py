@@ -135,10 +135,10 @@ def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | N
 def present(mine: Here | None) -> Present:
     """What this version of the playbook compares verdicts with."""
     from playbook.records.read import Present
-    from playbook_bench.judge.outdated import edited
+    from playbook_bench.judge.outdated import case_changes
     from playbook_trainer.revision import PERFORMANCE_REVISION
 
-    return Present(PERFORMANCE_REVISION, mine, edited)
+    return Present(PERFORMANCE_REVISION, mine, case_changes)
 
 
 def here() -> Here:

@@ -24,7 +24,7 @@ from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import BASELINE_VERSION, SCHEMA_VERSION, Baseline, ClaimRef, Evidence, Measured, Run, stored_sha
 from playbook.records.machine import kind, told_apart
-from playbook.records.staleness import Here, moved
+from playbook.records.staleness import Here, updates_since
 from playbook.records.trace import TRACE_VERSION, TraceResult
 from playbook.renamed_keys import modern_delta
 from playbook.yaml_files import did_you_mean
@@ -54,7 +54,7 @@ class Present:
     """The performance revision of each of the trainer's backends today; a backend that is missing here makes nothing stale."""
     here: Here | None = None
     """The reader's machine, where there is one: a page of the site is for every reader."""
-    edited: Callable[[Measured], list[str]] | None = None
+    case_changes: Callable[[Measured], list[str]] | None = None
     """A function of the harness that lists how a record's test differs from today's."""
 
 
@@ -181,7 +181,7 @@ class Record:
 
     @cached_property
     def _edits(self) -> list[str]:
-        return self.present.edited(self.content.measured) if self.present.edited and isinstance(self.content, Evidence) else []
+        return self.present.case_changes(self.content.measured) if self.present.case_changes and isinstance(self.content, Evidence) else []
 
     def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> list[str]:
         """Why the verdict no longer speaks for today; empty while it does. `claim` is the one that it settled, as it stands today."""
@@ -192,7 +192,7 @@ class Record:
             *(["the claim has changed since"] if claim and self.claim_ref and _reworded(self.claim_ref, claim) else []),
             *_revised(self.runs, self.content.measured.configs, self.present.revisions),
             *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
-            *(moved(self._strict, self.present.here) if self.present.here else []),
+            *(updates_since(self._strict, self.present.here) if self.present.here else []),
         ]
 
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:

@@ -18,7 +18,7 @@ class Here:
     driver: str | None = None
 
 
-def moved(strict: Mapping[str, Any], here: Here) -> list[str]:
+def updates_since(strict: Mapping[str, Any], here: Here) -> list[str]:
     """Libraries of another minor version and the driver, each as `then -> now`, where the reader's GPUs are those of the record or neither has any.
 
     `strict` is a record's strict environment. Other machines say nothing: a laptop's libraries are not those that a GPU's verdict depends on.

@@ -99,7 +99,7 @@ def test_a_broken_file_among_the_records_is_an_error(tmp_path, text):
         ({"here": Here(None, {"torch": "2.14.0"})}, TODAY, ["torch 2.13.0 -> 2.14.0"]),
         ({"here": Here(None, {}, "2")}, TODAY, ["driver 1 -> 2"]),
         ({"here": Here("another GPU", {"torch": "2.14.0"}, "2")}, TODAY, []),
-        ({"edited": lambda _: ["seed 1 -> 2"]}, TODAY, ["its test has been edited since: seed 1 -> 2"]),
+        ({"case_changes": lambda _: ["seed 1 -> 2"]}, TODAY, ["its test has been edited since: seed 1 -> 2"]),
         ({}, date(2026, 6, 1), []),
         ({}, date(2026, 6, 2), ["expired on 2026-06-01"]),
         (

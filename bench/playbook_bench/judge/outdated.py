@@ -19,7 +19,7 @@ _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "c
 """Where things lie, which says nothing of what is computed."""
 
 
-def edited(measured: Measured) -> list[str]:
+def case_changes(measured: Measured) -> list[str]:
     """What is otherwise in the test of that case today: a few words for each setting, with both values; empty where nothing is, or no such case ships.
 
     Settings that the trainer's tree has gained or lost since are not compared: its performance revision speaks for those. Budgets and bounds are not

@@ -1,6 +1,6 @@
 """Weights to and from the files of Hugging Face transformers: safetensors only, no pickle.
 
-`hf_rules` holds the table between the two layouts, `hf_config` the `config.json`; here are the files. What comes from a folder is hostile
+`names` holds the table between the two layouts, `config` the `config.json`; here are the files. What comes from a folder is hostile
 until checked: an index may only name files beside it, and names, shapes and types are compared before any tensor is read.
 """
 

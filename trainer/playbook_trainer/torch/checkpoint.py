@@ -34,9 +34,9 @@ from playbook_trainer.checkpoint_files import (
     writing_folder,
 )
 from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.torch.checkpoint_shards import Pieces, Place, place
 from playbook_trainer.torch.optimizer import Shard, ensure_state, masters, put_into
 from playbook_trainer.torch.parallel.axes import Axes
-from playbook_trainer.torch.parallel.boxes import Pieces, Place, place
 
 State = dict[str, Pieces]
 

@@ -19,7 +19,7 @@ from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 from playbook_trainer.huggingface import weights
 from playbook_trainer.huggingface.names import HEAD, Box, sizes, slices
 from playbook_trainer.megatron.settings import DTYPES
-from playbook_trainer.megatron.state.boxes import Held, Place, held
+from playbook_trainer.megatron.state.param_mapping import Held, Place, held
 from playbook_trainer.megatron.state.sharded import gathered, settle
 from playbook_trainer.torch.parallel.sharding import initial_value
 from playbook_trainer.torch.weights import agree_on_folder, collect, senders

@@ -2,7 +2,7 @@
 
 megatron-core fuses queries, keys and values by group of heads, cuts matrices over tensor-parallel ranks (the gate and up halves each by
 itself), numbers the layers of each pipeline chunk from zero, and keeps a rank's experts apart. All of that is said here as boxes: the same
-numbers lie in this box of its tensor and in that box of ours (`hf_rules.rules`, under the names of the torch backend).
+numbers lie in this box of its tensor and in that box of ours (`huggingface.names.rules`, under the names of the torch backend).
 
 Letters in shapes: H hidden size, G groups of heads, d head size, E experts, W width.
 """

@@ -32,9 +32,9 @@ def record():
     return max(found, key=lambda r: (r.get("measured", "machine", "gpus") == 0, r.id)).data["measured"]
 
 
-def edited(measured):
+def changes_of(measured):
     """What the harness says of a record's plain data."""
-    return module.edited(Measured.model_validate(measured))
+    return module.case_changes(Measured.model_validate(measured))
 
 
 def today(monkeypatch, **changes):
@@ -44,19 +44,19 @@ def today(monkeypatch, **changes):
 
 
 def test_a_case_as_it_was_is_not_edited(record):
-    assert edited(record) == []
+    assert changes_of(record) == []
 
 
 def test_both_values_of_a_setting_are_named(record, monkeypatch):
     case, profile = load_case(CASE), record["profile"]
     today(monkeypatch, profiles={**case.profiles, profile: {**case.profiles[profile], "data.seq_len": 64}})
     then = next(iter(record["configs"].values()))["data"]["seq_len"]
-    assert edited(record) == [f"data.seq_len {then} -> 64"]
+    assert changes_of(record) == [f"data.seq_len {then} -> 64"]
 
 
 def test_a_setting_of_one_variant_says_whose(record, monkeypatch):
     today(monkeypatch, candidate={**load_case(CASE).candidate, "optimizer.lr": 0.5})
-    (said,) = edited(record)
+    (said,) = changes_of(record)
     assert said.startswith("candidate: optimizer.lr ")
     assert said.endswith(" -> 0.5")
 
@@ -73,7 +73,7 @@ def test_a_setting_of_one_variant_says_whose(record, monkeypatch):
 )
 def test_what_decides_what_runs_counts_and_nothing_else(changes, said, record, monkeypatch):
     today(monkeypatch, **changes)
-    found = edited(record)
+    found = changes_of(record)
     assert len(found) == len(said)
     assert all(part in text for part, text in zip(said, found, strict=True))
 
@@ -94,7 +94,7 @@ def test_a_proof_that_the_launches_do_not_meet_is_another_test(rule, said, recor
     proof = load_case(CASE).activation
     baseline = proof.baseline.model_copy(update={"require": [*proof.baseline.require, rule]})
     today(monkeypatch, activation=proof.model_copy(update={"baseline": baseline}))
-    found = edited(record)
+    found = changes_of(record)
     assert len(found) == len(said)
     assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
@@ -107,14 +107,14 @@ def test_launches_that_were_not_counted_prove_nothing(record, monkeypatch):
     other = copy.deepcopy(record)
     for run in other["runs"]:
         run["role"] = "burn_in"
-    assert edited(other) == []
+    assert changes_of(other) == []
 
 
 def test_many_edits_are_counted(record, monkeypatch):
     case, profile = load_case(CASE), record["profile"]
     more = {"data.seq_len": 64, "train.steps": 3, "train.warmup_steps": 1, "optimizer.lr": 0.5, "seed": 7, "train.log_every": 3}
     today(monkeypatch, profiles={**case.profiles, profile: {**case.profiles[profile], **more}})
-    found = edited(record)
+    found = changes_of(record)
     assert len(found) == 5
     assert found[-1] == "2 more"
 
@@ -124,9 +124,9 @@ def test_a_warm_up_that_the_harness_lengthened_is_no_edit(record):
     longer["plan"]["extended"] = True
     for train in (config["train"] for config in longer["configs"].values()):
         train["steps"], train["warmup_steps"] = 2 * train["steps"] - train["warmup_steps"], train["steps"]
-    assert edited(longer) == []
+    assert changes_of(longer) == []
     longer["configs"][next(iter(longer["configs"]))]["train"]["steps"] += 1
-    assert edited(longer) != []
+    assert changes_of(longer) != []
 
 
 def test_a_part_of_the_model_that_came_or_went_is_an_edit(record):
@@ -134,37 +134,37 @@ def test_a_part_of_the_model_that_came_or_went_is_an_edit(record):
     for config in other["configs"].values():
         assert config["model"]["vision"] is None
         config["model"]["vision"] = {"depth": 27}
-    assert edited(other) == ["model.vision {'depth': 27} -> None"]
+    assert changes_of(other) == ["model.vision {'depth': 27} -> None"]
 
 
 def test_ranks_are_compared(record):
     other = copy.deepcopy(record)
     for run in other["runs"]:
         run["ranks"] += 1
-    assert any(text.startswith("ranks ") for text in edited(other))
+    assert any(text.startswith("ranks ") for text in changes_of(other))
 
 
 def test_values_of_a_record_stay_a_few_words_on_one_line(record):
     other = copy.deepcopy(record)
     for config in other["configs"].values():
         config["data"]["seq_len"] = "# a heading\n" * 50
-    (said,) = edited(other)
+    (said,) = changes_of(other)
     assert "\n" not in said
     assert len(said) < 120
 
 
 def test_a_record_of_no_shipped_case_is_left_alone(record):
-    assert edited({**record, "case": None}) == []
-    assert edited({**record, "case": {**record["case"], "id": "../../etc/passwd"}}) == []
+    assert changes_of({**record, "case": None}) == []
+    assert changes_of({**record, "case": {**record["case"], "id": "../../etc/passwd"}}) == []
 
 
 def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shelf = load.load_all()
     claims = by_claim(shelf)
-    records = read([data_root("results")], shelf, Present(edited=module.edited))
+    records = read([data_root("results")], shelf, Present(case_changes=module.case_changes))
     every = (r for claim in claims for r in verdicts(records, claim) if r.get("measured", "runs"))
-    speaking = next(r for r in every if not edited(r.data["measured"]))
+    speaking = next(r for r in every if not changes_of(r.data["measured"]))
     claim, measured = claims[speaking.claim][1], speaking.data["measured"]
     monkeypatch.setattr(detect, "here", lambda: Here(None, {}))
     monkeypatch.setattr(revision, "PERFORMANCE_REVISION", dict.fromkeys(("torch", "megatron"), measured["runs"][0]["performance_revision"]))
@@ -179,5 +179,5 @@ def test_every_reader_is_told(tmp_path, monkeypatch, capsys):
     assert any(wanted in " ".join(v["stale"]) for v in shown if v["machine"] == machine)
     answered = claim_answer(library_here(), home, claim.id).verdicts[claim.id]
     assert any(wanted in (v.stale or "") for v in answered if v.machine == machine)
-    page = next(r for r in read([data_root("results")], shelf, Present(edited=module.edited)) if r.id == speaking.id)
+    page = next(r for r in read([data_root("results")], shelf, Present(case_changes=module.case_changes)) if r.id == speaking.id)
     assert page.stale(date(2026, 1, 1), claim) == wanted

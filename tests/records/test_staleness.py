@@ -14,7 +14,7 @@ from playbook.cli.agents import library_here
 from playbook.mcp.server import claim_answer
 from playbook.paths import data_root
 from playbook.records.read import read
-from playbook.records.staleness import Here, moved
+from playbook.records.staleness import Here, updates_since
 from playbook_bench.judge import outdated
 from playbook_bench.machine import detect
 from playbook_trainer import revision
@@ -33,12 +33,12 @@ STRICT = {"machine": {"gpu": "NVIDIA H200", "driver": "580.1"}, "packages": {"to
     ],
 )
 def test_minor_versions_and_the_driver_count_where_the_gpus_are_the_same(gpu, packages, driver, said):
-    assert moved(STRICT, Here(gpu, packages, driver)) == said
+    assert updates_since(STRICT, Here(gpu, packages, driver)) == said
 
 
 @pytest.mark.parametrize("strict", [{}, {"machine": "a string"}, {"packages": {"torch": "2.0"}}, {"machine": {"gpu": None}, "packages": 1}])
 def test_a_record_that_does_not_say_what_it_ran_with_is_left_alone(strict):
-    assert moved(strict, Here(None, {"torch": "2.12.0"}, "590.2")) == []
+    assert updates_since(strict, Here(None, {"torch": "2.12.0"}, "590.2")) == []
 
 
 @pytest.mark.parametrize(("torch", "gpu", "stale"), [("99.0", None, True), (None, None, False), ("99.0", "NVIDIA H200", False)])
@@ -62,7 +62,7 @@ def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, mon
     monkeypatch.setattr(
         revision, "PERFORMANCE_REVISION", dict.fromkeys(("torch", "megatron"), ran.get("measured", "runs")[0]["performance_revision"])
     )
-    monkeypatch.setattr(outdated, "edited", lambda _: [])
+    monkeypatch.setattr(outdated, "case_changes", lambda _: [])
     current = Here(gpu, packages | ({"torch": torch} if torch else {}))
     monkeypatch.setattr(detect, "here", lambda: current)
     shown = json.loads(in_process.run(capsys, "cards", "show", home, "--json")[1])["status"][claim.id]["verdicts"]
