@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer.config import checks
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.tree import DataConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states
 from playbook_trainer.engine import Engine
@@ -77,10 +78,6 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
         recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
     for note in checks.notes(config):
         recorder.say(note)
-    if _forgets_tokenizer(config):
-        recorder.say(
-            f"data.tokenizer is byte, and {config.init.weights} holds a tokenizer.json: the weights know text by its ids; set data.tokenizer to that file"
-        )
     if resumed:
         rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
         recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
@@ -110,6 +107,8 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
         extra = _observe_step(trainer)
         recorder.phases["receipt"] = time.perf_counter() - began
     extra["data"] = _data_counters(trainer)
+    for line in _left_out(extra["data"], config.data):
+        recorder.say(line)
     counts = engine.count_parameters()
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
@@ -180,6 +179,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                     recorder.begin_timed()
                 stats = _compared_step(trainer, recorder) if _is_compared(trainer) else train_step(trainer)
                 recorder.add(stats)
+                _name_left_out(trainer)
                 skipped = skipped + 1 if stats.skipped else 0
                 if (recorder.nan and config.train.on_nan == "stop") or skipped == _MAX_SKIPPED:
                     recorder.flush()
@@ -298,6 +298,23 @@ def _data_state(trainer: Trainer) -> dict[str, Any]:
     return merge_states(states)
 
 
+def _name_left_out(trainer: Trainer) -> None:
+    """Name samples that were left out, on one of the ranks that read them."""
+    axes = trainer.axes
+    for line in trainer.loader.take_news():
+        if axes.tp.rank == axes.cp.rank == axes.pp.rank == 0:
+            sys.stderr.write(f"rank {axes.world.rank}: {line}\n")
+
+
+def _left_out(counters: Mapping[str, int], data: DataConfig) -> list[str]:
+    """A line for each reason for which samples were left out."""
+    reasons = {
+        "samples_dropped": f"too long (data.on_long_sample: {data.on_long_sample})",
+        "samples_bad": f"bad (data.on_bad_sample: {data.on_bad_sample})",
+    }
+    return [f"samples left out since they are {why}: {counters[name]}" for name, why in reasons.items() if counters[name]]
+
+
 def _data_counters(trainer: Trainer) -> dict[str, int]:
     """What the loaders of all data-parallel ranks have counted."""
     counters = trainer.loader.counters()
@@ -352,12 +369,6 @@ def _dispatch_bytes(observer: Observer, numbers: dict[str, int]) -> dict[str, fl
     rows = [r for r in observer.as_dict()["collectives"] if r["inside"] in ("dispatch", "combine") and r["phase"] == "forward"]
     cells = numbers["tokens_per_rank"] * numbers["moe_layers"]
     return {"dispatch_bytes_per_token_layer": sum(r["bytes"] for r in rows) / cells} if cells else {}
-
-
-def _forgets_tokenizer(config: TrainerConfig) -> bool:
-    """Whether text goes by bytes into weights that come with a tokenizer of their own."""
-    reads = config.data.kind != "mock" and config.data.source != "generated" and config.data.tokenizer == "byte"
-    return reads and config.init.weights is not None and (Path(config.init.weights) / "tokenizer.json").is_file()
 
 
 def profiling(config: TrainerConfig) -> bool:

@@ -201,7 +201,7 @@ def test_members_that_would_fill_the_memory_of_a_worker_are_refused_unread(name:
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match=message):
-            list(tar_samples([tmp_path / "x.tar"], "x").first(2))
+            list(tar_samples([tmp_path / "x.tar"], "x").head())
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()

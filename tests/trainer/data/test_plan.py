@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, load
-from playbook_trainer.data.loader import check, data_sha
+from playbook_trainer.data.loader import build_loader, check, data_sha, merge_states
 from playbook_trainer.data.order import order_key, permute
 from playbook_trainer.data.packing import Lane, Packing
 from playbook_trainer.data.rows import make_rows
@@ -58,7 +59,7 @@ class Piece(tuple[int, int]):
 
 
 def lane(stream: Lengths, room: int, buffer: int, **options: Any) -> Lane[Any, Piece]:
-    return Lane(stream, lambda s: [Piece(s)], Packing(room, buffer), **{"number": 0, "lanes": 1, "seed": [1], **options})
+    return Lane(stream, lambda items, i: [Piece(items[i])], Packing(room, buffer), **{"number": 0, "lanes": 1, "seed": [1], **options})
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 40), st.integers(1, 7))
@@ -155,31 +156,76 @@ def test_train_and_eval_share_nothing_and_eval_is_a_tenth() -> None:
     assert len(seen["train"]) == 230
 
 
-def test_a_sample_that_is_too_long_is_scaled_then_cut_never_dropped(tmp_path: Path) -> None:
-    images = {"a.png": (256, 256), "b.png": (128, 256)}
-    lines = [
-        {"images": ["a.png"], "question": "short?", "answer": "yes"},
-        {"images": ["a.png", "b.png"], "question": "q" * 20, "answer": "no"},
-        {"images": ["a.png"], "question": "q" * 200, "answer": "a" * 30},
-        {"images": ["b.png"], "question": "", "answer": "a" * 300},
-        {"images": ["b.png"] * 5, "question": "five?", "answer": "5"},
-        {"images": [], "question": "held out", "answer": ""},
-    ]
-    path = str(samples(tmp_path / "set", lines, images))
-    rows = make_rows(config(VL, data__path=path, data__seq_len=80, data__pack=False), "train")
-    found = [rows.row(k)[0] for k in range(5)]
-    assert sum(d.shortened for d in found) == 4
-    assert all(len(d.tokens) <= 80 and d.tokens[-1] == 256 for d in found)
-    by_text = {bytes(t for t in d.tokens.tolist() if t < 256): d for d in found}
-    assert set(by_text) == {b"short?yes", b"q" * 20 + b"no", b"q" * 43 + b"a" * 30, b"a" * 75, b"five?5"}
-    assert [(i.height, i.width) for i in by_text[b"short?yes"].images] == [(256, 256)]
-    two = by_text[b"q" * 20 + b"no"].images
-    assert len(two) == 2
-    assert two[0].height * two[0].width < 256 * 256, "scaled down, both kept"
+TOO_LONG = [
+    {"images": ["a.png"], "question": "short?", "answer": "yes"},
+    {"images": ["a.png", "b.png"], "question": "q" * 20, "answer": "no"},
+    {"images": ["a.png"], "question": "Q" * 200, "answer": "a" * 30},
+    {"images": ["b.png"], "question": "q" * 30, "answer": "b" * 300},
+    {"images": ["b.png"] * 5, "question": "five?", "answer": "5"},
+    {"images": [], "question": "held out", "answer": ""},
+]
+
+
+def test_a_sample_that_is_too_long_is_dropped_whole_unless_its_answer_may_be_cut(tmp_path: Path) -> None:
+    path = str(samples(tmp_path / "set", TOO_LONG, {"a.png": (256, 256), "b.png": (128, 256)}))
+    base = {"data__path": path, "data__seq_len": 80, "data__pack": False, "train__global_batch_size": 1}
+    for policy, texts, dropped in (
+        ("drop", {b"short?yes", b"q" * 20 + b"no"}, {":3", ":4", ":5"}),
+        ("cut", {b"short?yes", b"q" * 20 + b"no", b"q" * 30 + b"b" * 45, b"five?5"}, {":3"}),
+    ):
+        rows = make_rows(config(VL, **base, data__on_long_sample=policy), "train")
+        found, lost = [], []
+        for k in range(len(texts)):
+            found += rows.row(k)
+            lost += rows.lost()
+        assert all(len(d.tokens) <= 80 and d.tokens[-1] == 256 for d in found)
+        by_text = {bytes(t for t in d.tokens.tolist() if t < 256): d for d in found}
+        assert set(by_text) == texts
+        while len(lost) < 3 * len(dropped):
+            rows.row(k := k + 1)
+            lost += rows.lost()
+        assert {each.counter for each in lost} == {"samples_dropped"}
+        assert {each.why.split(": ")[0].rpartition("samples.jsonl")[2] for each in lost} == dropped
+        assert [(i.height, i.width) for i in by_text[b"short?yes"].images] == [(256, 256)]
+        two = by_text[b"q" * 20 + b"no"].images
+        assert len(two) == 2
+        assert two[0].height * two[0].width < 256 * 256, "scaled down, both kept"
+        assert by_text[b"q" * 20 + b"no"].shortened
+        for document in found:
+            visual = sum(i.height * i.width for i in document.images) // 32**2
+            assert int((document.tokens == 258).sum()) == visual
     assert len(by_text[b"five?5"].images) == 3, "max_images_per_sample"
-    for document in found:
-        visual = sum(i.height * i.width for i in document.images) // 32**2
-        assert int((document.tokens == 258).sum()) == visual
+
+
+def test_data_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+    path = str(samples(tmp_path / "set", [{"images": [], "question": "q" * 100, "answer": "a"}] * 20, {}))
+    with pytest.raises(DataError, match=r"20 samples in a row of which none can be used, first .*jsonl:1: at least 102 tokens"):
+        check(config(VL, data__path=path, data__seq_len=64))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_bad_row_is_left_out_by_policy_counted_and_named_once_also_after_resuming(tmp_path: Path, workers: int) -> None:
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(40)]
+    lines[7] = '{"text": 5}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    base = {"data__path": str(tmp_path / "a.jsonl"), "data__seq_len": 32, "data__pack_buffer": 4, "data__num_workers": workers}
+    with pytest.raises(DataError, match=r"a\.jsonl:8: expected a non-empty string"):
+        check(config(TEXT, **base))
+    cfg = config(TEXT, **base, data__on_bad_sample="skip")
+    check(cfg)
+
+    def read(steps: int, state: Any = None) -> tuple[list[bytes], dict[str, int], list[str], Any]:
+        loader = build_loader(cfg, dp_rank=0, dp_size=1, state=state)
+        batches = [b.tokens_N.numpy().tobytes() for step in islice(loader, steps) for b in step]
+        return batches, loader.counters(), loader.take_news(), (loader.state(), loader.close())[0]
+
+    whole, counted, named, _ = read(16)
+    assert counted["samples_bad"] == len(named) > 0
+    assert all("a.jsonl:8: expected a non-empty string" in line for line in named)
+    first, before, _, state = read(7)
+    second, after, _, _ = read(9, merge_states([state]))
+    assert first + second == whole
+    assert before["samples_bad"] + after["samples_bad"] == counted["samples_bad"]
 
 
 def test_the_layout_of_a_sample(tmp_path: Path) -> None:
@@ -291,6 +337,27 @@ def test_a_tokenizer_file_is_read_and_its_ids_must_fit(tmp_path: Path) -> None:
         check(config(TEXT, data__tokenizer=str(tmp_path / "broken.json")))
     with pytest.raises(DataError, match=r"a is no tokenizer\.json"):  # a path that cannot be looked at
         check(config(TEXT, data__tokenizer="a" * 5000))
+
+
+def test_special_tokens_of_prepared_text_are_tokens(tmp_path: Path) -> None:
+    name = str(tokenizer_file(tmp_path / "t.json", 258))
+    (tmp_path / "t.jsonl").write_text('{"text": "w3 <|image|> w7"}\n' * 2, encoding="utf-8")
+    rows = make_rows(config(TEXT, data__path=str(tmp_path / "t.jsonl"), data__tokenizer=name), "train")
+    assert rows.row(0)[0].tokens.tolist() == [3, 258, 7, 256]
+    with pytest.raises(DataError, match=r"turns text into model\.image_token_id 258"):
+        check(config(VL, data__kind="text", data__path=str(tmp_path / "t.jsonl"), data__tokenizer=name))
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_published_weights_never_read_bytes(tmp_path: Path, published: bool) -> None:
+    if published:
+        (tmp_path / "tokenizer.json").touch()
+    size = 320 if published else 151_936
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is byte, and the weights in"):
+        check(config(TEXT, init__weights=str(tmp_path), model__vocab_size=size))
+    check(config(TEXT, init__weights=str(tmp_path), model__vocab_size=size, data__kind="mock"))
+    (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+    check(config(TEXT, init__weights=str(tmp_path)))
 
 
 def test_text_cannot_forge_an_image_token(tmp_path: Path) -> None:

@@ -67,16 +67,6 @@ def test_finetuning_starts_from_the_folder_in_every_layout(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_a_forgotten_tokenizer_is_said(tmp_path: Path) -> None:
-    folder_of("qwen3_tiny", tmp_path / "in")
-    words = ["trainer/configs/qwen3_tiny.yaml", "train.steps=2", "train.warmup_steps=1", f"init.weights={tmp_path / 'in'}"]
-    said = "data.tokenizer is byte, and"
-    assert said not in run([*words, f"output={tmp_path / 'a'}"])[0][1]
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
-    assert said in run([*words, f"output={tmp_path / 'b'}"])[0][1]
-
-
-@pytest.mark.full
 def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     given = folder_of("qwen3_tiny", tmp_path / "in")
     words = ["trainer/configs/qwen3_tiny.yaml", f"init.weights={tmp_path / 'in'}", f"output={tmp_path / 'out'}"]

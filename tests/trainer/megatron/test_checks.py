@@ -30,6 +30,7 @@ def problems(c: TrainerConfig, world: int) -> str:
 
 
 BF16 = {"dtype": "bf16"}
+DEEPSEEK = {"preset": "deepseek_v3_tiny"}
 LEGAL = [
     (1, config()),
     (4, config(parallel={"ep": 4}, train={"global_batch_size": 8})),
@@ -39,6 +40,8 @@ LEGAL = [
     (4, config(parallel={"pp": 2, "cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": False})),
     (2, config(parallel={"cp": 2}, moe={"dispatcher": "allgather"}, data={"pack": True})),
     (1, config(checkpoint={"dir": "saved"})),
+    (1, config(model={**DEEPSEEK, "router_group_top_k": 4, "top_k": 3})),  # all groups are kept, however they are scored
+    (1, config(model={**DEEPSEEK, "norm_topk_prob": False, "top_k": 1, "router_groups": 0, "router_group_top_k": 0})),
     (1, config(megatron={"optimizer_offload_fraction": 0.5})),
     (4, config(parallel={"cp": 2, "ep": 2}, moe={"dispatcher": "allgather"})),  # ranks of one exchange read the same rows
     (1, config(train=BF16, precision={"fp8": "blockwise"})),
@@ -179,6 +182,15 @@ def test_what_megatron_can_run_is_not_refused(world: int, c: TrainerConfig) -> N
         (config(train=BF16, precision={"fp8": "blockwise"}, megatron={"grouped_gemm": "cutlass"}), 1, "multiplies 16-bit numbers"),
         (config(train=BF16, moe={"experts": "loop"}, megatron={"grouped_gemm": "cutlass"}), 1, "is for grouped experts"),
         (config(optimizer={"fused": True}), 1, "optimizer.fused true belongs to the torch backend"),
+        # What megatron-core's router computes otherwise than DeepSeek-V3's own.
+        (config(model={**DEEPSEEK, "top_k": 2}), 1, "set model.top_k to 4 or model.router_group_top_k to 1"),
+        (config(model={**DEEPSEEK, "top_k": 6}), 1, "model.top_k 6 over model.router_group_top_k 2"),
+        (config(model={**DEEPSEEK, "norm_topk_prob": False}), 1, "divides the probabilities of the chosen experts by their sum"),
+        (
+            config(model={**DEEPSEEK, "top_k": 1, "router_groups": 0, "router_group_top_k": 0}),
+            1,
+            "leaves the probability of a single expert",
+        ),
         (config(optimizer={"master_weights": "remainder"}), 1, "optimizer.master_weights remainder belongs to the torch backend"),
     ],
 )

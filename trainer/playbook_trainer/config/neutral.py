@@ -80,6 +80,8 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "data.max_image_pixels": 65536,
         "data.max_source_pixels": 64000000,
         "data.max_images_per_sample": 3,
+        "data.on_long_sample": "drop",
+        "data.on_bad_sample": "fail",
         "data.on_bad_image": "fail",
         "data.cache": "none",
         "data.cache_gib": 1.0,

@@ -78,6 +78,12 @@ class DataConfig(Strict):
     max_source_pixels: int = Field(default=64_000_000, gt=0)
     """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
     max_images_per_sample: int = Field(default=3, gt=0)
+    """A sample with more is too long."""
+    on_long_sample: Literal["drop", "cut"] = "drop"
+    """An image-question-answer sample that is longer than a row, with its images scaled down as far as they may be. drop: it is left out, and counted.
+    cut: its last images are left out, then its answer is cut at the end. A question is never cut: where it leaves no room, the sample is dropped."""
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    """A row of the data that cannot be read as a sample. fail: stop with its file and line. skip: it is left out, named and counted."""
     on_bad_image: Literal["fail", "skip"] = "fail"
     """fail: stop with the file's name. skip: the image becomes grey, its sample bears no loss and keeps its place, and both are counted."""
     cache: Literal["none", "memory"] = "none"

@@ -19,7 +19,7 @@ class Document:
     """The first token that is a target of the loss; no token can predict the very first."""
     images: list[ImageRef] = field(default_factory=list)
     shortened: bool = False
-    """The sample was scaled or cut to fit a row."""
+    """Images of the sample were scaled down or left out, or its answer was cut, to fit a row."""
 
     def __len__(self) -> int:
         return len(self.tokens)

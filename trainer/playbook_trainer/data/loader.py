@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -28,13 +29,17 @@ from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
 from playbook_trainer.data.packing import LaneState
 from playbook_trainer.data.resume import identity, other_stream
-from playbook_trainer.data.rows import Rows, check_data, make_rows
+from playbook_trainer.data.rows import Lost, Rows, check_data, make_rows
 from playbook_trainer.data.sources.streams import Split
+from playbook_trainer.data.tokenizer import refuse_bytes
 
 _PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
-_COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", "samples_shortened")
+_SAMPLES = ("samples_shortened", "samples_dropped", "samples_bad")
+_COUNTERS = ("images_decoded", "images_cached", *(f"bad_images_{kind}" for kind in BAD_KINDS), "padding_tokens", *_SAMPLES)
 """What a loader counts; images that were decoded, taken from the cache and bad add up to the images of the batches."""
+_NAMED = 10
+"""Samples left out that each rank names; the rest are counted."""
 OF_PATCHES = ("pixels_PC", "rotary_P2", "pos_index_4P", "pos_weight_4P")
 """What a batch's images have for each patch."""
 
@@ -92,6 +97,7 @@ def check(config: TrainerConfig) -> None:
         DataError: missing or unreadable data.
         ConfigError: data and model do not fit each other.
     """
+    refuse_bytes(config)
     check_data(config, ["train", "eval"] if config.eval.every else ["train"])
 
 
@@ -143,6 +149,8 @@ class Loader:
         self._row = start_row
         self._lanes: dict[str, LaneState] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._named = 0
+        self._news: list[str] = []
         workers = config.data.num_workers
         options: dict[str, Any] = {}
         if workers:
@@ -180,8 +188,13 @@ class Loader:
         return {**place, "stream": self._stream, "extent": self._extent}
 
     def counters(self) -> dict[str, int]:
-        """Counts of what this rank has read so far, by the names in COUNTERS: images, padding tokens, samples shortened to fit a row."""
+        """Counts of what this rank has read so far, by the names in COUNTERS: images, padding tokens, samples shortened or left out."""
         return dict(self._counters)
+
+    def take_news(self) -> list[str]:
+        """A line for each sample that was left out since the last call, up to the tenth of all."""
+        news, self._news = self._news, []
+        return news
 
     def close(self) -> None:
         """Stop the worker processes, for good."""
@@ -205,6 +218,9 @@ class Loader:
         for name, count in packet.counts.items():
             self._counters[name] += count
         self._lanes.update(packet.lanes)
+        news = packet.news[: _NAMED - self._named]
+        self._named += len(news)
+        self._news += news
         return packet.batch
 
 
@@ -216,6 +232,7 @@ class _Packet:
     error: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, LaneState] = field(default_factory=dict)
+    news: list[str] = field(default_factory=list)
 
     def pin_memory(self) -> _Packet:
         """Called by the DataLoader's pinning thread. Only what is of every patch, which is large and which the host never reads again.
@@ -241,8 +258,12 @@ class _MicroBatches(Dataset[_Packet]):
         # Steps hold whole rounds of the ranks, so rounds can be counted through: step and micro-batch need not be told apart.
         mbs = self._config.train.micro_batch_size
         first = self._start + (m * self._size + self._rank) * mbs
+        lost: list[Lost] = []
         try:
-            rows = [self._rows.row(k) for k in range(first, first + mbs)]
+            rows = []
+            for k in range(first, first + mbs):
+                rows.append(self._rows.row(k))
+                lost += self._rows.lost()
             batch = collate(rows, self._config.model, self._config.data, self._decoder)
         except PlaybookError as e:
             # As a value: an exception that crosses the process border loses its type to a traceback in text.
@@ -253,10 +274,12 @@ class _MicroBatches(Dataset[_Packet]):
             **self._decoder.take_counts(),
             "padding_tokens": len(batch.tokens_N) - batch.num_useful,
             "samples_shortened": sum(d.shortened for row in rows for d in row),
+            **Counter(each.counter for each in lost),
         }
         lanes = self._config.train.global_batch_size
         states = {str(k % lanes): self._rows.state(k) for k in range(first, first + mbs)}
-        return _Packet(batch, counts=counts, lanes={number: state for number, state in states.items() if state})
+        news = [f"left out: {each.why}" for each in lost[:_NAMED]]
+        return _Packet(batch, counts=counts, lanes={number: state for number, state in states.items() if state}, news=news)
 
 
 class _Endless(Sampler[int]):

@@ -50,13 +50,13 @@ def _first_fit(waiting: Sequence[int], room: int) -> int | None:
 class Lane(Generic[T, D]):
     """Rows k, k + L, k + 2 L, ... of an endless run of rows, packed in that order.
 
-    First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
+    `documents` gives those of one of the items, none where it is left out. First fit with look-ahead: a row takes the earliest of the waiting documents that still fits, until none does. At most `buffer` wait.
     """
 
     def __init__(
         self,
         stream: Stream[T],
-        documents: Callable[[T], Sequence[D]],
+        documents: Callable[[Items[T], int], Sequence[D]],
         packing: Packing,
         *,
         number: int,
@@ -126,7 +126,7 @@ class Lane(Generic[T, D]):
         if self._sample[0] != (drawn, sample):
             items = self._open(drawn)
             at = permute(sample, len(items), order_key(*self._seed, drawn, self._number))
-            self._sample = ((drawn, sample), self._documents(items[at]))
+            self._sample = ((drawn, sample), self._documents(items, at))
         return self._sample[1]
 
     def _open(self, drawn: int) -> Items[T]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
 from playbook_trainer.data.document import Document
+from playbook_trainer.data.images import BadImage
 from playbook_trainer.data.packing import Lane, LaneState, Packing
 from playbook_trainer.data.sources.registry import Text, open_text, open_vqa
-from playbook_trainer.data.sources.streams import Flat, Sharded, Split
-from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, fit, merge_factor
+from playbook_trainer.data.sources.streams import Flat, Items, Sharded, Split
+from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, merge_factor
 from playbook_trainer.data.tokenizer import load_tokenizer
 
 T = TypeVar("T")
@@ -23,6 +24,17 @@ _MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
 _CHECKED = 256
 """Samples that are read before a run starts, to find out whether the data fits."""
+_MOST_LOST = 10_000
+"""Samples in a row that may be left out; where as many are, data and configuration do not fit each other."""
+
+
+class Lost(NamedTuple):
+    """A sample that is left out."""
+
+    counter: str
+    """`samples_dropped` (too long) or `samples_bad` (not readable as a sample)."""
+    why: str
+    """Its place, and what is wrong with it."""
 
 
 class Rows(Protocol):
@@ -33,6 +45,10 @@ class Rows(Protocol):
 
     def row(self, k: int) -> list[Document]:
         """The documents of row `k`, at most seq_len tokens in all."""
+        ...
+
+    def lost(self) -> list[Lost]:
+        """The samples that were left out in making the last row that was asked for."""
         ...
 
     def state(self, k: int) -> LaneState:
@@ -65,14 +81,58 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
     for split in splits:
         make_rows(config, split)
     if config.data.kind == "text":
-        _read_first(open_text(config.data, config.model), text_documents(config.model, config.data))
+        _read_first(open_text(config.data, config.model), text_documents(config.model, config.data), config.data)
     elif config.data.kind == "vqa":
-        _read_first(open_vqa(config.data), _vqa_documents(config.model, config.data))
+        _read_first(open_vqa(config.data), _vqa_documents(config.model, config.data), config.data)
 
 
-def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]]) -> None:
-    for sample in data.first(_CHECKED):
-        documents(sample)
+def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> None:
+    items, reader = data.head(), _Reader(documents, config)
+    for i in range(min(_CHECKED, len(items))):
+        reader.read(items, i)
+    if len(reader.lost) == min(_CHECKED, len(items)) > 0:
+        raise DataError(_none_left(reader.lost))
+
+
+def _none_left(lost: Sequence[Lost]) -> str:
+    return (
+        f"the data has {len(lost)} samples in a row of which none can be used, first {lost[0].why}; raise data.seq_len or "
+        "data.max_images_per_sample, set data.on_long_sample: cut, or mend the data"
+    )
+
+
+class _Reader(Generic[T]):
+    """Documents of samples under the policies for those that are bad or too long; remembers which ones it left out."""
+
+    def __init__(self, documents: Callable[[T], list[Document]], data: DataConfig) -> None:
+        self._documents, self._skip = documents, data.on_bad_sample == "skip"
+        self.lost: list[Lost] = []
+        self._in_vain: list[Lost] = []
+
+    def read(self, items: Items[T], i: int) -> list[Document]:
+        """The documents of item `i`; none where it is left out.
+
+        Raises:
+            DataError: it is bad and the policy is to fail, or too many in a row are left out.
+        """
+        try:
+            found = self._documents(items[i])
+        except BadImage:  # which data.on_bad_image is about
+            raise
+        except TooLong as e:
+            lost = Lost("samples_dropped", str(e))
+        except DataError as e:
+            if not self._skip:
+                raise
+            lost = Lost("samples_bad", str(e))
+        else:
+            self._in_vain.clear()
+            return found
+        self.lost.append(lost)
+        self._in_vain.append(lost)
+        if len(self._in_vain) == _MOST_LOST:
+            raise DataError(_none_left(self._in_vain))
+        return []
 
 
 class LaneRows(Generic[T]):
@@ -87,7 +147,7 @@ class LaneRows(Generic[T]):
         states: Mapping[int, LaneState],
     ) -> None:
         self._lanes_in_all = config.train.global_batch_size
-        self._stream, self._documents, self._states = data.stream(split, self._lanes_in_all), documents, states
+        self._stream, self._reader, self._states = data.stream(split, self._lanes_in_all), _Reader(documents, config.data), states
         self.extent = self._stream.extent
         self._packing = Packing(config.data.seq_len, config.data.pack_buffer if config.data.pack else 0)
         self._seed = _seed(config, split)
@@ -101,7 +161,12 @@ class LaneRows(Generic[T]):
             lane = self._lanes[number] = self._begin(number, wanted)
         while lane.rows < wanted:
             lane.row()
+        self._reader.lost.clear()  # other workers, which make those rows, tell what is left out of them
         return lane.row()
+
+    def lost(self) -> list[Lost]:
+        """The samples that were left out in making the last row."""
+        return list(self._reader.lost)
 
     def state(self, k: int) -> LaneState:
         """Where the lane of row `k` stands."""
@@ -111,7 +176,7 @@ class LaneRows(Generic[T]):
         state = self._states.get(number)
         return Lane(
             self._stream,
-            self._documents,
+            self._reader.read,
             self._packing,
             number=number,
             lanes=self._lanes_in_all,
@@ -142,6 +207,10 @@ class MockRows:
         tokens = rng.integers(0, above, size=total, dtype=np.int64)
         return [Document(part) for part in np.split(tokens, cuts)]
 
+    def lost(self) -> list[Lost]:
+        """No sample is read."""
+        return []
+
     def state(self, k: int) -> LaneState:
         """Each row is a function of its number alone."""
         return []
@@ -149,7 +218,7 @@ class MockRows:
 
 def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], list[Document]]:
     """Tokenize a text, end it with eos and cut it into pieces of seq_len; the last piece is shorter. The loss is everywhere."""
-    tokenizer = load_tokenizer(data.tokenizer, model)
+    tokenizer = load_tokenizer(data.tokenizer, model, prepared=True)
 
     def documents(text: Text) -> list[Document]:
         tokens = np.asarray([*(tokenizer.encode(text) if isinstance(text, str) else text), model.eos_token_id], dtype=np.int64)
@@ -191,9 +260,13 @@ def _mock_lengths(config: TrainerConfig) -> list[int]:
     model = config.model
     real = config.model_copy(update={"data": config.data.model_copy(update={"kind": "vqa" if model.vision is not None else "text"})})
     if real.data.kind == "text":
-        pieces = (d for text in open_text(real.data, model).first(_MOCK_LENGTHS) for d in text_documents(model, real.data)(text))
-    else:
-        pieces = (d for sample in open_vqa(real.data).first(_MOCK_LENGTHS) for d in _vqa_documents(model, real.data)(sample))
+        return _lengths(open_text(real.data, model), text_documents(model, real.data), real.data)
+    return _lengths(open_vqa(real.data), _vqa_documents(model, real.data), real.data)
+
+
+def _lengths(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> list[int]:
+    items, reader = data.head(), _Reader(documents, config)
+    pieces = (d for i in range(min(_MOCK_LENGTHS, len(items))) for d in reader.read(items, i))
     return [len(d) for d in islice(pieces, _MOCK_LENGTHS)]
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Protocol
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 
 _NUM_BYTES = 256
+_BYTE_VOCABULARY = 1024
+"""No model of bytes and special tokens has more ids."""
 
 
 class Tokenizer(Protocol):
@@ -28,9 +30,12 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`. Text that spells a special token is encoded as plain text, so data cannot forge one."""
+    """A Hugging Face `tokenizer.json`.
 
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    In `prepared` text, what spells a special token is that token. Elsewhere it is plain text, so that a question cannot forge one.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, *, prepared: bool = False) -> None:
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as e:
@@ -43,7 +48,7 @@ class FileTokenizer:
             raise
         except Exception as e:  # the library raises bare Exception for every broken file
             raise DataError(f"{path} is no tokenizer.json that the 'tokenizers' library can read: {e}") from e
-        self._backend.encode_special_tokens = True
+        self._backend.encode_special_tokens = not prepared
         self._backend.no_truncation()
         self._backend.no_padding()
         largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -58,15 +63,36 @@ class FileTokenizer:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
-def load_tokenizer(name: str, model: ModelConfig) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+def load_tokenizer(name: str, model: ModelConfig, *, prepared: bool = False) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names; in `prepared` text, special tokens are tokens.
 
     Raises:
         DataError: no such file, or it is not a tokenizer.
         ConfigError: its ids, or the model's special ids, do not fit the model's vocabulary.
     """
     _check_special(model, least=_NUM_BYTES if name == "byte" else 0)
-    return ByteTokenizer() if name == "byte" else FileTokenizer(Path(name), model.vocab_size)
+    return ByteTokenizer() if name == "byte" else FileTokenizer(Path(name), model.vocab_size, prepared=prepared)
+
+
+def refuse_bytes(config: TrainerConfig) -> None:
+    """Refuse to train weights on bytes that know text by the ids of another tokenizer: the loss would fall, and the model be lost.
+
+    Raises:
+        ConfigError: `init.weights` has a tokenizer, or more ids than bytes, and `data.tokenizer` is byte.
+    """
+    data, weights = config.data, config.init.weights
+    if weights is None or data.tokenizer != "byte" or data.kind == "mock" or data.source == "generated":
+        return
+    own = Path(weights) / "tokenizer.json"
+    if own.is_file():
+        raise ConfigError(
+            f"data.tokenizer is byte, and the weights in {weights} know text by the ids of their own: set data.tokenizer: {own}"
+        )
+    if config.model.vocab_size > _BYTE_VOCABULARY:
+        raise ConfigError(
+            f"data.tokenizer is byte, and the weights in {weights} have {config.model.vocab_size} ids, which are not of bytes: "
+            "set data.tokenizer to the tokenizer.json that was published with them"
+        )
 
 
 def _check_special(model: ModelConfig, least: int) -> None:

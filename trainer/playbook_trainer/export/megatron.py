@@ -183,7 +183,8 @@ def _data(sheet: Sheet) -> None:
     sheet.plain("data.pad", True, "rows have one length there")
     sheet.plain("data.pad_to_multiple", None, "rows have one length there")
     reading = (
-        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image"
+        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image "
+        "on_long_sample on_bad_sample"
     )
     sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), _READER)
     sheet.put("seed", "rng", "seed", config.seed)

@@ -78,7 +78,8 @@ def _data(sheet: Sheet) -> None:
     else:
         sheet.put("data.tokenizer", "model", "hf_assets_path", data.tokenizer.removesuffix("/tokenizer.json"))
     reading = (
-        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image"
+        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image "
+        "on_long_sample on_bad_sample"
     )
     sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), "it has a reader of its own")
 

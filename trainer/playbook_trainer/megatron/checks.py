@@ -49,6 +49,8 @@ SHARDING = {"ddp": "none", "distributed_optimizer": "optimizer", "megatron_fsdp"
 GRAPH_WARMUP = 3
 """Steps before CUDA graphs are captured."""
 
+_SCORED_EXPERTS = 2
+"""Experts whose scores DeepSeek-V3 adds up to the score of a group."""
 _CUTLASS_K = 128
 """What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
 _TORCH_ONLY: dict[str, Any] = {
@@ -167,7 +169,33 @@ def feature_problems(config: TrainerConfig) -> list[str]:
             "megatron.data_parallel fsdp2 gathers the embedding where it is looked up, and the tied output layer reads it elsewhere: "
             "set model.tie_word_embeddings: false, or take megatron_fsdp"
         )
-    return problems + _row_problems(config) + _vision_problems(config)
+    return problems + _row_problems(config) + _vision_problems(config) + _router_problems(config)
+
+
+def _router_problems(config: TrainerConfig) -> list[str]:
+    """Where megatron-core routes otherwise than the model that the weights come from.
+
+    Source: megatron-core, `moe_utils.py` (group_limited_topk, topk_routing_with_score_function); transformers, `DeepseekV3TopkRouter`.
+    """
+    model, problems = config.model, []
+    kept, each = model.router_group_top_k, _SCORED_EXPERTS
+    if kept < model.router_groups and model.top_k // kept != each:
+        problems.append(
+            f"model.top_k {model.top_k} over model.router_group_top_k {kept}: DeepSeek-V3 scores a group by its {each} best experts, and megatron-core "
+            f"by its top_k // router_group_top_k = {model.top_k // kept} best; set model.top_k to {each * kept} or model.router_group_top_k to "
+            f"{max(1, model.top_k // each)}"
+        )
+    if model.router_score == "sigmoid" and model.norm_topk_prob != (model.top_k > 1):
+        does = (
+            "divides the probabilities of the chosen experts by their sum"
+            if model.top_k > 1
+            else "leaves the probability of a single expert"
+        )
+        problems.append(
+            f"model.norm_topk_prob {_text(model.norm_topk_prob)} with router_score sigmoid and top_k {model.top_k}: megatron-core always {does}; "
+            f"set it to {_text(model.top_k > 1)}"
+        )
+    return problems
 
 
 def _row_problems(config: TrainerConfig) -> list[str]:

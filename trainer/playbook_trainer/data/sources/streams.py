@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Literal, Protocol, TypeVar
@@ -115,9 +115,9 @@ class Flat(Generic[_T_co]):
         """One split."""
         return FlatStream(self.items, split, self.name)
 
-    def first(self, count: int) -> Iterator[_T_co]:
-        """The first samples, whatever split they belong to."""
-        return (self.items[i] for i in range(min(count, len(self.items))))
+    def head(self) -> Items[_T_co]:
+        """All samples, in their own order, whatever split they belong to."""
+        return self.items
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,9 @@ class Sharded(Generic[_T_co]):
         """One split."""
         return ShardStream(self.num_shards, self.open, split, self.name, lanes)
 
-    def first(self, count: int) -> Iterator[_T_co]:
-        """The first samples of the first shard, whatever split they belong to."""
-        shard = self.open(0)
-        return (shard[i] for i in range(min(count, len(shard))))
+    def head(self) -> Items[_T_co]:
+        """The samples of the first shard, in their own order, whatever split they belong to."""
+        return self.open(0)
 
 
 class Joined(Generic[T]):

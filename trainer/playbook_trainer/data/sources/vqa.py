@@ -29,6 +29,10 @@ class Sample:
     sizes: Sequence[tuple[int, int]] | None = None
 
 
+class TooLong(DataError):
+    """A sample does not fit into a row, and is left out."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A sample that fits into a row: its images with their target sizes, and its text as tokens."""
@@ -38,7 +42,7 @@ class Fitted:
     answer: list[int]
     length: int
     shortened: bool
-    """Something of the sample was scaled, cut or left out to fit."""
+    """Images were scaled down or left out, or the answer was cut, to fit."""
 
 
 def folder_samples(folder: Path) -> Items[Sample]:
@@ -81,7 +85,10 @@ def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConf
 
     Raises:
         BadImage: a header is bad and the policy is to fail.
+        TooLong: it does not fit a row, by the rule of `_fit`.
     """
+    if len(sample.images) > data.max_images_per_sample and data.on_long_sample == "drop":
+        raise TooLong(f"{sample.place}: {len(sample.images)} images, and data.max_images_per_sample is {data.max_images_per_sample}")
     question, answer = tokenizer.encode(sample.question), tokenizer.encode(sample.answer)
     if model.image_token_id in question or model.image_token_id in answer:
         raise DataError(f"{sample.place}: the text contains model.image_token_id {model.image_token_id}; take the model's own tokenizer")
@@ -116,26 +123,28 @@ def _fit(
 ) -> Fitted:
     """The rule for a sample that is too long, in this order, each step only as far as needed.
 
-    1. images beyond max_images_per_sample are left out, the last first;
-    2. with `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each;
-    3. images are left out, the last first, until image tokens leave a place for one answer token and eos;
-    4. the question is cut at its end; 5. the answer is cut at its end. Eos always stays.
+    1. With `images: variable`, all images are scaled down by one ratio, to no less than LEAST_VISUAL_TOKENS each.
+    2. With `on_long_sample: cut`, images are left out, the last first (as are those beyond max_images_per_sample), and the answer is cut at its end.
+
+    The question stays whole, and so does eos. What does not fit then is TooLong.
     """
     factor = merge_factor(model)
     targets = [_target(size, factor, data) for size in kept]
     wanted = _length(targets, factor, len(question), len(answer))
     if wanted > data.seq_len:
         targets = _shrink(targets, kept, data.seq_len - (wanted - _visual(targets, factor)), factor, data)
-        while len(targets) > 1 and _length(targets, factor, 0, min(1, len(answer))) > data.seq_len:
-            targets = targets[:-1]
-    room = data.seq_len - _length(targets, factor, 0, 0)
+    least = len(answer) if data.on_long_sample == "drop" else min(1, len(answer))
+    while data.on_long_sample == "cut" and len(targets) > 1 and _length(targets, factor, len(question), least) > data.seq_len:
+        targets = targets[:-1]
+    room = data.seq_len - _length(targets, factor, len(question), 0)
+    if room < least:
+        raise TooLong(f"{sample.place}: at least {data.seq_len - room + least} tokens, and data.seq_len is {data.seq_len}")
     cut_answer = answer[:room]
-    cut_question = question[: room - len(cut_answer)]
     return Fitted(
         images=[ImageRef(file, *target, kind) for file, target, kind in zip(sample.images, targets, bad, strict=False)],
-        question=cut_question,
+        question=question,
         answer=cut_answer,
-        length=_length(targets, factor, len(cut_question), len(cut_answer)),
+        length=_length(targets, factor, len(question), len(cut_answer)),
         shortened=wanted > data.seq_len or len(kept) < len(sample.images),
     )
 
