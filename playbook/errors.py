@@ -6,6 +6,7 @@
       +-- DataError         training data is missing or unreadable
       +-- UnmetRequirement  the machine lacks what a claim needs
       +-- LaunchError       a run could not be started
+      +-- LogError          a run's log does not say, or not soundly, what its steps took
       +-- StoreError        evidence could not be written or does not check out
 
 A message says what was found, what was expected and what to do next. The command line catches PlaybookError once,
@@ -62,6 +63,10 @@ class UnmetRequirement(PlaybookError):
 
 class LaunchError(PlaybookError):
     """A run of the trainer could not be started."""
+
+
+class LogError(PlaybookError):
+    """A run's log is damaged, incomplete, or lacks what a verdict needs."""
 
 
 class StoreError(PlaybookError):

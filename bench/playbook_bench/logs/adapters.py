@@ -1,0 +1,75 @@
+"""The adapters: one row for each kind of log. The first whose parser finds a row knows the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from playbook_bench.logs import parsers
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How one trainer's log is known and read, and how the trainer is made to log each step with its time."""
+
+    name: str
+    reads: str
+    files: tuple[str, ...]
+    """Names of the files that it reads in a folder."""
+    parse: parsers.Parser
+    each_step: str
+    timed: str
+
+
+_ARRIVAL = "`playbook ab` and cases of kind `command` time each line as it arrives"
+_OWN = "print one line for each step"
+
+ADAPTERS: tuple[Adapter, ...] = (
+    Adapter(
+        "playbook",
+        "`metrics.jsonl` of `playbook train`",
+        ("metrics.jsonl",),
+        parsers.playbook,
+        "it always does",
+        "metrics.jsonl holds them",
+    ),
+    Adapter(
+        "jsonl",
+        'JSON lines with named fields: `{"step": 1, "seconds": 0.5, "loss": 2.3, "tokens": 4096}`',
+        ("log.jsonl",),
+        parsers.json_lines,
+        _OWN,
+        f"Print `seconds` of the step, or `elapsed` since the start; {_ARRIVAL}",
+    ),
+    Adapter(
+        "megatron",
+        "iteration lines of Megatron-LM, Megatron-DeepSpeed and Megatron-Bridge",
+        (),
+        parsers.megatron,
+        "--log-interval 1 (Megatron-Bridge: logger.log_interval=1)",
+        "iteration lines hold them",
+    ),
+    Adapter(
+        "torchtitan",
+        "`step: 10  loss: ...  tps: ...` lines of torchtitan",
+        (),
+        parsers.torchtitan,
+        "--metrics.log_freq 1",
+        f"Keep the logger's time stamps before the lines; {_ARRIVAL}",
+    ),
+    Adapter(
+        "hf",
+        "`trainer_state.json` of the Hugging Face Trainer, or the dictionaries that it prints",
+        ("trainer_state.json",),
+        parsers.hugging_face,
+        "logging_steps=1",
+        f"With include_num_input_tokens_seen='all', trainer_state.json holds `train_runtime` and tokens for each step logged; {_ARRIVAL}",
+    ),
+    Adapter(
+        "lightning",
+        "`metrics.csv` of Lightning's CSVLogger",
+        ("metrics.csv",),
+        parsers.lightning,
+        "Trainer(log_every_n_steps=1)",
+        "Log `step_time` in seconds in the module, or add the ThroughputMonitor callback",
+    ),
+)

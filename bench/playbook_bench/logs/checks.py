@@ -1,0 +1,265 @@
+"""From rows to checked steps: what is missing, doubled, out of order, cut short or not finite is an error, never a number."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from playbook.errors import LogError
+from playbook_bench.logs.fields import figures
+from playbook_bench.logs.model import Clock, LoggedStep, StepLog
+from playbook_bench.logs.parsers import Row
+
+_MAX_STEPS = 1_000_000
+_LARGEST_STEP = 2**53
+_BURST_S = 5e-5
+"""Lines closer than this were written at once, whatever the steps took."""
+FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s")
+_NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
+_NEXT_LINE = 1.5
+"""A line further in epochs than this many usual ones stands after a missing one."""
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller knows of the run, and how this adapter's trainer is made to say more."""
+
+    adapter: str
+    steps: int | None
+    """Steps that the run was to make; None where nobody knows, and then a log that ends early may pass."""
+    first: int | None
+    """Number of its first step; None: 0 or 1."""
+    arrivals: Sequence[float] | None
+    """Seconds on one clock at which each line of the text arrived."""
+    each_step: str
+    """The setting that makes the trainer log each step."""
+    timed: str
+    """What makes the trainer say how long steps take."""
+
+
+def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
+    """The steps of a log.
+
+    Raises:
+        LogError: it is not the whole and sound log of one run.
+    """
+    found = [(number, figures(row)) for number, row in itertools.islice(rows, _MAX_STEPS + 1)]
+    if len(found) > _MAX_STEPS:
+        raise LogError(f"{wanted.adapter}: the log has more than {_MAX_STEPS} lines about steps; expected the log of one short run")
+    if len(found) < 2:
+        raise LogError(
+            f"{wanted.adapter}: the log has {len(found)} lines about steps; expected at least 2. "
+            f"Look at what the command printed, name the right adapter, and let it log each step: {wanted.each_step}"
+        )
+    kept, sparse = _fields(found, wanted)
+    lines = _numbered(found, wanted)
+    every = _interval(lines, wanted)
+    _end(lines, every, wanted)
+    clock, seconds = _seconds(lines, kept, wanted)
+    tokens = _tokens(lines, kept, wanted)
+    begin = int(clock != "logged" or ("tokens_total" in kept and "tokens" not in kept))
+    steps = tuple(
+        LoggedStep(
+            line.step,
+            seconds[i],
+            tokens[i],
+            **{name: _optional(line, name, kept) for name in FIELDS if name not in ("tokens", "skipped")},
+            skipped=bool(line.values["skipped"]) if "skipped" in kept else None,
+        )
+        for i, line in enumerate(lines)
+        if i >= begin
+    )
+    unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
+    return StepLog(wanted.adapter, steps, unknown, every, clock, tuple(_caveats(every, clock, sparse, wanted)))
+
+
+def _optional(line: _Line, name: str, kept: set[str]) -> float | None:
+    return line.values.get(name) if name in kept else None
+
+
+def _fields(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> tuple[set[str], list[str]]:
+    """Figures that the lines hold, and those that most lines do not, which are passed over. A line without one that most have is damaged."""
+    counts = Counter(name for _, values in found for name in values)
+    kept = {name for name, n in counts.items() if 2 * n >= len(found)}
+    for number, values in found:
+        for name, value in values.items():
+            if name == "nan" and value:
+                raise LogError(
+                    f"{wanted.adapter}: line {number} says that its loss or gradients are NaN; expected finite ones. The run is no measurement"
+                )
+            if name in kept and not math.isfinite(value) and not (name in _NOT_WHEN_SKIPPED and values.get("skipped")):
+                raise LogError(
+                    f"{wanted.adapter}: line {number} has {name} {value}; expected a finite number. The run is no measurement: let it train soundly first"
+                )
+        missing = sorted(kept - values.keys() - (_NOT_WHEN_SKIPPED if values.get("skipped") else set()))
+        if missing:
+            raise LogError(
+                f"{wanted.adapter}: line {number} has no {', '.join(missing)}, which other lines about steps have; "
+                "the log is damaged, two processes write into it, or a value was NaN and left out"
+            )
+    return kept, sorted(name for name in counts.keys() - kept if name in FIELDS)
+
+
+def _numbered(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> list[_Line]:
+    """Lines with their steps; where they have none, counted, if their epochs show that none is missing."""
+    if any("step" in values for _, values in found):
+        return [_Line(number, _whole(values["step"], number, wanted), values) for number, values in found]
+    if wanted.steps is not None and wanted.steps % len(found):
+        raise LogError(
+            f"{wanted.adapter}: the log has {len(found)} lines about steps, which does not divide the {wanted.steps} steps expected; "
+            f"lines are missing or doubled. Let each step be logged: {wanted.each_step}"
+        )
+    _even_epochs(found, wanted)
+    every = wanted.steps // len(found) if wanted.steps else 1
+    origin = 1 if wanted.first is None else wanted.first
+    return [_Line(number, origin - 1 + every * i, values) for i, (number, values) in enumerate(found, start=1)]
+
+
+def _whole(value: float, number: int, wanted: Wanted) -> int:
+    if not 0 <= value < _LARGEST_STEP or value != int(value):
+        raise LogError(f"{wanted.adapter}: line {number} has step {value:g}; expected a whole number from 0 on")
+    return int(value)
+
+
+def _even_epochs(found: Sequence[tuple[int, dict[str, float]]], wanted: Wanted) -> None:
+    """Epochs grow evenly from line to line. They are printed with four digits, or two decimals: too coarse for many steps to an epoch."""
+    epochs = [values.get("epoch", math.nan) for _, values in found]
+    grown = [b - a for a, b in itertools.pairwise(epochs)]
+    usual = median(grown)
+    hundredths = all(abs(e * 100 - round(e * 100)) < _ROUNDING for e in epochs if math.isfinite(e))
+    unit = max(10 ** (math.floor(math.log10(epochs[-1])) - 3) if epochs[-1] > 0 else math.inf, 0.01 if hundredths else 0.0)
+    coarse = not usual > 2 * unit
+    if coarse and wanted.steps is None:
+        raise LogError(
+            f"{wanted.adapter}: lines have no step, and their epochs are too coarse to show that none is missing; expected the number of steps as well"
+        )
+    for (number, _), grew in zip(found[1:], grown, strict=True):
+        if not (grew >= 0 if coarse else 0 < grew < _NEXT_LINE * usual + unit):
+            raise LogError(
+                f"{wanted.adapter}: line {number} is {grew:.3g} epochs after the line before, where {usual:.3g} are usual; "
+                "lines are missing, doubled or out of order"
+            )
+
+
+def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
+    """Steps from line to line; the first step may have a line of its own."""
+    for a, b in itertools.pairwise(lines):
+        if b.step == a.step:
+            raise LogError(
+                f"{wanted.adapter}: step {b.step} is logged twice, on lines {a.number} and {b.number}; expected once. "
+                "Where several ranks write into one log, keep one (torchrun --local-ranks-filter 0)"
+            )
+        if b.step < a.step:
+            raise LogError(
+                f"{wanted.adapter}: step {b.step} on line {b.number} comes after step {a.step}; expected steps in order, from one run"
+            )
+    every = min(b.step - a.step for a, b in itertools.pairwise(lines[1:])) if len(lines) > 2 else lines[1].step - lines[0].step
+    for i, (a, b) in enumerate(itertools.pairwise(lines)):
+        own_line = i == 0 and a.step == (min(a.step, 1) if wanted.first is None else wanted.first) and b.step - a.step < every
+        if b.step - a.step != every and not own_line:
+            raise LogError(
+                f"{wanted.adapter}: after step {a.step} (line {a.number}) comes step {b.step} (line {b.number}), where every {every} is logged; "
+                "steps are missing from the log"
+            )
+    allowed = {0, 1, every - 1, every} if wanted.first is None else range(wanted.first, wanted.first + every)
+    if lines[0].step not in allowed:
+        raise LogError(
+            f"{wanted.adapter}: the first step logged is {lines[0].step} on line {lines[0].number}, where every {every} is logged; "
+            f"expected {' or '.join(map(str, sorted(allowed)[:4]))}: the beginning is missing, or the run resumed another"
+        )
+    return every
+
+
+def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> None:
+    """The last line is the last that the run should have written."""
+    named = lines[-1].values.get("total", 0)
+    expected = wanted.steps if wanted.steps is not None else int(named) if 0 < named < _LARGEST_STEP and wanted.first is None else None
+    if expected is None:
+        return
+    origin = wanted.first if wanted.first is not None else int(lines[0].step not in (0, every - 1) or lines[0].step == 1)
+    last = lines[-1].step
+    if last + every <= origin + expected - 1:
+        raise LogError(
+            f"{wanted.adapter}: the log ends at step {last} (line {lines[-1].number}); expected {expected} steps. "
+            "The run ended early, whatever its exit code said, or its last lines were not written"
+        )
+    if last > origin + expected - 1:
+        raise LogError(
+            f"{wanted.adapter}: the log goes on to step {last}; expected {expected} steps. It holds another run, or the run made more"
+        )
+
+
+def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Clock, list[float]]:
+    """Where seconds come from, and those of each line; the first line of a clock only starts it."""
+    clock: Clock = "logged"
+    if "seconds" in kept:
+        seconds = [line.values["seconds"] for line in lines]
+    elif "clock" in kept:
+        clock = "differences"
+        seconds = _rates([line.values["clock"] for line in lines], lines)
+    elif wanted.arrivals is not None:
+        clock = "arrival"
+        if max(line.number for line in lines) > len(wanted.arrivals):
+            raise LogError(
+                f"{wanted.adapter}: the text has more lines than the {len(wanted.arrivals)} that were timed; expected a time for each"
+            )
+        moments = [wanted.arrivals[line.number - 1] for line in lines]
+        seconds = _rates(moments, lines)
+        if 2 * sum(b - a < _BURST_S for a, b in itertools.pairwise(moments)) > len(moments):
+            raise LogError(
+                f"{wanted.adapter}: lines arrived in bursts, so the command buffers what it prints; expected each as its step ends. Set PYTHONUNBUFFERED=1, or flush"
+            )
+    else:
+        known = ", ".join(sorted(kept)) or "nothing known here"
+        raise LogError(f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}")
+    for line, value in list(zip(lines, seconds, strict=True))[clock != "logged" :]:
+        if not 0 < value < math.inf:
+            raise LogError(
+                f"{wanted.adapter}: step {line.step} on line {line.number} took {value:g} s; expected more than 0. The clock went back, or is too coarse"
+            )
+    return clock, seconds
+
+
+def _tokens(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> list[float | None]:
+    if "tokens" in kept:
+        tokens: list[float | None] = [line.values["tokens"] for line in lines]
+    elif "tokens_total" in kept:
+        tokens = list(_rates([line.values["tokens_total"] for line in lines], lines))
+    else:
+        return [None] * len(lines)
+    for line, value in list(zip(lines, tokens, strict=True))["tokens" not in kept :]:
+        if value is not None and value < 0:
+            raise LogError(f"{wanted.adapter}: step {line.step} on line {line.number} has {value:g} tokens; expected 0 or more")
+    return tokens
+
+
+def _rates(totals: Sequence[float], lines: Sequence[_Line]) -> list[float]:
+    """Growth for each step; 0 for the first line, whose own cannot be known."""
+    grown = [
+        (b - a) / (after.step - before.step)
+        for (a, b), (before, after) in zip(itertools.pairwise(totals), itertools.pairwise(lines), strict=True)
+    ]
+    return [0.0, *grown]
+
+
+def _caveats(every: int, clock: Clock, sparse: Sequence[str], wanted: Wanted) -> Iterable[str]:
+    if every > 1:
+        yield f"each line covers {every} steps, so what a single step took does not show. To see each: {wanted.each_step}"
+    if clock == "differences":
+        yield "seconds lie between the log's own time stamps: what happens between steps, such as a checkpoint, counts"
+    if clock == "arrival":
+        yield "seconds lie between the arrivals of the log's lines: what happens between steps, such as a checkpoint, counts"
+    if sparse:
+        yield f"most lines have no {', '.join(sparse)}: passed over"

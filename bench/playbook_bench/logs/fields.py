@@ -1,0 +1,86 @@
+"""Names under which trainers log a step's figures, and their units; and what counts as a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NAMES: dict[str, tuple[tuple[str, float], ...]] = {
+    "step": tuple((n, 1.0) for n in ("step", "global_step", "iteration", "iter", "trainer/global_step", "_step")),
+    "total": (("total_steps", 1.0), ("max_steps", 1.0), ("train_iters", 1.0)),
+    "seconds": (
+        *((n, 1.0) for n in ("seconds", "step_time", "step_seconds", "step_time_s", "time_per_step", "seconds_per_step", "sec_per_step")),
+        *((n, 1.0) for n in ("step_duration", "iteration_time", "iter_time", "step_timing in s", "time_metrics/end_to_end(s)")),
+        *(
+            (n, 1e-3)
+            for n in ("milliseconds", "ms", "step_time_ms", "step_ms", "ms_per_step", "iteration_time_ms", "iter_time_ms", "time_ms")
+        ),
+        ("elapsed time per iteration (ms)", 1e-3),
+    ),
+    "clock": tuple(
+        (n, 1.0) for n in ("elapsed", "elapsed_s", "elapsed_seconds", "timestamp", "wall_time", "_runtime", "_timestamp", "train_runtime")
+    ),
+    "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "num_tokens", "tokens_per_step", "step_tokens")),
+    "tokens_total": tuple((n, 1.0) for n in ("tokens_seen", "total_tokens", "consumed tokens", "num_input_tokens_seen", "ntokens_seen")),
+    "samples": (("global batch size", 1.0), ("samples", 1.0), ("num_samples", 1.0)),
+    "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss")),
+    "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm")),
+    "memory_bytes": (
+        *((n, 1.0) for n in ("memory_bytes", "peak_memory_bytes", "max_memory_allocated")),
+        *((n, 2.0**30) for n in ("memory_gib", "peak_memory_gib", "memory/max_reserved(GiB)")),
+    ),
+    "skipped": (("skipped", 1.0), ("number of skipped iterations", 1.0)),
+    "nan": (("nan", 1.0), ("number of nan iterations", 1.0)),
+    "tokens_per_s": tuple((n, 1.0) for n in ("tokens_per_s", "tokens_per_second", "tokens_per_sec", "tps", "wps", "throughput(tps)")),
+    "flops_per_s": (("flops_per_s", 1.0), ("tflops", 1e12), ("throughput per GPU (TFLOP/s/GPU)", 1e12)),
+    "epoch": (("epoch", 1.0),),
+}
+"""For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
+Capitals and punctuation do not matter, nor does a leading `train`. `time` and `throughput` are left out: they mean too many things."""
+
+_PUNCTUATION = re.compile(r"[^a-z0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+_LONGEST = 40
+"""Characters of a number."""
+
+
+def _plain(name: str) -> str:
+    return _PUNCTUATION.sub("_", name.lower()).strip("_")
+
+
+_BY_NAME = {_plain(name): (figure, rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
+_LIGHTNING_CLOCK = "train|time"
+"""Lightning's ThroughputMonitor: seconds since training began. Without its bar, the name could mean a step's time."""
+
+
+def number(value: Any) -> float | None:
+    """A number, as itself or as text; None where it is neither. It may be infinite or NaN, which is for others to refuse."""
+    if isinstance(value, str):
+        text = value.strip()
+        return float(text) if len(text) <= _LONGEST and _NUMBER.fullmatch(text) else None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    return None
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of one line, in our units."""
+    found: dict[str, tuple[int, float]] = {}
+    for name, raw in row.items():
+        known = _figure(name)
+        value = number(raw)
+        if known is not None and value is not None and (known[0] not in found or known[1] < found[known[0]][0]):
+            found[known[0]] = (known[1], value * known[2])
+    return {figure: value for figure, (_, value) in found.items()}
+
+
+def _figure(name: str) -> tuple[str, int, float] | None:
+    if name == _LIGHTNING_CLOCK:
+        return _BY_NAME["elapsed"]
+    plain = _plain(name)
+    bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain
+    return _BY_NAME.get(bare) or _BY_NAME.get(bare.removeprefix("train_"))

@@ -1,0 +1,44 @@
+"""What a log says of a run's steps, whichever trainer wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Clock = Literal["logged", "differences", "arrival"]
+"""Where seconds come from: the log states them; they lie between the log's own time stamps; they lie between the moments at which its lines arrived."""
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """One line of a log: a step, or where `StepLog.every` is above 1 the average of the steps since the line before. None: not known.
+
+    Units: seconds, tokens and samples for one step of the whole job; memory in bytes; rates for one GPU.
+    """
+
+    step: int
+    seconds: float
+    tokens: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    memory_bytes: float | None = None
+    skipped: bool | None = None
+    """No update was made: the gradients were not finite under a loss scale."""
+    samples: float | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """The steps of one run, checked: none is missing, twice there or out of order, and every figure is finite."""
+
+    adapter: str
+    steps: tuple[LoggedStep, ...]
+    unknown: tuple[str, ...]
+    """Fields of `LoggedStep` that no line of this log holds."""
+    every: int
+    """Steps that one line covers."""
+    clock: Clock
+    caveats: tuple[str, ...]
+    """What the figures do not vouch for, as sentences."""

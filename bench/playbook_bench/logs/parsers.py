@@ -1,0 +1,191 @@
+"""From a log's text to rows: for each line about a step, what it calls its figures. What the names mean is in `fields`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import regex
+
+from playbook.errors import LogError
+from playbook_bench.logs.fields import figures
+from playbook_bench.logs.text import Lines, lines, shown
+
+Row = tuple[int, dict[str, Any]]
+"""A line's number and its figures by the names that it gives them."""
+Parser = Callable[[str], Iterator[Row]]
+
+_REGEX_S = 10.0
+"""Seconds that a user's pattern may take over a whole log."""
+_LONGEST_PATTERN = 2000
+_HF_ITEM = re.compile(r"'([\w./|-]{1,100})': '?([^'\",{}]{0,100})'?")
+_MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
+_MEGATRON_TIME = "elapsed time per iteration (ms):"
+_TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
+_TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\b")
+_TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
+_TITAN_PERCENT = re.compile(r"([\d.]{1,20})%")
+
+
+class _Twice(ValueError):
+    """A JSON object names a key twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise _Twice
+    return out
+
+
+def json_lines(text: str) -> Iterator[Row]:
+    """JSON objects, each at the end of its line; text of a logger may stand before it."""
+    for number, line in lines(text):
+        start = line.find("{")
+        if start < 0:
+            continue
+        try:
+            row = json.loads(line[start:], object_pairs_hook=_once)
+        except (ValueError, RecursionError):
+            continue
+        if (
+            isinstance(row, dict)
+            and "log_history" not in row
+            and "step" in (named := figures(row))
+            and named.keys() - {"epoch", "total", "step"}
+        ):
+            yield number, row
+
+
+def playbook(text: str) -> Iterator[Row]:
+    """Our `metrics.jsonl`."""
+    return (row for row in json_lines(text) if {"timed", "useful_tokens"} <= row[1].keys())
+
+
+def hugging_face(text: str) -> Iterator[Row]:
+    """`trainer_state.json`, or the dictionaries that the Trainer prints."""
+    return _trainer_state(text) if text.lstrip()[:1] == "{" and '"log_history"' in text else _trainer_console(lines(text))
+
+
+def _trainer_state(text: str) -> Iterator[Row]:
+    try:
+        state = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as e:
+        raise LogError(f"hf: trainer_state.json is damaged ({shown(e)}); expected the file that `trainer.save_state()` writes") from e
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise LogError("hf: 'log_history' is no list; expected the trainer_state.json that `trainer.save_state()` writes")
+    for number, entry in enumerate(history, start=1):
+        if isinstance(entry, dict) and "loss" in entry:
+            yield number, {"max_steps": state.get("max_steps"), **entry}
+
+
+def _trainer_console(found: Lines) -> Iterator[Row]:
+    for number, line in found:
+        start = line.find("{'")
+        body = line[start:].rstrip()
+        if start < 0 or not body.endswith("}"):
+            continue
+        items = [_HF_ITEM.fullmatch(item) for item in body[1:-1].split(", ")]
+        # What the console shows of `train_runtime` has four digits: no clock.
+        row = {item[1]: item[2] for item in items if item and item[1] != "train_runtime"}
+        if all(items) and "loss" in row:
+            yield number, row
+
+
+def lightning(text: str) -> Iterator[Row]:
+    """CSVLogger's `metrics.csv`. Rows of one step that hold different figures are one; those of a validation hold none of ours."""
+    pending: Row | None = None
+    found = lines(text)
+    if not found or "step" not in found[0][1].strip().split(","):
+        return
+    try:
+        for number, cells in enumerate(csv.DictReader(line for _, line in found), start=2):
+            row = {name: cell for name, cell in cells.items() if isinstance(name, str) and isinstance(cell, str) and cell}
+            now, before = figures(row), figures(pending[1]) if pending else {}
+            if not now.keys() - {"epoch", "step"}:
+                continue
+            if pending and before.get("step") == now.get("step") and not (before.keys() & now.keys()) - {"epoch", "step"}:
+                pending[1].update(row)
+                continue
+            if pending:
+                yield pending
+            pending = (number, row)
+    except csv.Error as e:
+        raise LogError(f"lightning: metrics.csv is damaged ({shown(e)}); expected the file that CSVLogger writes") from e
+    if pending:
+        yield pending
+
+
+def torchtitan(text: str) -> Iterator[Row]:
+    """`step: 10  loss: 7.1  grad_norm: 1.2  memory: 9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%`, with the logger's time before it."""
+    for number, line in lines(text):
+        start = _TITAN.search(line)
+        if start is None:
+            continue
+        words = line[start.start() :].split()
+        names, values = words[::2], words[1::2]
+        if len(names) != len(values) or not all(n.endswith(":") for n in names) or len(set(names)) < len(names):
+            continue
+        row: dict[str, Any] = {n[:-1]: v for n, v in zip(names, values, strict=True)}
+        if memory := _TITAN_MEMORY.fullmatch(row.pop("memory", "")):
+            row["memory_gib"] = memory[1]
+        row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
+        if at := _TITAN_TIME.search(line[: start.start()]):
+            row["timestamp"] = _moment(at[1])
+        yield number, row
+
+
+def _moment(text: str) -> float | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+def megatron(text: str) -> Iterator[Row]:
+    """Iteration lines of Megatron-LM since 2020, of Megatron-DeepSpeed and of Megatron-Bridge: `name: value` between bars."""
+    for number, line in lines(text):
+        start = _MEGATRON.search(line)
+        if start is None or _MEGATRON_TIME not in line:
+            continue
+        parts = [part.partition(":") for part in line[start.end() :].split("|") if part.strip()]
+        row: dict[str, Any] = {name.strip(): value.strip() for name, _, value in parts}
+        if len(row) == len(parts):
+            yield number, {"iteration": start[1], "train_iters": start[2], **row}
+
+
+def by_pattern(pattern: str) -> Parser:
+    """A parser by a regular expression whose named groups are figures: `step`, `seconds` or `ms`, `loss`, `tokens`, ...
+
+    Raises:
+        LogError: the pattern is no regular expression, or names no group `step`; later, that it takes too long.
+    """
+    try:
+        compiled = regex.compile(pattern[:_LONGEST_PATTERN])
+    except (regex.error, RecursionError, OverflowError) as e:
+        raise LogError(f"regex: {shown(pattern)} is no regular expression ({shown(e)})") from e
+    if "step" not in compiled.groupindex or len(pattern) > _LONGEST_PATTERN:
+        raise LogError(
+            f"regex: {shown(pattern)} has groups {sorted(compiled.groupindex)}; expected named groups `(?P<step>...)` and `(?P<seconds>...)`, "
+            f"perhaps loss and tokens, in at most {_LONGEST_PATTERN} characters"
+        )
+
+    def parse(text: str) -> Iterator[Row]:
+        until = time.monotonic() + _REGEX_S
+        for number, line in lines(text):
+            try:
+                found = compiled.search(line, timeout=max(1e-3, until - time.monotonic()))
+            except TimeoutError as e:
+                raise LogError(
+                    f"regex: {shown(pattern)} took more than {_REGEX_S:g} s, the last on line {number}; avoid repeats inside repeats"
+                ) from e
+            if found is not None:
+                yield number, {name: value for name, value in found.groupdict().items() if value is not None}
+
+    return parse

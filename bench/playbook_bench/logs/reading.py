@@ -1,0 +1,72 @@
+"""Read a run's log, whichever trainer wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from playbook.errors import LogError
+from playbook_bench.logs import parsers, text
+from playbook_bench.logs.adapters import ADAPTERS, Adapter
+from playbook_bench.logs.checks import Wanted, step_log
+from playbook_bench.logs.model import StepLog
+
+_PATTERN = "regex:"
+
+
+def read(
+    text_or_path: str | Path,
+    adapter: str | None = None,
+    *,
+    steps: int | None = None,
+    first: int | None = None,
+    arrivals: Sequence[float] | None = None,
+) -> StepLog:
+    """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
+
+    `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make: only
+    with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that is neither
+    0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs that hold no time.
+
+    Raises:
+        LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
+    """
+    content = _content(text_or_path) if isinstance(text_or_path, Path) else text_or_path
+    if len(content) > text.MAX_BYTES:
+        raise LogError(
+            f"the log is longer than {text.MAX_BYTES >> 20} MiB; expected the log of one run. Let one rank write it, or run fewer steps"
+        )
+    chosen = _chosen(adapter, content)
+    return step_log(chosen.parse(content), Wanted(chosen.name, steps, first, arrivals, chosen.each_step, chosen.timed))
+
+
+def _content(path: Path) -> str:
+    if not path.is_dir():
+        return text.load(path)
+    known = [path / name for each in ADAPTERS for name in each.files if (path / name).is_file()]
+    if len(known) != 1:
+        names = ", ".join(name for each in ADAPTERS for name in each.files)
+        raise LogError(f"{path}: holds {len(known)} files that an adapter reads; expected one of {names}, or name the file itself")
+    return text.load(known[0])
+
+
+def _chosen(name: str | None, content: str) -> Adapter:
+    if name is not None and name.startswith(_PATTERN):
+        parse = parsers.by_pattern(name.removeprefix(_PATTERN))
+        return Adapter("regex", "", (), parse, "print one line for each step", "Name a group `seconds` or `ms`")
+    if name is not None:
+        found = next((each for each in ADAPTERS if each.name == name), None)
+    else:
+        found = next((each for each in ADAPTERS if _knows(each, content)), None)
+    if found is None:
+        known = ", ".join([*(each.name for each in ADAPTERS), f"{_PATTERN}PATTERN"])
+        what = "no adapter knows a line of this log" if name is None else f"there is no adapter {text.shown(name)}"
+        raise LogError(f"{what}; expected one of {known}. JSON lines with step, seconds, loss and tokens are read without options")
+    return found
+
+
+def _knows(adapter: Adapter, content: str) -> bool:
+    try:
+        return next(adapter.parse(content), None) is not None
+    except LogError:
+        return True

@@ -1,0 +1,128 @@
+"""Logs as trainers write them: their formats, our figures. Shared by the tests of adapters."""
+
+from __future__ import annotations
+
+import json
+
+LOSSES = (2.5, 2.41, 2.37, 2.3, 2.26, 2.21, 2.18, 2.14)
+SECONDS = (0.75, 0.5, 0.52, 0.49, 0.51, 0.5, 0.53, 0.5)
+TOKENS = 4096
+
+
+def moments() -> list[float]:
+    """Seconds from the start of training to the end of each step."""
+    return [round(sum(SECONDS[: i + 1]), 4) for i in range(len(SECONDS))]
+
+
+def json_lines() -> str:
+    rows = [{"step": i, "seconds": s, "loss": x, "tokens": TOKENS} for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)]
+    return "starting\n" + "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "done"}\n'
+
+
+def playbook() -> str:
+    rows = [
+        {"step": i, "timed": i > 2, "loss": x, "grad_norm": 1.5, "lr": 1e-3, "seconds": s, "useful_tokens": TOKENS, "raw_tokens": 4100}
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def megatron(every: int = 1, skipped: tuple[int, ...] = ()) -> str:
+    """Megatron-LM's lines of 2024 and after; lines of other ranks and timers stand between them."""
+    out = ["training ...", "[before the start of training step] datetime: 2026-01-05 10:00:00 "]
+    for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1):
+        n = i * every
+        learned = "" if n in skipped else f" lm loss: {x:.6E} | load_balancing_loss: 1.069903E+00 |"
+        norm = "" if n in skipped else " grad norm: 2.853 |"
+        out.append(
+            f" [2026-01-05 10:00:{i:02d}.250000] iteration {n:8d}/{len(SECONDS) * every:8d} | consumed samples: {n * 128:12d} |"
+            f" elapsed time per iteration (ms): {s * 1000:.1f} | throughput per GPU (TFLOP/s/GPU): 220.4 | learning rate: 3.000000E-06 |"
+            f" global batch size:   128 |{learned} loss scale: 1.0 |{norm} num zeros: 0.0 |"
+            f" number of skipped iterations: {int(n in skipped):3d} | number of nan iterations:   0 |"
+        )
+        if i == 1:
+            out.append("[Rank 0] (after 1 iterations) memory (MB) | allocated: 54250.97 | max allocated: 54250.98 | reserved: 61480.0")
+        out.append("time (ms) | forward-compute: 193.77 | backward-compute: 73.02 | optimizer: 63.01")
+    out.append(" validation loss at iteration 8 | lm loss value: 2.2E+00 | lm loss PPL: 9.0E+00 |")
+    return "\n".join(out) + "\n"
+
+
+def megatron_2020() -> str:
+    """Without date, samples and throughput."""
+    return "".join(
+        f" iteration {i:8d}/{len(SECONDS):8d} | elapsed time per iteration (ms): {s * 1000:.1f} | learning rate: 1.000E-04 |"
+        f" lm loss: {x:.6E} | loss scale: 1.0 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True), 1)
+    )
+
+
+def megatron_bridge() -> str:
+    """Rank 0 prints a line of its own before the last rank's."""
+    return "".join(
+        f"Step Time : {line.split('(ms): ')[1][:3]}s GPU utilization: 528.1MODEL_TFLOP/s/GPU\n{line}\n"
+        if "elapsed time" in line
+        else f"{line}\n"
+        for line in megatron().splitlines()
+    )
+
+
+def torchtitan(colours: bool = True, every: int = 1, prefix: str = "[rank0]:") -> str:
+    """torchtitan's lines; with `every` above 1, step 1 has one of its own, as there."""
+    red, green, reset = ("\x1b[31m", "\x1b[32m", "\x1b[39m") if colours else ("", "", "")
+    out = [f"{prefix}[titan] 2026-02-24 10:00:00,000 - root - INFO - Training starts at step 1"]
+    for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1):
+        n = i if every == 1 else max(1, (i - 1) * every)
+        second, milli = divmod(round(at * 1000), 1000)
+        out.append(
+            f"{prefix}[titan] 2026-02-24 10:00:{second:02d},{milli:03d} - root - INFO - {red}step: {n:2}  {green}loss: {x:8.5f}  "
+            f"grad_norm: {1.5:7.4f}  memory: {9.46:5.2f}GiB(64.99%)  tps: 7,282  tflops: 1,000.52  mfu: 0.17%{reset}"
+        )
+    out.append(
+        f"{prefix}[titan] 2026-02-24 10:01:00,000 - root - INFO - validate step: {n:2}  loss:  2.1000  memory:  9.46GiB(64.99%)  tps: 9,000"
+    )
+    return "\n".join(out) + "\n"
+
+
+def trainer_state(timed: bool = True) -> str:
+    """Hugging Face's `trainer_state.json`; timed: with include_num_input_tokens_seen."""
+    history = [
+        {"epoch": i / 4, "grad_norm": 1.5, "learning_rate": 5e-5, "loss": x, "step": i}
+        | ({"num_input_tokens_seen": TOKENS * i, "train_runtime": at, "train_tokens_per_second": 8000.1} if timed else {})
+        for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True), 1)
+    ]
+    history.append({"epoch": 2.0, "eval_loss": 2.2, "eval_runtime": 0.1, "step": 8})
+    history.append({"epoch": 2.0, "step": 8, "total_flos": 1e12, "train_loss": 2.3, "train_runtime": 4.5, "train_steps_per_second": 1.78})
+    return json.dumps({"global_step": 8, "log_history": history, "logging_steps": 1, "max_steps": 8}, indent=2)
+
+
+def trainer_console() -> str:
+    """What the Trainer prints, with its progress bar on the same terminal: version 5 quotes the numbers."""
+    out = ["\r  0%|          | 0/8 [00:00<?, ?it/s]"]
+    for i, x in enumerate(LOSSES, 1):
+        out.append(
+            f"\r                       \r{{'loss': '{x:.4g}', 'grad_norm': '1.5', 'learning_rate': '5e-05', 'epoch': '{i / 4:.4g}'}}\n"
+        )
+        out.append(f"\r {i * 12}%|#         | {i}/8 [00:00<00:01,  1.9it/s]")
+    out.append("\n{'train_runtime': '4.3', 'train_samples_per_second': '7.4', 'train_loss': '2.3', 'epoch': '2'}\n")
+    return "".join(out)
+
+
+def lightning(monitor: bool = False) -> str:
+    """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation in rows of its own."""
+    clock = "train|time" if monitor else "step_time"
+    names = ["epoch", "step", clock, "train_loss", "val_loss"] if not monitor else ["epoch", "step", "train_loss", clock, "val_loss"]
+    out = [",".join(names)]
+    for i, (s, at, x) in enumerate(zip(SECONDS, moments(), LOSSES, strict=True)):
+        if monitor:  # the callback logs in a row of its own
+            out += [f"0,{i},{x},,", f"0,{i},,{at},"]
+        else:
+            out.append(f"0,{i},{s},{x},")
+    out.append("0,7,,,2.2")
+    return "\r\n".join(out) + "\r\n"
+
+
+def own_format() -> str:
+    return "".join(f"iter {i} took {s * 1000:.1f}ms loss={x}\n" for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True)))
+
+
+OWN_PATTERN = r"regex:^iter (?P<step>\d+) took (?P<ms>[\d.]+)ms loss=(?P<loss>\S+)$"
