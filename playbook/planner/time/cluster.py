@@ -1,0 +1,107 @@
+"""Clusters by the name of their GPU: rates of data sheets, and efficiencies that a calibration measured or others published."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.paths import repo_root
+from playbook.planner.time.laws import Laws, calibrated
+from playbook.yaml_files import did_you_mean, read
+
+_GPUS = "gpus.yaml"
+_CALIBRATION = "h200.json"
+_REFERENCE = "h200"
+_GIGA = 1e9
+_TERA = 1e12
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """One kind of GPU with its host and networks; bandwidths are for one GPU and one direction.
+
+    `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to the
+    calibrated machine. `transferred` says that the laws were measured on another kind of GPU. `provenance` has the source of each figure.
+    Units: FLOP/s, bytes per second, GiB.
+    """
+
+    name: str
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float
+    memory_gib: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    domain: int
+    nic_bytes_per_s: float
+    host_speed: float
+    laws: Laws
+    transferred: bool
+    has_fp8: bool = True
+    provenance: dict[str, str] = field(default_factory=dict)
+
+
+def cluster(name: str) -> Cluster:
+    """The cluster of a kind of GPU, by our name, its product name or what its driver calls it.
+
+    Raises:
+        ConfigError: no such GPU is known.
+    """
+    names = _names()
+    found = names.get(_plain(name))
+    if found is None:
+        raise ConfigError(
+            f"hardware '{name[:40]}' is not known{did_you_mean(name[:40], clusters())}; expected one of {', '.join(clusters())}"
+        )
+    return _load(found)
+
+
+@cache
+def clusters() -> tuple[str, ...]:
+    """Names of all clusters that are known."""
+    return tuple(_file()["gpus"])
+
+
+@cache
+def _names() -> dict[str, str]:
+    gpus = _file()["gpus"]
+    return {_plain(word): name for name, row in gpus.items() for word in (name, *row["names"])}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@cache
+def _file() -> Any:
+    return read(repo_root() / "playbook" / "clusters" / _GPUS)[0]
+
+
+@cache
+def _load(name: str) -> Cluster:
+    data = _file()
+    row = data["gpus"][name]
+    figures = {key: value for key, (value, _) in ((k, v) for k, v in row.items() if k != "names")}
+    said = {key: "{kind}: {of}".format(**data["sources"][source]) for key, (_, source) in ((k, v) for k, v in row.items() if k != "names")}
+    reference = {k: v[0] for k, v in data["gpus"][_REFERENCE].items() if k != "names"}
+    bf16, fp8 = figures["bf16_reached"] / reference["bf16_reached"], figures.get("fp8_reached", 0.0) / reference["fp8_reached"]
+    laws = calibrated(
+        repo_root() / "playbook" / "clusters" / _CALIBRATION, reference["bf16_tflops"] * _TERA, reference["memory_gb_s"] * _GIGA
+    )
+    return Cluster(
+        name=name,
+        bf16_flops_per_s=figures["bf16_tflops"] * _TERA,
+        fp8_flops_per_s=figures.get("fp8_tflops", figures["bf16_tflops"]) * _TERA,
+        memory_gib=figures["memory_gib"],
+        memory_bytes_per_s=figures["memory_gb_s"] * _GIGA,
+        link_bytes_per_s=figures["link_gb_s"] * _GIGA,
+        domain=figures["domain"],
+        nic_bytes_per_s=figures["nic_gb_s"] * _GIGA,
+        host_speed=figures["host_speed"],
+        laws=laws.scaled(bf16, fp8 or bf16),
+        transferred=name != _REFERENCE,
+        has_fp8="fp8_tflops" in figures,
+        provenance=said,
+    )

@@ -1,0 +1,367 @@
+"""What one layer takes for one micro-batch: products, attention, elementwise kernels, host and communication, by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from playbook.planner.options import FLEX
+from playbook.planner.plan import Plan
+from playbook.planner.shapes import Shape
+from playbook.planner.time import collectives
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.constants import EP_HIDDEN, HOST_ATTENTION, HOST_COMPILED, HOST_EXPERT, HOST_GRAPHED, HOST_MLP, HOST_MOE, IN_STEP
+from playbook.planner.time.laws import TILE, Product
+
+BF16 = 2
+_FP32 = 4
+_CAST_BYTES = 4
+"""Bytes that quantising one value moves: two read, one written for each direction of the product."""
+
+
+class Work(NamedTuple):
+    """What decides a layer's time beside its kind: degrees, sizes and options that act inside a layer."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    mbs: int
+    seq_len: int
+    sp: bool
+    imbalance: float
+    dispatcher: str
+    cp_comm: str
+    fp8: str
+    recompute: tuple[str, ...]
+    graphs: tuple[str, ...]
+    ep_overlap: bool
+    compiled: bool
+
+
+class Kind(NamedTuple):
+    """What tells a layer from others of its model."""
+
+    dense: bool
+    linear: bool
+    windowed: bool
+
+
+class Parts(NamedTuple):
+    """Seconds of one pass, by part; communication is what is exposed."""
+
+    products: float = 0.0
+    grouped: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    host: float = 0.0
+    tp: float = 0.0
+    ep: float = 0.0
+    cp: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds of the GPU, communication included."""
+        return sum(self) - self.host
+
+    def plus(self, other: Parts, times: float = 1.0) -> Parts:
+        """The sum with so many of another."""
+        return Parts(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class Cost(NamedTuple):
+    """A layer's passes; what is run again counts with the backward pass."""
+
+    forward: Parts
+    backward: Parts
+
+
+def work(plan: Plan) -> Work:
+    """The part of a plan that a layer's time depends on."""
+    o = plan.options
+    return Work(
+        plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance, o.dispatcher or "alltoall",
+        o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, o.sharding == "fsdp2",
+    )  # fmt: skip
+
+
+def kind(shape: Shape, index: int) -> Kind:
+    """The kind of the layer with this index."""
+    full = shape.window_every and (index + 1) % shape.window_every == 0
+    linear = shape.linear is not None and (index + 1) % shape.linear.full_every != 0
+    return Kind(index < shape.dense_layers, linear, bool(shape.window) and not full)
+
+
+@lru_cache(maxsize=200_000)
+def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    """Seconds of one layer of a kind for one micro-batch."""
+    blocks = [_attention(cluster, shape, kind, w), _mlp(cluster, shape, w) if kind.dense else _moe(cluster, shape, w)]
+    forward = blocks[0].forward.plus(blocks[1].forward)
+    backward = blocks[0].backward.plus(blocks[1].backward)
+    again = _again(cluster, shape, kind, w, blocks)
+    return Cost(_waited(forward, w), _waited(backward.plus(again), w))
+
+
+def _waited(parts: Parts, w: Work) -> Parts:
+    """`host` as what the host adds to the device's time: both are busy at once, but each waits for the other at times.
+
+    The root of the sum of squares lies between perfect overlap and none; a graph of the whole step needs no host.
+    """
+    if "full_iteration" in w.graphs:
+        return parts._replace(host=0.0)
+    host = parts.host * (HOST_GRAPHED.value if w.graphs else 1.0) * (HOST_COMPILED.value if w.compiled else 1.0)
+    device = parts.device
+    return parts._replace(host=(device**2 + host**2) ** 0.5 - device)
+
+
+def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: bool) -> Cost:
+    """One matrix product with its two gradients; 8-bit products have their casts among the elementwise kernels."""
+    flops, weight = 2.0 * rows * wide_in * wide_out, wide_in * wide_out
+    moved = BF16 * (rows * (wide_in + wide_out) + weight)
+    laws, peak, bandwidth = cluster.laws, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s
+    slower = 1 / IN_STEP.value
+
+    def one(law: Product, num_bytes: float) -> float:
+        if fp8:
+            law, rate, num_bytes = laws.fp8, cluster.fp8_flops_per_s, num_bytes / 2
+        else:
+            rate = peak
+        return slower * law.seconds(flops, num_bytes, rate, bandwidth)
+
+    forward = Parts(products=one(laws.forward, moved))
+    backward = Parts(products=one(laws.input_gradient, moved) + one(laws.weight_gradient, moved + 2 * _FP32 * weight))
+    if not fp8:
+        return Cost(forward, backward)
+    cast_in, cast_out = (_bytes(cluster, _CAST_BYTES * rows * width) for width in (wide_in, wide_out))
+    return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
+
+
+def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, fp8: bool) -> Cost:
+    """One product for each local expert, with its gradients; an expert's rows are rounded up to whole tiles."""
+    padded = max(TILE, -(-rows // TILE) * TILE) if rows < 8 * TILE else rows
+    flops, weight = 2.0 * padded * experts * wide_in * wide_out, experts * wide_in * wide_out
+    moved = BF16 * (experts * rows * (wide_in + wide_out) + weight)
+    laws, bandwidth, slower = cluster.laws, cluster.memory_bytes_per_s, 1 / IN_STEP.value
+    fast = (cluster.fp8_flops_per_s / cluster.bf16_flops_per_s) * laws.fp8.share / laws.forward.share if fp8 else 1.0
+    size = 0.5 if fp8 else 1.0
+
+    def one(law: Product, num_bytes: float) -> float:
+        return slower * law.seconds(flops / fast, num_bytes * size, cluster.bf16_flops_per_s, bandwidth)
+
+    forward = Parts(grouped=one(laws.grouped_forward, moved))
+    backward = Parts(grouped=one(laws.grouped_backward, moved) + one(laws.grouped_backward, moved + 2 * _FP32 * weight))
+    if not fp8:
+        return Cost(forward, backward)
+    cast_in, cast_out = (_bytes(cluster, _CAST_BYTES * rows * experts * width) for width in (wide_in, wide_out))
+    return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
+
+
+def _sum(costs: Iterator[Cost]) -> Cost:
+    forward, backward = Parts(), Parts()
+    for one in costs:
+        forward, backward = forward.plus(one.forward), backward.plus(one.backward)
+    return Cost(forward, backward)
+
+
+def _bytes(cluster: Cluster, num_bytes: float) -> float:
+    """Seconds of kernels that only move bytes."""
+    return num_bytes / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+
+
+def _tokens(w: Work) -> tuple[float, float]:
+    """Tokens of a CP rank, and of a TP rank within it."""
+    all_ = w.seq_len * w.mbs / w.cp
+    return all_, all_ / (w.tp if w.sp else 1)
+
+
+def _projections(shape: Shape, linear: bool, tp: int) -> list[tuple[str, float, float]]:
+    """The matrix products around one layer's attention on a TP rank: what recomputes them, width in, width out."""
+    h, n, d = shape.hidden, shape.heads / tp, shape.head_dim
+    if linear and shape.linear is not None:
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        return [("", h, (2 * qk + 2 * v + 2 * gdn.value_heads) / tp), ("", v / tp, h)]
+    if shape.mla is not None:
+        m = shape.mla
+        query = (
+            [("", h, m.q_rank), ("mla_up_proj", m.q_rank, n * (m.nope_dim + m.rope_dim))]
+            if m.q_rank
+            else [("", h, n * (m.nope_dim + m.rope_dim))]
+        )
+        return [*query, ("", h, m.kv_rank + m.rope_dim), ("mla_up_proj", m.kv_rank, n * (m.nope_dim + m.v_dim)), ("", n * m.v_dim, h)]
+    kv = max(shape.kv_heads / tp, 1)
+    return [("", h, (n * (2 if shape.attention_gate else 1) + 2 * kv) * d), ("", n * d, h)]
+
+
+def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
+    rows, local = _tokens(w)
+    found = _sum(_dense(cluster, rows, i, o, bool(w.fp8)) for _, i, o in _projections(shape, kind.linear, w.tp))
+    core = _core(cluster, shape, kind, w)
+    h = shape.hidden
+    # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
+    heads = sum(o for _, i, o in _projections(shape, kind.linear, w.tp) if i != o) * (2 if shape.qk_norm else 1)
+    moved = BF16 * (5 * local * h + 2 * rows * heads)
+    forward = found.forward._replace(
+        attention=core[0], elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, HOST_ATTENTION[0].value)
+    )
+    backward = found.backward._replace(
+        attention=core[1],
+        elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved),
+        host=_host(cluster, HOST_ATTENTION[1].value),
+    )
+    gather = _tensor(cluster, shape, w)
+    ring = _context(cluster, shape, kind, w)
+    return Cost(
+        forward._replace(tp=2 * gather, cp=_exposed(w, ring, core[0])),
+        backward._replace(tp=(3 if w.sp else 2) * gather, cp=_exposed(w, 2 * ring, core[1])),
+    )  # fmt: skip
+
+
+def _host(cluster: Cluster, seconds: float) -> float:
+    return seconds / cluster.host_speed
+
+
+def _exposed(w: Work, sent: float, beside: float) -> float:
+    """What of a ring's messages the attention beside them does not hide; other kinds hide nothing."""
+    return max(0.0, sent - beside) if w.cp_comm == "p2p" else sent
+
+
+def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, float]:
+    """Attention itself, both passes."""
+    rows = w.seq_len * w.mbs / w.cp
+    peak, laws = cluster.bf16_flops_per_s, cluster.laws
+    if kind.linear and shape.linear is not None:
+        gdn = shape.linear
+        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
+        seconds = _bytes(
+            cluster, 12 * BF16 * rows * (2 * qk + 2 * v) / w.tp
+        )  # a chunked recurrence passes over its inputs and states several times
+        return seconds, 2 * seconds
+    context = w.seq_len / 2
+    if kind.windowed and w.seq_len > shape.window:
+        context = shape.window - shape.window * (shape.window - 1) / (2 * w.seq_len)
+    width = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim
+    flops = 2.0 * rows * shape.heads * width * context / w.tp
+    length = 2 * context / (1 if kind.windowed else w.cp)
+    slower = 1 / IN_STEP.value
+    forward = laws.attention_fixed + slower * flops / (laws.attention_share(shape.head_dim, "forward", length) * peak)
+    return forward, laws.attention_fixed + slower * 2.5 * flops / (laws.attention_share(shape.head_dim, "backward", length) * peak)
+
+
+def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
+    """One gather or scatter of a micro-batch's activations over TP."""
+    return collectives.ring(cluster, w.tp, 1, BF16 * w.seq_len * w.mbs / w.cp * shape.hidden)
+
+
+def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
+    """Keys and values over CP, or all heads in an all-to-all, in the forward pass."""
+    if w.cp == 1:
+        return 0.0
+    rows = w.seq_len * w.mbs / w.cp
+    if shape.mla is not None:
+        keys = shape.heads * (shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim) / w.tp
+        queries = keys
+    else:
+        keys = 2 * max(shape.kv_heads, w.tp) * shape.head_dim / w.tp
+        queries = 2 * shape.heads * shape.head_dim / w.tp
+    if w.cp_comm == "a2a" or kind.linear:
+        return collectives.all_to_all(cluster, w.cp, w.tp, BF16 * rows * (keys + queries))
+    return collectives.ring(cluster, w.cp, w.tp, BF16 * rows * keys * w.cp)
+
+
+def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
+    rows, local = _tokens(w)
+    found = _swiglu(cluster, shape, rows, shape.ffn / w.tp, w)
+    moved = BF16 * 5 * local * shape.hidden
+    gather = _tensor(cluster, shape, w)
+    return Cost(
+        found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, HOST_MLP[0].value), tp=2 * gather),
+        found.backward._replace(
+            elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, HOST_MLP[1].value),
+            tp=(3 if w.sp else 2) * gather,
+        ),
+    )  # fmt: skip
+
+
+def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) -> Cost:
+    """A dense MLP: up, activation, down."""
+    up, fp8 = shape.up, bool(w.fp8)
+    found = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
+    act = _bytes(cluster, BF16 * rows * width * (up + 1))
+    return Cost(
+        found.forward._replace(elementwise=found.forward.elementwise + act),
+        found.backward._replace(elementwise=found.backward.elementwise + act * (2 * up + 1) / (up + 1)),
+    )
+
+
+def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
+    rows, local = _tokens(w)
+    routed, fp8, h = local * shape.top_k * w.imbalance, bool(w.fp8), shape.hidden
+    experts = shape.experts / w.ep
+    per_expert = routed * w.etp / experts  # a rank gets as many copies as it sends
+    width = shape.expert_ffn / w.etp
+    products = [
+        _grouped(cluster, per_expert, experts, h, shape.up * width, fp8),
+        _grouped(cluster, per_expert, experts, width, h, fp8),
+        _dense(cluster, local, h, shape.experts, fp8=False),
+    ]
+    if shape.shared_ffn:
+        products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
+    found = _sum(iter(products))
+    act = BF16 * routed * w.etp * width * (shape.up + 1)
+    sorts = 1 if w.dispatcher in FLEX else 2
+    sorted_ = (
+        BF16 * h * routed * 2 * sorts
+    )  # one way: each copy is read and written, and again where the dispatcher does not sort by expert itself
+    norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
+    forward = _bytes(cluster, act + 2 * sorted_ + norm)
+    backward = _bytes(cluster, act * (2 * shape.up + 1) / (shape.up + 1) + 2 * sorted_ + 1.6 * norm)
+    one = _dispatch(cluster, shape, w)
+    hidden = 1 - EP_HIDDEN.value if w.ep_overlap else 1.0
+    shared = 2 * _tensor(cluster, shape, w) if shape.shared_ffn else 0.0
+    hosts = [_host(cluster, base.value + min(experts, 64) * each.value) for base, each in zip(HOST_MOE, HOST_EXPERT, strict=True)]
+    return Cost(
+        found.forward._replace(elementwise=found.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
+        found.backward._replace(elementwise=found.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
+    )
+
+
+def _dispatch(cluster: Cluster, shape: Shape, w: Work) -> float:
+    """Seconds of one dispatch or combine over EP, and over ETP within it."""
+    _, local = _tokens(w)
+    token_bytes = BF16 * local * shape.hidden
+    if w.dispatcher == "allgather":
+        return collectives.ring(cluster, w.ep * w.etp, 1, token_bytes * w.ep * w.etp)
+    copies = token_bytes * shape.top_k * w.imbalance
+    inner = collectives.ring(cluster, w.etp, 1, copies * w.etp)
+    if w.dispatcher in FLEX:
+        return inner + collectives.dispatch_once(cluster, w.ep, w.etp, token_bytes * w.imbalance, shape.top_k)
+    return inner + collectives.all_to_all(cluster, w.ep, w.etp, copies)
+
+
+def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cost]) -> Parts:
+    """What recompute runs once more in the backward pass."""
+    names = set(w.recompute)
+    if not names:
+        return Parts()
+    if "full" in names:
+        return blocks[0].forward.plus(blocks[1].forward)
+    rows, local = _tokens(w)
+    found = Parts()
+    if "core_attn" in names:
+        found = found.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
+    if "mla_up_proj" in names:
+        ups = [(i, o) for name, i, o in _projections(shape, kind.linear, w.tp) if name == "mla_up_proj"]
+        found = found.plus(_sum(_dense(cluster, rows, i, o, bool(w.fp8)) for i, o in ups).forward)
+    if "layernorm" in names:
+        found = found.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
+    if kind.dense:
+        return found.plus(blocks[1].forward) if "mlp" in names else found
+    if "moe" in names:
+        return found.plus(blocks[1].forward)
+    if "moe_act" in names:
+        found = found.plus(Parts(elementwise=_bytes(cluster, BF16 * local * shape.top_k * shape.expert_ffn * (shape.up + 1))))
+    if "shared_experts" in names and shape.shared_ffn:
+        found = found.plus(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w).forward)
+    return found

@@ -1,0 +1,40 @@
+"""How far a predicted time may be off: the spread of each part's constants, weighted by what the part takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import hypot
+
+from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import Cluster
+
+QUANTILE = 1.2816
+"""Standard deviations of a normal distribution that 80 % lie within."""
+
+_PART = {
+    "products": 0.06, "grouped": 0.12, "attention": 0.15, "elementwise": 0.25, "host": 0.5, "tp": 0.3, "ep": 0.35, "cp": 0.35, "pp": 0.4,
+    "bubble": 0.15, "dp": 0.5, "optimizer": 0.3,
+}  # fmt: skip
+"""Standard deviation of the logarithm of each part: the constants of a part are off together, those of different parts by themselves."""
+_COMMON = 0.12
+"""What all parts share: clocks, versions of software, what a table of runs does not state."""
+_TRANSFERRED = 0.08
+"""Added for a GPU that nobody calibrated here."""
+
+
+def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float:
+    """Standard deviation of the logarithm of the sum."""
+    total = sum(parts.values())
+    own = hypot(*(_PART[name] * seconds / total for name, seconds in parts.items()))
+    return hypot(own, _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+
+
+def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """What the prediction takes for granted."""
+    found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
+    found.append("gradients and parameters travel beside the passes")
+    if not plan.options.graphs:
+        found.append("no CUDA graphs: each layer costs the host time")
+    if plan.shape.vision is not None:
+        found.append("text alone: the vision tower's time is left out")
+    return tuple(found)

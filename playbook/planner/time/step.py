@@ -1,0 +1,208 @@
+"""Seconds of a training step: layers by stage, the pipeline's schedule, what data parallelism and the optimizer add, and an interval."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp
+
+from playbook.planner import flops, parameters, pipeline
+from playbook.planner.plan import Plan
+from playbook.planner.shapes import Shape
+from playbook.planner.time import collectives, layer, spread
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP
+from playbook.planner.time.layer import BF16, Kind, Parts, Work
+
+_FP32 = 4
+_FULL_SHARDING = ("fsdp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 80 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step takes. `parts` add up to the seconds of the slowest stage, the wait for the pipeline among them.
+
+    Units: seconds, tokens per second and GPU, 1e12 model FLOPs per second and GPU; `mfu` is a share of the peak of the products' precision.
+    """
+
+    seconds: Estimate
+    tokens_per_s_per_gpu: Estimate
+    tflops_per_gpu: float
+    mfu: float
+    parts: Mapping[str, float]
+    spread: float
+    """Standard deviation of the logarithm of the seconds."""
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One pipeline stage: seconds per micro-batch by pass and part, and parameters of a rank before data parallelism shards them."""
+
+    forward: Parts
+    backward: Parts
+    dense: float
+    experts: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+
+def step_time(plan: Plan, cluster: Cluster) -> StepTime:
+    """The time of one training step of a plan on a cluster; rules are not checked here.
+
+    Raises:
+        ConfigError: the pipeline has more chunks than layers.
+    """
+    shape, work = plan.shape, layer.work(plan)
+    kinds = _chunks(shape, plan.pp, plan.vpp)
+    stages = [_stage(plan, cluster, work, counts, first=i == 0, last=i == plan.pp - 1) for i, counts in enumerate(kinds)]
+    slow = max(stages, key=lambda s: s.seconds)
+    m = plan.microbatches
+    parts = {name: m * (a + b) for name, a, b in zip(Parts._fields, slow.forward, slow.backward, strict=True)}
+    parts |= _between(plan, cluster, stages, slow)
+    parts |= _data_parallel(plan, cluster, slow)
+    largest = max(stages, key=lambda s: s.dense / max(plan.dp * plan.cp, 1) + s.experts / max(plan.edp, 1))
+    parts["optimizer"] = _optimizer(plan, cluster, largest)
+    seconds = sum(parts.values())
+    deviation = spread.deviation(parts, plan, cluster)
+    tokens = plan.global_batch * plan.seq_len / plan.gpus
+    model = flops.per_token(shape, plan.seq_len) * tokens
+    peak = cluster.fp8_flops_per_s if plan.options.fp8 else cluster.bf16_flops_per_s
+    wide = exp(spread.QUANTILE * deviation)
+    return StepTime(
+        Estimate(seconds, seconds / wide, seconds * wide),
+        Estimate(tokens / seconds, tokens / seconds / wide, tokens / seconds * wide),
+        model / seconds / 1e12,
+        model / seconds / peak,
+        {name: value for name, value in parts.items() if value > 0},
+        deviation,
+        spread.assumptions(plan, cluster),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+    """How many layers of each kind each stage has."""
+    sizes = pipeline.split(shape.layers, pp, vpp)
+    of = [layer.kind(shape, i) for i in range(shape.layers)]
+    return tuple(tuple(Counter(of[i] for chunk in pipeline.indices(sizes, pp, s) for i in chunk).items()) for s in range(pp))
+
+
+@lru_cache(maxsize=65536)
+def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
+    """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
+    index = next(i for i in range(shape.layers) if layer.kind(shape, i) == kind)
+    found = parameters.layer(shape, index)
+    return found.sharded, found.repeated, found.experts
+
+
+def _stage(plan: Plan, cluster: Cluster, work: Work, counts: tuple[tuple[Kind, int], ...], *, first: bool, last: bool) -> _Stage:
+    return _timed_stage(cluster, plan.shape, work, counts, first, last)
+
+
+@lru_cache(maxsize=65536)
+def _timed_stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind, int], ...], first: bool, last: bool) -> _Stage:
+    forward, backward, dense, experts = Parts(), Parts(), 0.0, 0.0
+    placed = list(counts)
+    if last and shape.mtp:
+        placed.append((layer.kind(shape, shape.layers - 1), shape.mtp))
+    for kind, number in placed:
+        cost = layer.cost(cluster, shape, kind, work)
+        forward, backward = forward.plus(cost.forward, number), backward.plus(cost.backward, number)
+        sharded, repeated, routed = _parameters(shape, kind)
+        dense += number * (sharded / work.tp + repeated)
+        experts += number * routed / (work.ep * work.etp)
+    table = shape.vocab * shape.hidden / work.tp
+    if first:
+        dense += table
+        forward = forward._replace(elementwise=forward.elementwise + _lookup(cluster, shape, work))
+        backward = backward._replace(elementwise=backward.elementwise + 2 * _lookup(cluster, shape, work))
+    if last:
+        dense += 0 if shape.tied and first else table
+        one = _head(cluster, shape, work)
+        forward = forward._replace(products=forward.products + one / 3)
+        backward = backward._replace(products=backward.products + 2 * one / 3)
+    return _Stage(forward, backward, dense, experts)
+
+
+def _lookup(cluster: Cluster, shape: Shape, work: Work) -> float:
+    return 2 * BF16 * work.seq_len * work.mbs / work.cp * shape.hidden / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
+
+
+def _head(cluster: Cluster, shape: Shape, work: Work) -> float:
+    """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs."""
+    rows = work.seq_len * work.mbs / work.cp
+    work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
+    return work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
+
+
+def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:
+    """Messages between stages, and the time that the slowest stage waits for the pipeline to fill and drain.
+
+    The interleaved schedule sends beside other chunks' work; the plain one waits for each message.
+    """
+    if plan.pp == 1:
+        return {}
+    tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
+    one = collectives.send(cluster, plan.gpus // plan.pp, BF16 * tokens * plan.shape.hidden)
+    hidden = plan.vpp > 1 and plan.options.overlap_p2p
+    sends = 2 * one * (plan.pp - 1 if hidden else plan.microbatches * plan.vpp + plan.pp - 1)
+    waited = (sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
+    return {"pp": sends, "bubble": waited}
+
+
+def _rings(plan: Plan, cluster: Cluster, stage: _Stage, num_bytes: float) -> float:
+    """One gather or scatter of a stage's parameters at so many bytes each, over both grids."""
+    dense = collectives.ring(cluster, plan.dp * plan.cp, plan.tp, num_bytes * stage.dense)
+    return dense + collectives.ring(cluster, plan.edp, plan.etp * plan.ep, num_bytes * stage.experts)
+
+
+def _data_parallel(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
+    """What of the gradients' and parameters' travel the passes beside it do not hide.
+
+    Full sharding gathers in each pass and scatters in each backward pass; otherwise gradients travel beside the last backward pass and
+    parameters beside the first forward pass.
+    """
+    if plan.dp * plan.cp * plan.edp == 1:
+        return {}
+    forward, backward = sum(stage.forward), sum(stage.backward)
+    gather = _rings(plan, cluster, stage, BF16)
+    scatter = _rings(plan, cluster, stage, plan.grad_bytes)
+    if plan.options.sharding in _FULL_SHARDING:
+        exposed = _beside(gather, forward) + _beside(gather + scatter, backward)
+        layers = max(1, plan.shape.layers // plan.pp)
+        return {"dp": plan.microbatches * (exposed + (2 * gather + scatter) / layers)}
+    if plan.options.sharding == "none":
+        return {"dp": _beside(2 * scatter, backward)}
+    return {"dp": _beside(scatter, backward) + _beside(gather, forward)}
+
+
+def _beside(sent: float, computed: float) -> float:
+    return max(sent - DP_OVERLAP.value * computed, 0.05 * sent)
+
+
+def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
+    """The update, the norm of the gradients before it, and what the host does once a step."""
+    sharded = plan.options.sharding != "none"
+    over = (plan.dp * plan.cp, plan.edp) if sharded else (1, 1)
+    count = stage.dense / max(over[0], 1) + stage.experts / max(over[1], 1)
+    held = count if plan.options.sharding in _FULL_SHARDING else stage.dense + stage.experts
+    each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
+    rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
+    seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * held) / rate + HOST_STEP.value / cluster.host_speed
+    if plan.options.offload:
+        seconds += count * (_FP32 + BF16) / cluster.laws.host_to_device + 28 * count / CPU_ADAM.value
+    return seconds

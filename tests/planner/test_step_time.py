@@ -1,0 +1,68 @@
+"""Step time: bounds, orders and parts that hold for every plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from playbook.planner import flops
+from playbook.planner.plan import parse
+from playbook.planner.time.cluster import cluster, clusters
+from playbook.planner.time.step import step_time
+
+PLANS = {
+    "moe": ("qwen3_30b_a3b", "gpus=16 ep=16 gbs=1024"),
+    "moe over many": ("deepseek_v3", "gpus=256 pp=4 vpp=4 ep=64 gbs=4096 dispatcher=hybridep recompute=mla_up_proj"),
+    "dense": ("llama3_70b", "gpus=128 tp=8 pp=2 gbs=256"),
+    "sharded": ("llama3_8b", "gpus=64 sharding=fsdp2 gbs=256 seq_len=8192"),
+    "long": ("llama3_8b", "gpus=32 tp=2 cp=8 gbs=8 seq_len=131072"),
+    "replayed": ("llama3_8b", "gpus=8 gbs=16 recompute=full"),
+}
+
+
+def plan(name):
+    model, words = PLANS[name]
+    return parse(model, words.split())
+
+
+@pytest.fixture(params=PLANS)
+def each(request):
+    return plan(request.param)
+
+
+@pytest.mark.parametrize("gpu", clusters())
+def test_no_plan_is_faster_than_the_peak(each, gpu):
+    found, machine = step_time(each, cluster(gpu)), cluster(gpu)
+    work = flops.per_token(each.shape, each.seq_len) * each.global_batch * each.seq_len / each.gpus
+    assert found.seconds.value > work / machine.bf16_flops_per_s
+    assert found.tflops_per_gpu == pytest.approx(work / found.seconds.value / 1e12)
+    assert 0 < found.mfu < 1
+
+
+@pytest.mark.parametrize("rate", ["bf16_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "nic_bytes_per_s", "host_speed"])
+def test_a_faster_part_never_makes_a_step_slower(each, rate):
+    machine = cluster("h100")
+    faster = replace(machine, **{rate: 2 * getattr(machine, rate)})
+    assert step_time(each, faster).seconds.value <= step_time(each, machine).seconds.value * (1 + 1e-9)
+
+
+def test_a_larger_nvlink_domain_never_makes_a_step_slower(each):
+    machine = cluster("b200")
+    assert step_time(each, replace(machine, domain=64)).seconds.value <= step_time(each, machine).seconds.value * (1 + 1e-9)
+
+
+def test_parts_add_up_and_the_interval_holds_the_value(each):
+    found = step_time(each, cluster("h200"))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds.value)
+    for figure in (found.seconds, found.tokens_per_s_per_gpu):
+        assert figure.low < figure.value < figure.high
+    assert found.tokens_per_s_per_gpu.value == pytest.approx(each.global_batch * each.seq_len / each.gpus / found.seconds.value)
+
+
+def test_recompute_costs_a_forward_pass():
+    kept = replace(plan("replayed"), options=replace(plan("replayed").options, recompute=()))
+    times = [step_time(p, cluster("h200")).seconds.value for p in (kept, plan("replayed"))]
+    assert 1.2 < times[1] / times[0] < 1.4
+
+
+def test_another_gpu_is_less_certain_than_the_calibrated_one(each):
+    assert step_time(each, cluster("h100")).spread > step_time(each, cluster("h200")).spread
