@@ -52,6 +52,7 @@ var PlaybookLayout = (function () {
   function relayer(shape, layers) {
     shape.dense_layers = shape.dense_layers === shape.layers ? layers : Math.min(layers, shape.dense_layers);
     shape.layers = layers;
+    shape.blocks = shape.blocks.repeat(layers).slice(0, layers);
   }
 
   function word(tables, text) {
@@ -159,8 +160,9 @@ var PlaybookLayout = (function () {
       ["an MLP width", s.dense_layers ? s.ffn : 0, "tp", p.tp],
       ["a shared-expert width", s.shared_ffn, "tp", p.tp],
     ]) if (width % degree) found.push(`${what} of ${width} does not divide over ${axis} ${degree}; set ${axis} to a divisor of ${width}`);
-    if (s.linear && (s.linear.key_heads % both || s.linear.value_heads % both))
-      found.push(`${s.linear.key_heads} key and ${s.linear.value_heads} value heads of linear attention do not divide over tp x cp = ${both}; change tp or cp`);
+    const [keys, values] = s.mamba ? [s.mamba.groups, s.mamba.heads] : s.linear ? [s.linear.key_heads, s.linear.value_heads] : [0, 0];
+    if (keys % both || values % both)
+      found.push(`${keys} key and ${values} value heads of linear attention do not divide over tp x cp = ${both}; change tp or cp`);
     return found;
   }
 
@@ -251,7 +253,7 @@ var PlaybookLayout = (function () {
   function offload(p, o) {
     const found = [];
     if (o.offload && p.pp > 1) found.push(`offload of layers needs pp 1, found pp ${p.pp}; set pp to 1 or offload=false`);
-    if (o.offload && o.recompute.length) found.push("offload of layers excludes recompute; set one of them");
+    if (o.offload && o.recompute.length) found.push("offload of layers excludes recompute; leave one out");
     const away = o.offload_modules, routed = both(away, ["expert_fc1", "moe_act"]);
     if (o.offload && away.length) found.push("offload of layers and of modules are two ways to do one thing; choose one of them");
     if (away.includes("attn_proj") && !away.includes("core_attn"))

@@ -6,31 +6,42 @@ var PlaybookMemory = (function (layout) {
   const {floorDiv, range} = layout;
   const ceilDiv = (a, b) => floorDiv(a + b - 1, b);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
-  const isLinear = (s, index) => Boolean(s.linear) && (index + 1) % s.linear.full_every !== 0;
+  const HALVES = {M: ["mamba", ""], "*": ["attention", ""], E: ["", "experts"], "-": ["", "mlp"]};
+
+  // The halves of a layer; an index past the last layer is a depth of multi-token prediction.
+  function parts(s, index) {
+    if (s.blocks) return index < s.layers ? HALVES[s.blocks[index]] : ["attention", "experts"];
+    const i = Math.min(index, s.layers - 1), linear = s.linear && (i + 1) % s.linear.full_every !== 0;
+    return [linear ? "linear" : "attention", i < s.dense_layers ? "mlp" : "experts"];
+  }
 
   // --- parameters ------------------------------------------------------------------------------------------------------------------
 
   function layer(s, index) {
-    const attention = attentionParameters(s, index), repeated = attention.repeated + normed(s) * s.norms;
-    const bias = s.mlp_bias ? [up(s) * s.ffn, s.hidden] : [0, 0], wide = up(s) + 1;
-    if (index < s.dense_layers) return {sharded: attention.sharded + wide * s.hidden * s.ffn + bias[0], repeated: repeated + bias[1], experts: 0};
-    const router = s.hidden * s.experts + (s.shared_gate ? s.hidden : 0) + (s.expert_bias ? s.experts : 0);
+    const [mixer, ffn] = parts(s, index), attention = mixerParameters(s, mixer);
+    const repeated = attention.repeated + floorDiv(normed(s) * s.norms * ((mixer ? 1 : 0) + (ffn ? 1 : 0)), 2);
+    const bias = s.mlp_bias && ffn ? [up(s) * s.ffn, s.hidden] : [0, 0], wide = up(s) + 1;
+    if (ffn !== "experts")
+      return {sharded: attention.sharded + (ffn ? wide * s.hidden * s.ffn : 0) + bias[0], repeated: repeated + bias[1], experts: 0};
+    const router = s.hidden * s.experts + (s.shared_gate ? s.hidden : 0) + (s.expert_bias ? s.experts : 0) + 2 * s.hidden * s.latent;
     return {sharded: attention.sharded + wide * s.hidden * s.shared_ffn, repeated: repeated + router, experts: s.experts * expert(s)};
   }
 
   const up = (s) => s.gated ? 2 : 1, normed = (s) => (s.norm_bias ? 2 : 1) * s.hidden;
-  const expert = (s) => (up(s) + 1) * s.hidden * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + s.hidden : 0);
+  const width = (s) => s.latent || s.hidden;
+  const expert = (s) => (up(s) + 1) * width(s) * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + width(s) : 0);
   const embedding = (s) => s.vocab * s.hidden;
   const all = (x) => x.sharded + x.repeated + x.experts;
   const tables = (s) => (s.tied ? 1 : 2) * embedding(s) + s.positions * s.hidden;
   const decoder = (s) => sum(range(0, s.layers - 1).map((i) => all(layer(s, i)))) + tables(s) + normed(s);
 
   function mtp(s) {
-    const last = layer(s, s.layers - 1);
+    const last = layer(s, s.layers);
     return {sharded: last.sharded + 2 * s.hidden ** 2, repeated: last.repeated + 3 * s.hidden, experts: last.experts};
   }
 
-  const active = (s) => decoder(s) - (s.experts ? (s.layers - s.dense_layers) * (s.experts - s.top_k) * expert(s) : 0);
+  const sparseLayers = (s) => range(0, s.layers - 1).filter((i) => parts(s, i)[1] === "experts").length;
+  const active = (s) => decoder(s) - (s.experts ? sparseLayers(s) * (s.experts - s.top_k) * expert(s) : 0);
   const total = (s) => decoder(s) + (s.mtp ? s.mtp * all(mtp(s)) : 0) + vision(s);
 
   function vision(s) {
@@ -41,9 +52,14 @@ var PlaybookMemory = (function (layout) {
     return patches + t.depth * block + merge + 2 * h + t.deepstack * (merge + 2 * wide);
   }
 
-  function attentionParameters(s, index) {
+  function mixerParameters(s, mixer) {
     const h = s.hidden;
-    if (isLinear(s, index)) {
+    if (!mixer) return {sharded: 0, repeated: 0};
+    if (mixer === "mamba") {
+      const m = s.mamba, inner = m.heads * m.head_dim, shared = 2 * m.groups * m.state;
+      return {sharded: h * (2 * inner + shared + m.heads) + (m.conv + 1) * (inner + shared) + 3 * m.heads + inner + inner * h, repeated: 0};
+    }
+    if (mixer === "linear") {
       const g = s.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim;
       return {sharded: h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 2 * g.value_heads + v * h, repeated: g.head_dim};
     }
@@ -61,15 +77,21 @@ var PlaybookMemory = (function (layout) {
   // --- FLOPs -----------------------------------------------------------------------------------------------------------------------
 
   function flopsPerToken(tables, s, seqLen) {
-    const depths = [...range(0, s.layers - 1), ...Array(s.mtp).fill(s.layers - 1)];
-    const mlp = (i) => (up(s) + 1) * s.hidden * (i < s.dense_layers ? s.ffn : s.top_k * s.expert_ffn + s.shared_ffn);
+    const depths = range(0, s.layers + s.mtp - 1), wide = up(s) + 1;
+    const experts = wide * (width(s) * s.top_k * s.expert_ffn + s.hidden * s.shared_ffn) + 2 * s.hidden * s.latent;
+    const mlp = (i) => ({"": 0, mlp: wide * s.hidden * s.ffn, experts})[parts(s, i)[1]];
     const heads = s.hidden * s.vocab * (1 + s.mtp) + s.mtp * (2 * s.hidden ** 2 + 3 * s.hidden);
-    return 2 * tables.backward * (sum(depths.map((i) => attentionFlops(s, i, seqLen) + mlp(i))) + heads);
+    return 2 * tables.backward * (sum(depths.map((i) => mixerFlops(s, i, seqLen) + mlp(i))) + heads);
   }
 
-  function attentionFlops(s, index, seqLen) {
-    const h = s.hidden, n = s.heads, d = s.head_dim;
-    if (isLinear(s, index)) {
+  function mixerFlops(s, index, seqLen) {
+    const h = s.hidden, n = s.heads, d = s.head_dim, mixer = parts(s, index)[0];
+    if (!mixer) return 0;
+    if (mixer === "mamba") {
+      const m = s.mamba, inner = m.heads * m.head_dim;
+      return h * (3 * inner + 2 * m.groups * m.state + m.heads) + 3.5 * inner * m.state;
+    }
+    if (mixer === "linear") {
       const g = s.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim;
       return h * (2 * qk + 2 * v + 2 * g.value_heads) + g.conv * (2 * qk + v) + 4 * v * g.head_dim + h * v;
     }
@@ -134,13 +156,11 @@ var PlaybookMemory = (function (layout) {
 
   function saved(t, p, index) {
     const s = p.shape, wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide, eight = p.options.fp8 ? 0.5 : 1;
-    if (isLinear(s, index))
-      throw new Error("activations of linear attention are not modelled; choose a model with full attention in every layer");
-    const dense = index < s.dense_layers, row = t.bf16 * thin * s.hidden;
-    return {
-      "attention norm in": row, "attention norm out": row * eight, ...attention(t, p, wide, thin),
-      "mlp norm in": row, "mlp norm out": row * (dense ? eight : 1), ...(dense ? denseMlp(t, p, wide, eight) : experts(t, p, wide, thin, eight)),
-    };
+    const [mixer, ffn] = parts(s, index), row = t.bf16 * thin * s.hidden, found = {};
+    if (mixer) Object.assign(found, {"attention norm in": row, "attention norm out": row * eight}, mixers[mixer](t, p, wide, thin));
+    if (ffn) Object.assign(found, {"mlp norm in": row, "mlp norm out": row * (ffn === "mlp" ? eight : 1)});
+    if (ffn) Object.assign(found, ffn === "mlp" ? denseMlp(t, p, wide, eight) : experts(t, p, wide, thin, eight));
+    return found;
   }
 
   function attention(t, p, wide, thin) {
@@ -156,6 +176,22 @@ var PlaybookMemory = (function (layout) {
     return {...found, "attention out": wide * n * ((t.bf16 + copy) * d + t.fp32) / p.tp};
   }
 
+  function linear(t, p, wide) {
+    const g = p.shape.linear, qk = g.key_heads * g.head_dim, v = g.value_heads * g.head_dim, one = t.bf16 * wide / p.tp;
+    return {
+      "linear attention in": one * (2 * qk + 2 * v + 2 * g.value_heads),
+      "linear attention q, k, v": one * (2 * qk + v + 2 * v + t.chunk * g.value_heads),
+      "linear attention out": one * v, "linear attention norm out": one * v,
+    };
+  }
+
+  function mamba(t, p, wide) {
+    const m = p.shape.mamba, inner = m.heads * m.head_dim, one = t.bf16 * wide / p.tp;
+    return {"mamba in": one * (2 * inner + 2 * m.groups * m.state + m.heads), "mamba out": one * inner, "mamba norm out": one * inner};
+  }
+
+  const mixers = {attention, linear, mamba};
+
   const denseMlp = (t, p, wide, eight) => ({
     "mlp fc1 out": t.bf16 * wide * up(p.shape) * p.shape.ffn / p.tp, "mlp act out": t.bf16 * wide * p.shape.ffn * eight / p.tp,
   });
@@ -163,17 +199,18 @@ var PlaybookMemory = (function (layout) {
   function experts(t, p, wide, thin, eight) {
     const s = p.shape, rows = thin * s.top_k * p.imbalance, found = {
       "router": 2 * t.fp32 * thin * s.experts,
-      "dispatched tokens": t.bf16 * rows * p.etp * s.hidden * eight,
+      "dispatched tokens": t.bf16 * rows * p.etp * width(s) * eight,
       "expert fc1 out": t.bf16 * rows * up(s) * s.expert_ffn,
       "expert act out": t.bf16 * rows * s.expert_ffn * eight,
     };
+    if (s.latent) found["latent"] = 2 * t.bf16 * thin * s.latent;
     if (s.shared_ffn) found["shared experts"] = t.bf16 * wide * (up(s) + eight) * s.shared_ffn / p.tp;
     return found;
   }
 
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
-    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = all["attention norm in"], o = p.options;
+    const all = saved(t, p, index), whole = sum(Object.values(all)), entry = Object.values(all)[0], o = p.options;
     if (o.recompute.includes("full")) return {stays: entry, sent: 0, again: whole - entry};
     const freed = o.recompute.flatMap((module) => t.freed[module] || []);
     const stay = Object.fromEntries(Object.entries(all).filter(([name]) => !freed.includes(name))), left = sum(Object.values(stay));
@@ -209,7 +246,7 @@ var PlaybookMemory = (function (layout) {
 
   function stageOf(t, p, stage, chunks) {
     const held = weights(p, stage, chunks), last = stage === p.pp - 1;
-    const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers - 1)] : c);
+    const depths = chunks.map((c, i) => i === chunks.length - 1 && last ? [...c, ...Array(p.shape.mtp).fill(p.shape.layers)] : c);
     const chunked = depths.map((chunk) => chunk.map((index) => kept(t, p, index))), all = chunked.flat();
     const sizes = chunked.map((chunk) => sum(chunk.map((x) => x.stays)));
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
@@ -229,7 +266,7 @@ var PlaybookMemory = (function (layout) {
     return found;
   }
 
-  // The breakdown of each pipeline stage, in bytes on each of its ranks. Throws an Error where a layer has no formula.
+  // The breakdown of each pipeline stage, in bytes on each of its ranks.
   function estimate(tables, p) {
     const sizes = split(p.shape.layers, p.pp, p.vpp);
     return range(0, p.pp - 1).map((stage) => stageOf(tables, p, stage, indices(sizes, p.pp, stage)));

@@ -9,10 +9,11 @@ from typing import Any
 
 from playbook.lint.base import Config, Found, Rule, Shelf, configs, gpus_named
 from playbook.paths import data_root
+from playbook.planner.exclusions import EXCLUSIONS
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import DEGREES
-from playbook.planner.rules import EXCLUSIONS, Case, Words, broken
+from playbook.planner.rules import Case, Words, broken
 from playbook.yaml_files import Strict, did_you_mean, load
 
 _WORD = re.compile(r"[a-z0-9_+]{1,64}\Z")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from playbook.errors import ConfigError
-from playbook.planner.parameters import is_linear
+from playbook.planner.parameters import parts
 from playbook.planner.plan import LOSSES, Plan
+from playbook.planner.shapes import LinearAttention, Mamba
 
 BF16 = 2
 FP32 = 4
+
+CHUNK = 64
+"""Tokens of a chunk of linear attention, which keeps a square matrix for each."""
 
 OFFLOADED = {
     "attn_norm": "attention norm in",
@@ -33,7 +36,8 @@ FREED = {
     "mlp": frozenset({"mlp fc1 out", "mlp act out"}),
     "moe_act": frozenset({"expert act out"}),
     "shared_experts": frozenset({"shared experts"}),
-    "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts"}),
+    "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts", "latent"}),
+    "gdn_norm_out": frozenset({"linear attention norm out"}),
 }
 """What each recompute module frees; `core_attn` frees nothing that flash or fused attention would keep."""
 
@@ -53,32 +57,25 @@ def tokens(plan: Plan) -> int:
 
 
 def saved(plan: Plan, index: int) -> dict[str, float]:
-    """Bytes of each tensor that a layer keeps, without recompute.
-
-    Raises:
-        ConfigError: the layer has linear attention, for which there is no formula here.
-    """
-    if is_linear(plan.shape, index):
-        raise ConfigError("activations of linear attention are not modelled; choose a model with full attention in every layer")
-    dense = index < plan.shape.dense_layers
+    """Bytes of each tensor that a layer keeps, without recompute; the first is its input."""
+    mixer, ffn = parts(plan.shape, index)
     wide = tokens(plan)
     thin = wide / plan.tp if plan.sequence_parallel else wide
-    h, eight = plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
-    return {
-        "attention norm in": BF16 * thin * h,
-        "attention norm out": BF16 * thin * h * eight,
-        **_attention(plan, wide, thin),
-        "mlp norm in": BF16 * thin * h,
-        "mlp norm out": BF16 * thin * h * (eight if dense else 1.0),
-        **(_dense_mlp(plan, wide) if dense else _experts(plan, wide, thin)),
-    }
+    row, eight = BF16 * thin * plan.shape.hidden, 0.5 if plan.options.fp8 else 1.0
+    found: dict[str, float] = {}
+    if mixer:
+        found |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
+    if ffn:
+        found |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
+        found |= _dense_mlp(plan, wide) if ffn == "mlp" else _experts(plan, wide, thin)
+    return found
 
 
 def layer(plan: Plan, index: int) -> Kept:
     """What a layer keeps from its forward to its backward pass, with the plan's recompute and offload."""
     found = saved(plan, index)
     if "full" in plan.options.recompute:
-        stays = found["attention norm in"]
+        stays = next(iter(found.values()))
         return Kept(stays, 0.0, sum(found.values()) - stays)
     stay = {name: size for name, size in found.items() if name not in freed(plan)}
     whole = sum(stay.values())
@@ -133,6 +130,39 @@ def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     return {**rows, "attention out": wide * n * ((BF16 + copy) * d + FP32) / tp}
 
 
+def _linear(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+    """Gated delta net: the input projection, q, k and v after the convolution, q and k normed and repeated over value heads, the chunks'
+    triangular matrices, the recurrence's output, and the gated norm's.
+
+    Source: Megatron-LM, `megatron/core/ssm/gated_delta_net.py`; flash-linear-attention, `ops/gated_delta_rule/chunk.py`. No run has checked it.
+    """
+    gdn = plan.shape.linear or LinearAttention()
+    qk, v, one = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim, BF16 * wide / plan.tp
+    return {
+        "linear attention in": one * (2 * qk + 2 * v + 2 * gdn.value_heads),
+        "linear attention q, k, v": one * (2 * qk + v + 2 * v + CHUNK * gdn.value_heads),
+        "linear attention out": one * v,
+        "linear attention norm out": one * v,
+    }
+
+
+def _mamba(plan: Plan, wide: int, thin: float) -> dict[str, float]:
+    """Mamba-2: the input projection, the scan's output, and the gated norm's; convolution and states are made again.
+
+    Source: Megatron-LM, `megatron/core/ssm/mamba_mixer.py`; mamba-ssm, `ops/triton/ssd_combined.py`.
+    """
+    ssm = plan.shape.mamba or Mamba()
+    inner, one = ssm.heads * ssm.head_dim, BF16 * wide / plan.tp
+    return {
+        "mamba in": one * (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads),
+        "mamba out": one * inner,
+        "mamba norm out": one * inner,
+    }
+
+
+_MIXERS = {"attention": _attention, "linear": _linear, "mamba": _mamba}
+
+
 def _dense_mlp(plan: Plan, wide: int) -> dict[str, float]:
     f, eight = plan.shape.ffn, 0.5 if plan.options.fp8 else 1.0
     return {"mlp fc1 out": BF16 * wide * plan.shape.up * f / plan.tp, "mlp act out": BF16 * wide * f * eight / plan.tp}
@@ -144,10 +174,12 @@ def _experts(plan: Plan, wide: int, thin: float) -> dict[str, float]:
     rows = thin * shape.top_k * plan.imbalance
     found = {
         "router": 2 * FP32 * thin * shape.experts,
-        "dispatched tokens": BF16 * rows * plan.etp * shape.hidden * eight,
+        "dispatched tokens": BF16 * rows * plan.etp * shape.expert_hidden * eight,
         "expert fc1 out": BF16 * rows * shape.up * shape.expert_ffn,
         "expert act out": BF16 * rows * shape.expert_ffn * eight,
     }
+    if shape.latent:
+        found["latent"] = 2 * BF16 * thin * shape.latent
     if shape.shared_ffn:
         found["shared experts"] = BF16 * wide * (shape.up + eight) * shape.shared_ffn / plan.tp
     return found

@@ -6,7 +6,9 @@ routers and norms count nothing. Sliding windows: Megatron Bridge, `training/uti
 
 from __future__ import annotations
 
-from playbook.planner.parameters import is_linear
+from collections import Counter
+
+from playbook.planner.parameters import parts
 from playbook.planner.shapes import Shape, Vision
 
 BACKWARD = 3
@@ -25,18 +27,18 @@ def per_token(shape: Shape, seq_len: float) -> float:
 def forward(shape: Shape, seq_len: float) -> dict[str, float]:
     """FLOPs of the decoder's forward pass per token, by class.
 
-    attention: scores and weighted sums, or the recurrence of linear attention. linear: projections of attention and MTP. mlp: dense MLPs.
+    attention: scores and weighted sums, or the recurrence of linear attention or Mamba. linear: projections of attention and MTP. mlp: dense MLPs.
     experts: routed and shared ones. router, head: one matrix product each.
     Units: floating-point operations per token.
     """
-    depths = [*range(shape.layers), *[shape.layers - 1] * shape.mtp]
-    sparse = sum(i >= shape.dense_layers for i in depths)
-    h, wide = shape.hidden, shape.up + 1
+    depths = [*range(shape.layers), *[shape.layers] * shape.mtp]
+    halves = Counter(half for i in depths for half in parts(shape, i))
+    sparse, h, wide = halves["experts"], shape.hidden, shape.up + 1
     madds = {
         "attention": sum(_core(shape, i, seq_len) for i in depths),
         "linear": sum(_projections(shape, i) for i in depths) + shape.mtp * (2 * h**2 + 3 * h),
-        "mlp": (len(depths) - sparse) * wide * h * shape.ffn,
-        "experts": sparse * wide * h * (shape.top_k * shape.expert_ffn + shape.shared_ffn),
+        "mlp": halves["mlp"] * wide * h * shape.ffn,
+        "experts": sparse * (wide * (shape.expert_hidden * shape.top_k * shape.expert_ffn + h * shape.shared_ffn) + 2 * h * shape.latent),
         "router": sparse * h * shape.experts,
         "head": h * shape.vocab * (1 + shape.mtp),
     }
@@ -63,7 +65,13 @@ def vision_forward(tower: Vision, out: int, patches: float, pairs: float) -> dic
 def _projections(shape: Shape, index: int) -> float:
     """Multiply-adds per token of the matrix products around one layer's attention."""
     h, n = shape.hidden, shape.heads
-    if shape.linear is not None and is_linear(shape, index):
+    mixer = parts(shape, index)[0]
+    if not mixer:
+        return 0.0
+    if shape.mamba is not None and mixer == "mamba":
+        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
+        return h * (3 * inner + 2 * ssm.groups * ssm.state + ssm.heads)
+    if shape.linear is not None and mixer == "linear":
         gdn = shape.linear
         qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
         return h * (2 * qk + 2 * v + 2 * gdn.value_heads) + h * v
@@ -77,8 +85,13 @@ def _projections(shape: Shape, index: int) -> float:
 
 
 def _core(shape: Shape, index: int, seq_len: float) -> float:
-    """Multiply-adds per token of one layer's attention itself."""
-    if shape.linear is not None and is_linear(shape, index):
+    """Multiply-adds per token of one layer's attention itself. A Mamba scan has 3.5 for each value and state, as the source counts it."""
+    mixer = parts(shape, index)[0]
+    if not mixer:
+        return 0.0
+    if shape.mamba is not None and mixer == "mamba":
+        return 3.5 * shape.mamba.heads * shape.mamba.head_dim * shape.mamba.state
+    if shape.linear is not None and mixer == "linear":
         gdn = shape.linear
         qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
         return gdn.conv * (2 * qk + v) + 4 * v * gdn.head_dim

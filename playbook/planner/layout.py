@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import lcm
 
 from playbook.planner import rules
+from playbook.planner.exclusions import EXCLUSIONS
 from playbook.planner.options import Options
 from playbook.planner.rules import Case, Words
 from playbook.planner.shapes import Shape
@@ -60,7 +61,7 @@ def check(
         shape,
         options or Options(uneven=False),
     )
-    table = rules.LAYOUT if options is None else (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *rules.EXCLUSIONS)
+    table = rules.LAYOUT if options is None else (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *EXCLUSIONS)
     if options is None and shape is not None:
         table = (*table, *rules.WIDTHS)
     return rules.broken(case, rules.COUNTS, words=words) or rules.broken(case, table, words=words)

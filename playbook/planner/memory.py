@@ -150,8 +150,8 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
     trainer's is. Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` and `megatron/core/transformer/transformer_block.py`.
     """
     shape, last = plan.shape, stage == plan.pp - 1
-    one = {k: parameters.layer(shape, i) for k, i in {parameters.kind(shape, i): i for chunk in chunks for i in chunk}.items()}
-    layers = [one[parameters.kind(shape, i)] for chunk in chunks for i in chunk] + ([parameters.mtp(shape)] * shape.mtp if last else [])
+    one = {k: parameters.layer(shape, i) for k, i in {parameters.parts(shape, i): i for chunk in chunks for i in chunk}.items()}
+    layers = [one[parameters.parts(shape, i)] for chunk in chunks for i in chunk] + ([parameters.mtp(shape)] * shape.mtp if last else [])
     grid = plan.ep * plan.etp
     dense = [-(-x.sharded // plan.tp) + x.repeated for x in layers]
     experts = [-(-x.experts // grid) for x in layers]
@@ -192,11 +192,11 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
 def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
     held, last = weights(plan, stage, chunks), stage == plan.pp - 1
     params, grads, optimizer = state_bytes(plan, held)
-    depths = [plan.shape.layers - 1] * plan.shape.mtp if last else []
+    depths = [plan.shape.layers] * plan.shape.mtp if last else []
     placed = [*chunks[:-1], [*chunks[-1], *depths]]
-    alike = {parameters.kind(plan.shape, i): i for chunk in placed for i in chunk}
+    alike = {parameters.parts(plan.shape, i): i for chunk in placed for i in chunk}
     kept = {kind: layer(plan, i) for kind, i in alike.items()}
-    found = alive(plan, stage, [[kept[parameters.kind(plan.shape, i)] for i in chunk] for chunk in placed])
+    found = alive(plan, stage, [[kept[parameters.parts(plan.shape, i)] for i in chunk] for chunk in placed])
     return StageBytes(
         stage=stage,
         layers=sum(map(len, chunks)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook.planner.shapes import DEEPEST, LARGEST, LinearAttention, Mla, Shape, Vision
+from playbook.planner.shapes import DEEPEST, LARGEST, LinearAttention, Mamba, Mla, Shape, Vision
 from playbook.yaml_files import did_you_mean, read
 
 _HUB = "https://huggingface.co/"
@@ -54,8 +55,8 @@ def find(model: str) -> Shape:
         ConfigError: no such model, or a kind of model that is not known.
         FileError: the file cannot be read.
     """
-    if model in MODELS:
-        return MODELS[model]
+    if named(model):
+        return MODELS[named(model)]
     path = Path(model)
     if path.suffix in _SUFFIXES:
         return from_file(path)
@@ -64,6 +65,34 @@ def find(model: str) -> Shape:
     raise ConfigError(
         f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS)}; or give the path of a Hugging Face config.json"
     )
+
+
+def named(model: str) -> str:
+    """The preset of a name as publishers spell it, such as Qwen3-30B-A3B; empty where none has it."""
+    word = _plain(model)
+    name = word if word in MODELS else _published().get(word, {}).get("model", "")
+    return model if model in MODELS else name
+
+
+def published(name: str) -> Shape:
+    """The shape of a model by its name in a table of runs, with the depths of prediction that those runs train.
+
+    Raises:
+        ConfigError: no preset has it; models without a public configuration have none.
+    """
+    row = _published().get(_plain(name), {})
+    shape = find(name)
+    return replace(shape, mtp=row["mtp"]) if "mtp" in row else shape
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "_", name[:200].lower()).strip("_")
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = read(data_root("tables") / "published_models.yaml")[0]
+    return table
 
 
 def from_file(path: Path) -> Shape:
@@ -93,7 +122,7 @@ def _shipped(name: str) -> Shape:
     path = _files()[name]
     data, _ = read(path)
     if "model_type" in data:
-        return from_huggingface(data, f"{_HUB}{data['_name_or_path']}/blob/main/config.json")
+        return from_huggingface(data, data.get("_source") or f"{_HUB}{data['_name_or_path']}/blob/main/config.json")
     with path.open(encoding="utf-8") as f:
         link = re.search(r"https://\S+", f.readline())
     return from_preset(data, link[0] if link else f"trainer/configs/models/{path.name}")
@@ -154,8 +183,8 @@ def from_huggingface(config: Config, source: str) -> Shape:
             f" {', '.join(_NEEDED.split())}"
         )
     c = _Fields(config)
-    heads, hidden = c.count("num_attention_heads", "n_head"), c.count("hidden_size", "n_embd")
-    layers = c.count("num_hidden_layers", "n_layer")
+    heads, hidden = c.count("num_attention_heads", "n_head", "n_heads"), c.count("hidden_size", "n_embd", "d_model")
+    layers = c.count("num_hidden_layers", "n_layer", "n_layers")
     counts: dict[str, Any] = {
         "layers": layers,
         "heads": heads,
@@ -275,6 +304,48 @@ def _gpt2(c: _Fields) -> dict[str, Any]:
     return {**biases, "gated": False, "tied": c.flag("tie_word_embeddings", default=True), "positions": c.count("n_positions")}
 
 
+def _mpt(c: _Fields) -> dict[str, Any]:
+    attention = c.fields.get("attn_config")
+    alibi = isinstance(attention, Mapping) and attention.get("alibi") is True
+    learned = c.flag("learned_pos_emb", default=True) and not alibi
+    hidden = c.count("d_model")
+    return {
+        "gated": False, "tied": c.flag("tie_word_embeddings", default=True), "ffn": c.count("expansion_ratio", default=4) * hidden,
+        "positions": c.count("max_seq_len") if learned else 0,
+    }  # fmt: skip
+
+
+_BLOCKS = {"mamba": "M", "attention": "*", "moe": "E", "mlp": "-"}
+
+
+def _nemotron_h(c: _Fields) -> dict[str, Any]:
+    kinds = c.fields.get("layers_block_type")
+    found = c.fields.get("hybrid_override_pattern")
+    if isinstance(kinds, list):
+        found = "".join(_BLOCKS.get(str(kind), "?") for kind in kinds)
+    blocks = found[:DEEPEST] if isinstance(found, str) else ""
+    layers = c.count("num_hidden_layers", default=len(blocks))
+    if not blocks or set(blocks) - set(_BLOCKS.values()) or len(blocks) != layers:
+        raise ConfigError(
+            f"hybrid_override_pattern is {str(found)[:60]}; expected a letter for each of {layers} layers: M Mamba, * attention, E experts, - MLP"
+        )
+    mamba = Mamba(
+        c.count("mamba_num_heads"),
+        c.count("mamba_head_dim"),
+        c.count("n_groups"),
+        c.count("ssm_state_size"),
+        c.count("conv_kernel", default=4),
+    )
+    shared = {"blocks": blocks, "layers": layers, "mamba": mamba, "gated": False, "ffn": c.count("intermediate_size", default=0)}
+    if "E" not in blocks:
+        return shared
+    return shared | {
+        "experts": c.count("n_routed_experts"), "top_k": c.count("num_experts_per_tok"), "expert_ffn": c.count("moe_intermediate_size"),
+        "shared_ffn": c.count("moe_shared_expert_intermediate_size", default=0), "latent": c.count("moe_latent_size", default=0),
+        "mtp": c.count("num_nextn_predict_layers", default=0), "dense_layers": 0,
+    }  # fmt: skip
+
+
 def _deepseek(c: _Fields) -> dict[str, Any]:
     c.refuse("moe_layer_freq", 1)
     mla = Mla(*(c.count(k, default=0) for k in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")))
@@ -337,12 +408,15 @@ FAMILIES: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "glm4_moe": _glm4_moe,
+    "glm_moe_dsa": _deepseek,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "mpt": _mpt,
+    "nemotron_h": _nemotron_h,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,

@@ -5,9 +5,10 @@ Source: Megatron-LM, `megatron/training/theoretical_memory_usage.py`, and the mo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from playbook.planner.shapes import LinearAttention, Mla, Shape, Vision
+from playbook.planner.shapes import LinearAttention, Mamba, Mla, Shape, Vision
 
 
 @dataclass(frozen=True)
@@ -24,33 +25,45 @@ class Layer:
         return self.sharded + self.repeated + self.experts
 
 
-def is_linear(shape: Shape, index: int) -> bool:
-    """Whether a layer has linear attention; the last layer of each group has full attention."""
-    return shape.linear is not None and (index + 1) % shape.linear.full_every != 0
+_HALVES = {"M": ("mamba", ""), "*": ("attention", ""), "E": ("", "experts"), "-": ("", "mlp")}
 
 
-def kind(shape: Shape, index: int) -> tuple[bool, bool]:
-    """What tells a layer from others: a dense MLP or experts, linear or full attention. Layers of one kind have equal sizes."""
-    return index < shape.dense_layers, is_linear(shape, index)
+def parts(shape: Shape, index: int) -> tuple[str, str]:
+    """The halves of a layer: `attention`, `linear`, `mamba` or none, and `mlp`, `experts` or none. Layers of equal parts have equal sizes.
+
+    An index past the last layer is a depth of multi-token prediction: like the last layer, or attention and experts in a hybrid model.
+    """
+    if shape.blocks:
+        return _HALVES[shape.blocks[index]] if index < shape.layers else ("attention", "experts")
+    index = min(index, shape.layers - 1)
+    linear = shape.linear is not None and (index + 1) % shape.linear.full_every != 0
+    return "linear" if linear else "attention", "mlp" if index < shape.dense_layers else "experts"
+
+
+def sparse_layers(shape: Shape) -> int:
+    """Number of layers with experts, without depths of prediction."""
+    return sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
 
 
 def layer(shape: Shape, index: int) -> Layer:
     """Parameters of the decoder layer with this index."""
-    sharded, repeated = _attention(shape, index)
-    repeated += (2 if shape.norm_bias else 1) * shape.norms * shape.hidden
-    if index < shape.dense_layers:
-        biases = (shape.up * shape.ffn, shape.hidden) if shape.mlp_bias else (0, 0)
-        return Layer(sharded + (shape.up + 1) * shape.hidden * shape.ffn + biases[0], repeated + biases[1], 0)
+    mixer, ffn = parts(shape, index)
+    sharded, repeated = _mixer(shape, mixer)
+    repeated += (2 if shape.norm_bias else 1) * shape.norms * shape.hidden * (bool(mixer) + bool(ffn)) // 2
+    if ffn != "experts":
+        biases = (shape.up * shape.ffn, shape.hidden) if shape.mlp_bias and ffn else (0, 0)
+        wide = (shape.up + 1) * shape.hidden * shape.ffn if ffn else 0
+        return Layer(sharded + wide + biases[0], repeated + biases[1], 0)
     sharded += (shape.up + 1) * shape.hidden * shape.shared_ffn
-    repeated += shape.hidden * shape.experts + (shape.hidden if shape.shared_gate else 0)
+    repeated += shape.hidden * shape.experts + (shape.hidden if shape.shared_gate else 0) + 2 * shape.hidden * shape.latent
     repeated += shape.experts if shape.expert_bias else 0
     return Layer(sharded, repeated, shape.experts * expert(shape))
 
 
 def expert(shape: Shape) -> int:
     """Parameters of one expert: gate, up and down projection, and their biases where the model has them."""
-    bias = shape.up * shape.expert_ffn + shape.hidden if shape.expert_bias else 0
-    return (shape.up + 1) * shape.hidden * shape.expert_ffn + bias
+    bias = shape.up * shape.expert_ffn + shape.expert_hidden if shape.expert_bias else 0
+    return (shape.up + 1) * shape.expert_hidden * shape.expert_ffn + bias
 
 
 def embedding(shape: Shape) -> int:
@@ -61,9 +74,9 @@ def embedding(shape: Shape) -> int:
 def decoder(shape: Shape) -> int:
     """Parameters of the decoder with embedding and output layer, without multi-token prediction and vision."""
     tables = (1 if shape.tied else 2) * embedding(shape) + shape.positions * shape.hidden
-    kinds = {kind(shape, i): i for i in range(shape.layers)}
-    totals = {k: layer(shape, i).total for k, i in kinds.items()}
-    return sum(totals[kind(shape, i)] for i in range(shape.layers)) + tables + final_norm(shape)
+    alike = Counter(parts(shape, i) for i in range(shape.layers))
+    first = {parts(shape, i): i for i in reversed(range(shape.layers))}
+    return sum(n * layer(shape, first[k]).total for k, n in alike.items()) + tables + final_norm(shape)
 
 
 def final_norm(shape: Shape) -> int:
@@ -72,14 +85,14 @@ def final_norm(shape: Shape) -> int:
 
 
 def mtp(shape: Shape) -> Layer:
-    """Parameters of one multi-token prediction depth: a layer like the last, a projection of two inputs, three norms."""
-    last = layer(shape, shape.layers - 1)
+    """Parameters of one multi-token prediction depth: a layer, a projection of two inputs, three norms."""
+    last = layer(shape, shape.layers)
     return Layer(last.sharded + 2 * shape.hidden**2, last.repeated + 3 * shape.hidden, last.experts)
 
 
 def active(shape: Shape) -> int:
     """Parameters that one token meets, embedding and output layer included."""
-    routed = (shape.layers - shape.dense_layers) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
+    routed = sparse_layers(shape) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
     return decoder(shape) - routed
 
 
@@ -108,10 +121,14 @@ def _merger(tower: Vision, out: int) -> int:
     return wide * wide + wide + wide * out + out
 
 
-def _attention(shape: Shape, index: int) -> tuple[int, int]:
-    """Parameters of a layer's attention that TP shards, and those that each TP rank repeats."""
-    if shape.linear is not None and is_linear(shape, index):
+def _mixer(shape: Shape, kind: str) -> tuple[int, int]:
+    """Parameters of a layer's attention, or what it has instead, that TP shards, and those that each TP rank repeats."""
+    if not kind:
+        return 0, 0
+    if shape.linear is not None and kind == "linear":
         return _linear(shape.linear, shape.hidden)
+    if shape.mamba is not None and kind == "mamba":
+        return _mamba(shape.mamba, shape.hidden)
     if shape.mla is not None:
         return _mla(shape.mla, shape.hidden, shape.heads)
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -129,6 +146,16 @@ def _mla(mla: Mla, hidden: int, heads: int) -> tuple[int, int]:
     down = hidden * mla.q_rank + hidden * (mla.kv_rank + mla.rope_dim) + mla.q_rank + mla.kv_rank
     up = (mla.q_rank or hidden) * heads * (mla.nope_dim + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return up + heads * mla.v_dim * hidden, down
+
+
+def _mamba(mamba: Mamba, hidden: int) -> tuple[int, int]:
+    """Input projection, causal convolution with bias, decay, skip and step size per head, the gated norm, and the output projection.
+
+    Source: Megatron-LM, `megatron/core/ssm/mamba_mixer.py`.
+    """
+    inner, shared = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    sharded = hidden * (2 * inner + shared + mamba.heads) + (mamba.conv + 1) * (inner + shared) + 3 * mamba.heads + inner + inner * hidden
+    return sharded, 0
 
 
 def _linear(gdn: LinearAttention, hidden: int) -> tuple[int, int]:

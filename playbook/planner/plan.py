@@ -127,7 +127,7 @@ def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     layers = numbers.pop("layers", None)
     if layers is not None:
         dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
-        shape = replace(shape, layers=layers, dense_layers=dense)
+        shape = replace(shape, layers=layers, dense_layers=dense, blocks=(shape.blocks * layers)[:layers])
     loss, imbalance = values.get("loss", "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")

@@ -34,6 +34,17 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """State-space layers (Mamba-2): heads of `head_dim` values, and `groups` that share keys and queries of `state` values."""
+
+    heads: int = 64
+    head_dim: int = 64
+    groups: int = 8
+    state: int = 128
+    conv: int = 4
+
+
+@dataclass(frozen=True)
 class Vision:
     """A vision tower with its mergers; `deepstack` counts the mergers that feed inner decoder layers."""
 
@@ -53,6 +64,8 @@ class Shape:
     `dense_layers` counts the layers with a plain MLP, which come first; all of them in a model without experts. `tied` models have one
     matrix for embedding and output layer. An MLP that is not `gated` has two matrices instead of three. `attention_bias` is of queries, keys
     and values. With a `window`, every `window_every`-th layer has full attention instead (0: none has). `positions` are learned embeddings.
+    Experts read and write `latent` values where that is not 0, between two projections. `blocks` has a letter for each layer of a hybrid
+    model, whose layers are half as much: `M` Mamba, `*` attention, `E` experts, `-` MLP.
     """
 
     layers: int
@@ -86,9 +99,17 @@ class Shape:
     mtp: int = 0
     mla: Mla | None = None
     linear: LinearAttention | None = None
+    mamba: Mamba | None = None
+    latent: int = 0
+    blocks: str = ""
     vision: Vision | None = None
 
     @property
     def up(self) -> int:
         """Matrices of an MLP from the model's width to its own: gate and up projection, or one."""
         return 2 if self.gated else 1
+
+    @property
+    def expert_hidden(self) -> int:
+        """Values of a token that experts read and write."""
+        return self.latent or self.hidden

@@ -13,6 +13,7 @@ from typing import Any
 from playbook.planner import flops, memory, pipeline
 from playbook.planner.activations import BF16, tokens
 from playbook.planner.memory import Weights, shards
+from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 
 
@@ -31,20 +32,20 @@ class Sent:
 
 def per_layer(plan: Plan, index: int) -> dict[str, Sent]:
     """What one layer sends per microbatch, by kind of parallelism; kinds of degree one are left out."""
-    dense = index < plan.shape.dense_layers
-    found = {"tp": tensor(plan, dense=dense), "cp": context(plan)}
-    if not dense:
+    mixer, ffn = parts(plan.shape, index)
+    blocks = bool(mixer) + (ffn == "mlp" or (ffn == "experts" and plan.shape.shared_ffn > 0))
+    found = {"tp": tensor(plan, blocks), "cp": context(plan) if mixer == "attention" else Sent(0, 0)}
+    if ffn == "experts":
         found |= {"ep": experts(plan), "etp": expert_tensor(plan)}
     return {kind: sent for kind, sent in found.items() if sent.total}
 
 
-def tensor(plan: Plan, *, dense: bool) -> Sent:
-    """Tensor parallelism with sequence parallelism: gather before and scatter after attention, and likewise around an MLP.
+def tensor(plan: Plan, blocks: int) -> Sent:
+    """Tensor parallelism with sequence parallelism: gather before and scatter after each of a layer's `blocks`, attention and MLP.
 
     Routed experts work on the split sequence, shared experts do not. The backward pass gathers each block's input once more, for the
     gradient of its weight.
     """
-    blocks = 1 + (1 if dense or plan.shape.shared_ffn else 0)
     one = _ring(plan.tp) * BF16 * tokens(plan) * plan.shape.hidden
     return Sent(2 * blocks * one, (2 * blocks + (blocks if plan.sequence_parallel else 0)) * one)
 
@@ -54,7 +55,7 @@ def experts(plan: Plan) -> Sent:
 
     The all-gather dispatcher moves each token to every rank of EP x ETP instead of each copy to one; `expert_tensor` is then part of it.
     """
-    local = BF16 * _local(plan) * plan.shape.hidden
+    local = BF16 * _local(plan) * plan.shape.expert_hidden
     if plan.options.dispatcher == "allgather":
         one = (plan.ep * plan.etp - 1) * local
     else:
@@ -66,7 +67,7 @@ def expert_tensor(plan: Plan) -> Sent:
     """Tensor parallelism inside experts: gather of dispatched tokens, scatter of results."""
     if plan.options.dispatcher == "allgather":
         return Sent(0, 0)
-    one = (plan.etp - 1) * BF16 * _local(plan) * plan.shape.top_k * plan.shape.hidden * plan.imbalance
+    one = (plan.etp - 1) * BF16 * _local(plan) * plan.shape.top_k * plan.shape.expert_hidden * plan.imbalance
     return Sent(2 * one, 2 * one)
 
 
@@ -128,9 +129,9 @@ def traffic(plan: Plan) -> dict[str, Any]:
         ConfigError: the plan breaks a rule.
     """
     plan.require()
-    kinds = {"MLP layer": 0, "MoE layer": plan.shape.layers - 1}
-    if plan.shape.dense_layers in (0, plan.shape.layers):
-        kinds = {"layer": 0}
+    first = {parts(plan.shape, i): i for i in reversed(range(plan.shape.layers))}
+    kinds = {_NAMES.get(halves, " and ".join(filter(None, halves)) + " layer"): i for halves, i in first.items()}
+    kinds = kinds if len(kinds) > 1 else {"layer": 0}
     sent = [
         {"what": kind, "per": f"{name} and microbatch", "forward": found.forward, "backward": found.backward}
         for name, index in kinds.items()
@@ -148,6 +149,9 @@ def traffic(plan: Plan) -> dict[str, Any]:
         "unit": "bytes",
         "sent": sent,
     }
+
+
+_NAMES = {("attention", "mlp"): "MLP layer", ("attention", "experts"): "MoE layer"}
 
 
 def outside(*, degree: int, stride: int, domain: int) -> float:

@@ -116,6 +116,7 @@ def tables() -> dict[str, Any]:
         "nearest": {"choices": search.CHOICES, "other_gpus": search.OTHER_GPUS, "uneven": search.UNEVEN},
         "bf16": activations.BF16,
         "fp32": activations.FP32,
+        "chunk": activations.CHUNK,
         "offloaded": activations.OFFLOADED,
         "resident_layers": memory.RESIDENT_LAYERS,
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
@@ -161,7 +162,7 @@ _NOTES = """\
 
 - Bytes sent per layer and step are not here; `playbook layout traffic` takes the same settings.
 - The peak is what is *allocated*. The driver, NCCL and what the allocator reserves come on top.
-- Linear attention has no estimate of activations. A vision tower counts with its states, not with its activations.
+- Activations of linear attention and of Mamba follow from their kernels; no run has checked them. A vision tower counts with its states, not with its activations.
 - How good the estimate is, and on which runs it was checked: [Layouts](../guide/layouts.md#does-it-fit).
 """
 

@@ -271,7 +271,7 @@ def test_a_layer_sends_by_each_kind_of_parallelism(layer: int, expected: dict[st
 
 def test_without_sequence_parallelism_the_backward_pass_gathers_no_inputs() -> None:
     """An all-reduce sends as much as a gather and a scatter."""
-    whole = traffic.tensor(plan_of("llama3_8b", "gpus=2 tp=2 sp=false"), dense=True)
+    whole = traffic.tensor(plan_of("llama3_8b", "gpus=2 tp=2 sp=false"), 2)
     assert whole == traffic.Sent(4 * 4096 * 2 * 4096 / 2, 4 * 4096 * 2 * 4096 / 2)
 
 

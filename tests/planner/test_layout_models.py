@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from playbook.errors import ConfigError
 from playbook.planner import flops, parameters
-from playbook.planner.models import MODELS
+from playbook.planner.models import MODELS, find, published
 
 # Billions of parameters: decoder with both embeddings, and those that one token meets.
 TOTALS = {
@@ -27,10 +28,34 @@ TOTALS = {
     "gpt_oss_120b": (116.83, 5.71),
     "llama3_8b": (8.03, 8.03),
     "llama3_70b": (70.55, 70.55),
+    "llama3_405b": (405.85, 405.85),
+    "mpt_7b": (6.657, 6.657),
+    "moonlight_16b_a3b": (15.96, 2.915),
+    "deepseek_v2": (235.74, 21.38),
+    "qwen2_57b_a14b": (57.41, 14.25),
+    "qwen3_5_397b_a17b": (396.35, 17.35),
+    "glm_4_5": (352.8, 33.63),
+    "glm_5": (743.18, 41.05),
+    "nemotron_3_nano_30b_a3b": (31.578, 3.58),
+    "nemotron_3_super_120b_a12b": (120.67, 12.77),
 }
 
 # Rows of Megatron Bridge's performance summary, 26.08 and earlier: TFLOP/s per GPU over tokens/s per GPU.
 PUBLISHED = [("deepseek_v3", 1635e12 / 6288, 0.001), ("qwen3_30b_a3b", 936e12 / 40706, 0.005)]
+
+
+def test_a_hybrid_model_computes_what_its_publisher_counts():
+    # Megatron Bridge, performance summary 26.06: 84.7 GFLOP per token of 8192 with both depths of prediction.
+    assert flops.per_token(MODELS["nemotron_3_super_120b_a12b"], 8192) == pytest.approx(84.7e9, rel=0.01)
+
+
+def test_published_names_find_their_models_with_the_depths_that_those_runs_train():
+    assert published("DeepSeek-V3").mtp == 0
+    assert published("DeepSeek-V3+MTP") == MODELS["deepseek_v3"]
+    assert published("Llama3.1-8B") == MODELS["llama3_8b"] == find("Llama3-8B")
+    assert find("Qwen3-30B-A3B") == MODELS["qwen3_30b_a3b"]
+    with pytest.raises(ConfigError, match="not known"):
+        published("DeepSeekV4 Flash")
 
 
 @pytest.mark.parametrize("model", TOTALS)

@@ -99,9 +99,14 @@ def test_a_vision_tower_is_split_over_tensor_parallel_ranks_unless_it_is_whole()
     assert whole.dense - split.dense == parameters.vision(plan.shape) * 3 // 4
 
 
-def test_linear_attention_has_no_estimate_and_says_so():
-    with pytest.raises(ConfigError, match="linear attention"):
-        memory.estimate(plan_of("gpus=1", "qwen3_next_80b_a3b"))
+def test_linear_attention_and_mamba_keep_what_their_kernels_save():
+    next80 = plan_of("gpus=1 seq_len=4096", "qwen3_next_80b_a3b")
+    linear = sum(size for name, size in activations.saved(next80, 0).items() if name.startswith("linear"))
+    assert linear == 2 * 4096 * (2 * 2048 + 2 * 4096 + 64 + 2 * 2048 + 3 * 4096 + 64 * 32 + 2 * 4096)
+    nano = plan_of("gpus=1 seq_len=4096", "nemotron_3_nano_30b_a3b")
+    assert set(activations.saved(nano, 0)) == {"attention norm in", "attention norm out", "mamba in", "mamba out", "mamba norm out"}
+    assert "q, k, v" not in activations.saved(nano, 1)
+    assert activations.saved(nano, 0)["mamba in"] == 2 * 4096 * (2 * 4096 + 2 * 8 * 128 + 64)
 
 
 def test_an_impossible_plan_has_no_estimate():
@@ -157,12 +162,12 @@ def test_gathering_experts_moves_less_than_sending_eight_copies_between_four_ran
 
 def test_tensor_parallel_traffic_by_hand():
     # One gather or scatter of 4096 x 4096 bf16 values over two ranks sends half; four of them forward, two more inputs backward.
-    dense = traffic.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), dense=True)
+    dense = traffic.tensor(Plan(MODELS["llama3_8b"], gpus=2, tp=2), 2)
     one = 4096 * 4096 * 2 / 2
     assert (dense.forward, dense.backward) == (4 * one, 6 * one)
-    routed = traffic.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), dense=False)
+    routed = traffic.tensor(Plan(MODELS["qwen3_30b_a3b"], gpus=2, tp=2), 1)
     assert (routed.forward, routed.backward) == (one, 1.5 * one)
-    shared = traffic.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), dense=False)
+    shared = traffic.tensor(Plan(MODELS["deepseek_v3"], gpus=2, tp=2), 2)
     assert shared.forward == 4 * 4096 * 7168 * 2 / 2
 
 

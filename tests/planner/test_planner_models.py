@@ -91,7 +91,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlaybookError, match=r"config\.json"):
             find(str(path))
     with pytest.raises(ConfigError, match="did you mean 'qwen3_8b'"):
-        find("qwen3_8B")
+        find("qwen3_9b")
 
 
 @pytest.mark.parametrize("command", ["check", "memory", "traffic"])

@@ -1,0 +1,136 @@
+"""The rules of recompute, graphs, offload and overlap: which of them exclude each other. One more table of `playbook.planner.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from playbook.planner.rules import Rule
+
+_SPARSE = {"moe", "moe_act", "shared_experts"}
+_SPARSE_GRAPHS = {"moe", "moe_router"}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+# fmt: off
+# Source: Megatron-LM core_v0.19.2, `megatron/core/transformer/transformer_config.py` (`__post_init__`).
+EXCLUSIONS = (
+    Rule(
+        "recompute-full", lambda c: "full" in c.again and len(c.again) > 1, "recompute",
+        lambda c: f"recompute full stands alone, found {', '.join(c.o.recompute)}", "set {set[recompute=full]} or name modules only",
+    ),
+    Rule(
+        "recompute-dense", lambda c: not c.experts and bool(c.again & _SPARSE), "recompute experts",
+        lambda c: f"recompute {_listed(c.again & _SPARSE)} on a model without experts", "change {recompute}",
+    ),
+    Rule(
+        "recompute-mla", lambda c: c.shape is not None and c.shape.mla is None and "mla_up_proj" in c.again, "recompute model",
+        "recompute mla_up_proj on a model without compressed attention", "change {recompute}",
+    ),
+    Rule(
+        "recompute-gdn", lambda c: c.shape is not None and c.shape.linear is None and "gdn_norm_out" in c.again, "recompute model",
+        "recompute gdn_norm_out on a model without linear attention", "change {recompute}",
+    ),
+    Rule(
+        "recompute-shared", lambda c: "shared_experts" in c.again and c.o.shared_overlap, "recompute shared_overlap",
+        "recompute shared_experts excludes overlap of shared experts", "change {recompute} or set {set[shared_overlap=false]}",
+    ),
+    Rule(
+        "recompute-delayed", lambda c: c.o.fp8 == "delayed" and bool(c.again & {"moe_act", "layernorm"}), "recompute fp8",
+        "recompute of moe_act or layernorm excludes delayed FP8 scaling", "change {recompute} or set {set[fp8=blockwise]}",
+    ),
+    Rule(
+        "graphs-whole", lambda c: "full_iteration" in c.o.graphs and len(set(c.o.graphs)) > 1, "graphs",
+        lambda c: f"a graph of the full iteration stands alone, found {', '.join(c.o.graphs)}", "leave the parts out",
+    ),
+    Rule(
+        "graphs-full-recompute", lambda c: bool(c.graphed) and "full" in c.again, "graphs recompute",
+        "full recompute excludes per-layer CUDA graphs", "recompute selected modules, or capture the full iteration",
+    ),
+    Rule(
+        "graphs-moe-capacity", lambda c: "moe" in c.graphed and not c.o.capacity, "graphs capacity",
+        "graphs moe needs padding to capacity, since dropless routing changes shapes", "set {set[graphs=moe_router,moe_preprocess]}",
+    ),
+    Rule(
+        "graphs-moe-router", lambda c: {"moe", "moe_router"} <= c.graphed, "graphs",
+        "graphing 'moe' already covers 'moe_router'", "keep one of the two",
+    ),
+    Rule(
+        "graphs-preprocess", lambda c: "moe_preprocess" in c.graphed and "moe_router" not in c.graphed, "graphs",
+        "graphing 'moe_preprocess' needs 'moe_router' beside it", "add it",
+    ),
+    Rule(
+        "graphs-recompute-moe", lambda c: "moe" in c.again and bool(c.graphed & {"moe", "moe_router"}), "graphs recompute",
+        "recompute of 'moe' excludes a graph over its router", "recompute moe_act instead, or graph attn alone",
+    ),
+    Rule(
+        "graphs-dense", lambda c: not c.experts and bool(c.graphed & {"moe", "moe_router"}), "graphs experts",
+        lambda c: f"graphs {_listed(c.graphed & _SPARSE_GRAPHS)} on a model without experts", "change {graphs}",
+    ),
+    Rule(
+        "graphs-mlp", lambda c: "mlp" in c.graphed and c.shape is not None and not c.shape.dense_layers, "graphs model",
+        "graphs mlp on a model without dense layers", "change {graphs}",
+    ),
+    Rule(
+        "graphs-offload", lambda c: bool(c.graphed) and c.o.offload, "graphs offload",
+        "offload of layers excludes graphs of modules", "capture the full iteration, or set {set[offload=false]}",
+    ),
+    Rule(
+        "offload-pp", lambda c: c.o.offload and c.pp > 1, "offload pp",
+        lambda c: f"offload of layers needs pp 1, found pp {c.pp}", "set {pp} to 1 or {set[offload=false]}",
+    ),
+    Rule("offload-recompute", lambda c: c.o.offload and bool(c.again), "offload recompute", "offload of layers excludes recompute", "leave one out"),
+    Rule(
+        "offload-twice", lambda c: c.o.offload and bool(c.o.offload_modules), "offload offload_modules",
+        "offload of layers and of modules are two ways to do one thing", "choose one of them",
+    ),
+    Rule(
+        "offload-attn-proj", lambda c: "attn_proj" in c.o.offload_modules and "core_attn" not in c.o.offload_modules, "offload_modules",
+        "offloading 'attn_proj' needs 'core_attn' beside it, whose output it is", "add it",
+    ),
+    Rule(
+        "offload-recomputed-moe", lambda c: "moe" in c.again and bool({"expert_fc1", "moe_act"} & set(c.o.offload_modules)),
+        "recompute offload_modules", "recompute of 'moe' makes again what offload of 'expert_fc1' and 'moe_act' would take away",
+        "leave one of them out",
+    ),
+    Rule(
+        "offload-dense", lambda c: not c.experts and bool({"expert_fc1", "moe_act"} & set(c.o.offload_modules)), "offload_modules experts",
+        "offload of 'expert_fc1' and 'moe_act' on a model without experts", "change {offload_modules}",
+    ),
+    Rule(
+        "delay-wgrad", lambda c: c.o.delay_wgrad and not c.o.ep_overlap, "delay_wgrad ep_overlap",
+        "delayed weight gradients need overlap of expert communication", "set {set[ep_overlap=true]}",
+    ),
+    Rule(
+        "overlap-ep", lambda c: c.o.ep_overlap and c.ep == 1, "ep_overlap ep",
+        "overlap of expert communication needs ep > 1", "raise {ep} or set {set[ep_overlap=false]}",
+    ),
+    Rule(
+        "overlap-vpp", lambda c: c.o.ep_overlap and c.pp > 1 and c.vpp == 1, "ep_overlap pp vpp",
+        lambda c: f"overlap of expert communication with pp {c.pp} needs vpp > 1", "raise {vpp}",
+    ),
+    Rule(
+        "overlap-allgather", lambda c: c.o.ep_overlap and c.o.dispatcher == "allgather", "ep_overlap dispatcher",
+        "overlap of expert communication needs dispatcher alltoall or flex, found allgather", "change {dispatcher}",
+    ),
+    Rule(
+        "overlap-recompute", lambda c: c.o.ep_overlap and bool(c.again & {"full", "moe"}), "ep_overlap recompute",
+        lambda c: f"overlap of expert communication excludes recompute {_listed(c.again & {'full', 'moe'})}", "change {recompute}",
+    ),
+    Rule(
+        "overlap-graphs", lambda c: c.o.ep_overlap and bool({"moe", "mlp"} & set(c.o.graphs)), "ep_overlap graphs",
+        "overlap of expert communication excludes graphs of moe and mlp", "change {graphs}",
+    ),
+    Rule(
+        "overlap-shared", lambda c: c.o.ep_overlap and c.o.shared_overlap, "ep_overlap shared_overlap",
+        "overlap of expert communication excludes overlap of shared experts", "set {set[shared_overlap=false]}",
+    ),
+    Rule(
+        "overlap-mtp", lambda c: c.o.ep_overlap and c.model.mtp > 1, "ep_overlap model",
+        lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
+    ),
+)
+"""Recompute, graphs, offload and overlap that exclude each other."""
+# fmt: on
