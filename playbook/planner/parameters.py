@@ -40,7 +40,7 @@ def parts(shape: Shape, index: int) -> tuple[str, str]:
     return "linear" if linear else "attention", "mlp" if index < shape.dense_layers else "experts"
 
 
-def sparse_layers(shape: Shape) -> int:
+def _sparse_layers(shape: Shape) -> int:
     """Number of layers with experts, without depths of prediction."""
     return sum(parts(shape, i)[1] == "experts" for i in range(shape.layers))
 
@@ -92,7 +92,7 @@ def mtp(shape: Shape) -> Layer:
 
 def active(shape: Shape) -> int:
     """Parameters that one token meets, embedding and output layer included."""
-    routed = sparse_layers(shape) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
+    routed = _sparse_layers(shape) * (shape.experts - shape.top_k) * expert(shape) if shape.experts else 0
     return decoder(shape) - routed
 
 

@@ -197,7 +197,7 @@ def test_options_go_before_the_question() -> None:
     assert stated("cpu", None, None) == Facts(("cpu",), 0)
     assert stated("h200x4", "qwen3_30b_a3b", None) == Facts(("h200",), 4, "qwen3_30b_a3b")
     with pytest.raises(PlaybookError, match="did you mean 'deepseek_v3'"):
-        stated(None, "deepseek_v2", None)
+        stated(None, "deepseek_v4", None)
 
 
 def test_the_same_thing_in_other_words_is_the_same_term() -> None:
