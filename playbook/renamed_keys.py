@@ -29,6 +29,7 @@ REMOVED: Mapping[str, Any] = MappingProxyType(
         "megatron.overlap_p2p": True,
         "megatron.shared_expert_overlap": False,
         "megatron.first_last_layers_bf16": False,
+        "megatron.delay_wgrad": False,
     }
 )
 """Keys that are gone, and the value that holds since. A file or record that names one with that value loads; with another, the key is unknown."""

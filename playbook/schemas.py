@@ -98,7 +98,7 @@ def write(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[Path]:
 def drift(folder: Path, models: Mapping[str, type[BaseModel]]) -> list[str]:
     """How the files differ from the models, one line per file; an empty list means that they agree."""
     wanted = render(models)
-    have = {p.name: p.read_text(encoding="utf-8") for p in sorted(folder.glob("*"))} if folder.is_dir() else {}
+    have = {p.name: p.read_text(encoding="utf-8") for p in sorted(folder.glob(f"*{_SUFFIX}"))} if folder.is_dir() else {}
     lines = [f"{name}: is missing" for name in wanted if name not in have]
     lines += [f"{name}: differs from the models" for name in wanted if name in have and have[name] != wanted[name]]
     return lines + [f"{name}: no model has this name" for name in have if name not in wanted]

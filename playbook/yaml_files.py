@@ -224,17 +224,18 @@ def _fields_at(model: type[BaseModel], path: Path_) -> list[str]:
         following: list[type[BaseModel]] = []
         for m in models:
             if isinstance(part, str) and part in m.model_fields:
-                following += _models_in(m.model_fields[part].annotation)
+                following += models_in(m.model_fields[part].annotation)
         models = following or models
     return [field.alias or n for m in models for n, field in m.model_fields.items()]
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field's type has room for."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)
     if origin in (Union, types.UnionType, list, tuple, dict, typing.Annotated):
-        return [m for a in typing.get_args(annotation) for m in _models_in(a)]
+        return [m for a in typing.get_args(annotation) for m in models_in(a)]
     return []
 
 

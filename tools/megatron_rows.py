@@ -170,8 +170,6 @@ def _two() -> Iterator[Row]:
     yield Row("two", "no overlap of gradient reduction", "overlap", _megatron(overlap_grad_reduce=False, overlap_param_gather=False))
     yield Row("two", "no overlap of parameter gather", "overlap", _megatron(overlap_param_gather=False))
     yield Row("two", "expert parallelism", "overlap", _megatron(overlap_expert_parallel=True), (a2a,))
-    later = _megatron(overlap_expert_parallel=True, delay_wgrad=True)
-    yield Row("two", "expert parallelism, weight gradients later", "overlap", later, (a2a,))
     yield Row("two", "ddp", "data parallelism", _megatron(data_parallel="ddp"), (Rule(collective="reduce_scatter", count=0),))
     yield Row("two", "distributed_optimizer, EP 1", "data parallelism", {"parallel.ep": 1}, (Rule(collective="reduce_scatter"),))
     regathers = Rule(collective="all_gather", phase="backward", count="layers * microbatches", op=">=")

@@ -30,6 +30,7 @@ from playbook_bench.run.variants import resolve_all, trainer_path
 from playbook_bench.statements import table as logic
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
+from playbook_trainer.config.neutral import declared
 
 NUMBERS = ("layers", "moe_layers", "microbatches", "ranks", "steps", "images")
 """The variables that a formula for a count may use; see `playbook.records.case.Rule`."""
@@ -178,15 +179,7 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
 
 def trainer_keys() -> set[str]:
     """Every dotted key of the trainer's tree, sections included."""
-    keys = {"model.preset"}
-    pending: list[tuple[str, Any]] = [("", trainer.TrainerConfig), ("model.", trainer.ModelConfig), ("model.vision.", trainer.VisionConfig)]
-    while pending:
-        prefix, model = pending.pop()
-        for name, info in model.model_fields.items():
-            keys.add(prefix + name)
-            if hasattr(info.annotation, "model_fields"):
-                pending.append((f"{prefix}{name}.", info.annotation))
-    return keys
+    return {"model.preset", *dict(declared())}
 
 
 def _claim_and_case(entry: LoadedCard, i: int, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from playbook.site.reference import Command, field_docs
 from playbook.text import count
 from playbook_bench.judge import metrics
 from playbook_bench.launch.cluster import Cluster
-from playbook_trainer.config import megatron, model, recipes
+from playbook_trainer.config import megatron, model, neutral, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
 
@@ -49,12 +49,16 @@ def schemas_export(
     """Write the JSON Schemas of all files into schemas/."""
     from playbook import schemas
 
-    folder = data_root("schemas")
+    folder, grown = data_root("schemas"), neutral.rendered()
+    values = folder / neutral.FILE
     if not check:
-        for path in schemas.write(folder, schema_models()):
+        values.write_text(grown, encoding="utf-8")
+        for path in (*schemas.write(folder, schema_models()), values):
             say(str(path))
         return
     lines = schemas.drift(folder, schema_models())
+    if values.read_text(encoding="utf-8") != grown:
+        lines.append(f"{neutral.FILE}: differs from the keys of the trainer's tree")
     for line in lines:
         complain(f"{folder / line}")
     if lines:

@@ -120,11 +120,6 @@ SEVERAL_GPUS: dict[str, tuple[str, tuple[str, ...], float]] = {
     "ep, allgather": ("one", (BF16, "parallel.ep={n}", "moe.dispatcher=allgather"), SAME),
     "ep, balanced": ("one aux", (BF16, "parallel.ep={n}", "megatron.aux_loss_coeff=0.01"), SAME),
     "ep, overlapped": ("one rows", (BF16, ROWS, "parallel.ep={n}", "megatron.overlap_expert_parallel=true"), SAME),
-    "ep, overlapped, late weight gradients": (
-        "one rows",
-        (BF16, ROWS, "parallel.ep={n}", "megatron.overlap_expert_parallel=true", "megatron.delay_wgrad=true"),
-        SAME,
-    ),
     "folding: tp 2, ep, etp 1": ("one rows", (BF16, ROWS, *SP, "parallel.ep={n}"), SAME),
     "folding: cp 2, ep": ("one rows", (BF16, ROWS, "parallel.cp=2", "parallel.ep={n}"), SAME),
     "folding: tp 2, cp 2, ep 4, etp 1": ("one rows", (BF16, ROWS, *SP, "parallel.cp=2", "parallel.ep=4"), SAME),

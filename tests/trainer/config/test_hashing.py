@@ -20,9 +20,10 @@ from playbook.records.evidence import noise_key
 from playbook_bench.run import store
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import hashing
+from playbook_trainer.config import neutral as neutral_values
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha, sha_of
-from playbook_trainer.config.neutral import NEUTRAL
+from playbook_trainer.config.neutral import neutral, rendered
 from playbook_trainer.config.tree import TrainerConfig, dump, load
 
 TINY = Path("trainer/configs/qwen3_moe_tiny.yaml")
@@ -47,8 +48,16 @@ def leaves(model, prefix=""):
 
 def test_every_key_with_a_default_has_a_neutral_value():
     keys = {k for k, field in leaves(TrainerConfig) if not field.is_required()}
-    watching = {k for k in keys if k.split(".")[0] in ("output", "checkpoint", "tracker", "profile") or k == "train.hang_timeout_s"}
-    assert keys - watching - NEUTRAL.keys() == set(), "add the value at which nothing changes to config/neutral.py"
+    assert keys - neutral().keys() == set(), "run `playbook schemas export`"
+
+
+def test_a_new_key_is_written_with_its_default_and_a_known_value_stays_whatever_its_default_becomes(monkeypatch):
+    known = {**neutral(), "seed": 99, "moe.gone": 1}
+    del known["optimizer.eps"]
+    monkeypatch.setattr(neutral_values, "neutral", lambda: known)
+    written = json.loads(rendered())
+    assert (written["seed"], written["optimizer.eps"]) == (99, 1e-8)
+    assert "moe.gone" not in written
 
 
 def test_the_hash_of_a_configuration_stands_still():
@@ -60,7 +69,7 @@ def test_a_new_key_keeps_every_hash_while_it_is_neutral(monkeypatch):
     before = dump(load(TINY))
     grown = copy.deepcopy(before)
     grown["moe"]["brand_new"] = 0
-    monkeypatch.setattr(hashing, "NEUTRAL", {**NEUTRAL, "moe.brand_new": 0})
+    monkeypatch.setattr(hashing, "neutral", lambda: {**neutral(), "moe.brand_new": 0})
     assert sha_of(grown, H200) == sha_of(before, H200)
     grown["moe"]["brand_new"] = 1
     assert sha_of(grown, H200) != sha_of(before, H200)
@@ -68,7 +77,7 @@ def test_a_new_key_keeps_every_hash_while_it_is_neutral(monkeypatch):
 
 @pytest.mark.parametrize("key", ["optimizer.eps", "data.pack_buffer", "moe.capacity_factor", "parallel.fsdp"])
 def test_another_default_changes_the_hash(key):
-    """A tree whose default is another one resolves a file that does not name the key to that value, and no line of NEUTRAL has moved."""
+    """A tree whose default is another one resolves a file that does not name the key to that value, and no neutral value has moved."""
     data = dump(load(TINY))
     section, name = key.split(".")
     data[section][name] = (data[section][name] or 0) + 1

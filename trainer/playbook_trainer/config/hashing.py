@@ -10,7 +10,7 @@ from typing import Any
 from playbook.renamed_keys import first_name, modern
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import Target
-from playbook_trainer.config.neutral import NEUTRAL
+from playbook_trainer.config.neutral import neutral
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 _WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
@@ -30,11 +30,12 @@ def sha_of(data: Mapping[str, Any], target: Target) -> str:
 
 def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The keys that the hash covers, dotted, with their values. Renamed ones go by their first name, so that no hash changes with a name."""
-    whole = {**NEUTRAL, **flatten(modern(data))}
+    plain = neutral()
+    whole = {**plain, **flatten(modern(data))}
     resolved = automatic.resolve(whole, target)
     watched = {key for key in resolved if any(key == name or key.startswith(f"{name}.") for name in _WATCHING)}
     return dict(
-        first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in NEUTRAL or value != NEUTRAL[key])
+        first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])
     )
 
 

@@ -36,8 +36,6 @@ class MegatronConfig(Strict):
     """Cut tensor-parallel collectives up and run them beside the matrix products (Transformer Engine's user buffers)."""
     overlap_expert_parallel: bool = False
     """Run the expert all-to-all of one micro-batch beside the computation of another."""
-    delay_wgrad: bool = False
-    """Weight gradients of a layer later than its input gradient, under overlap_expert_parallel."""
     cuda_graph_impl: Literal["none", "transformer_engine", "local", "full_iteration"] = "none"
     """Who captures. none: Transformer Engine, where train.cuda_graphs names parts. local: megatron-core. full_iteration: forward and backward
     pass of a step as one graph, without named parts."""

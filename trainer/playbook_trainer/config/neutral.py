@@ -1,177 +1,50 @@
 """The neutral value of each configuration key: the one with which the trainer does what it did before the key existed.
 
-Hashes of configurations leave out keys that have their neutral value, so a new key changes no stored hash. A neutral value is never edited, whatever
-the key's default becomes.
+Hashes of configurations leave out keys that have their neutral value, so a new key changes no stored hash. `playbook schemas export` writes the default
+of a key that is new to the table, and never changes a value there, whatever the key's default becomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
-NEUTRAL: Mapping[str, Any] = MappingProxyType(
-    {
-        "backend": "torch",
-        "seed": 1234,
-        "model.attention": "gqa",
-        "model.q_lora_rank": 0,
-        "model.kv_lora_rank": 0,
-        "model.qk_nope_head_dim": 0,
-        "model.qk_rope_head_dim": 0,
-        "model.v_head_dim": 0,
-        "model.qk_norm": True,
-        "model.ffn_size": 0,
-        "model.num_experts": 0,
-        "model.top_k": 0,
-        "model.expert_ffn_size": 0,
-        "model.first_dense_layers": 0,
-        "model.shared_expert_ffn_size": 0,
-        "model.norm_topk_prob": True,
-        "model.router_score": "softmax",
-        "model.router_groups": 0,
-        "model.router_group_top_k": 0,
-        "model.router_scale": 1.0,
-        "model.router_bias": False,
-        "model.mtp_layers": 0,
-        "model.tie_word_embeddings": False,
-        "model.rope_theta": 1000000.0,
-        "model.yarn": None,
-        "model.yarn.beta_fast": 32.0,
-        "model.yarn.beta_slow": 1.0,
-        "model.yarn.mscale": 1.0,
-        "model.yarn.mscale_all_dim": 1.0,
-        "model.mrope_section": None,
-        "model.rms_norm_eps": 1e-06,
-        "model.init_std": 0.02,
-        "model.vision": None,
-        "model.vision.in_channels": 3,
-        "model.vision.patch_size": 16,
-        "model.vision.temporal_patch_size": 2,
-        "model.vision.spatial_merge_size": 2,
-        "model.vision.num_position_embeddings": 2304,
-        "model.vision.deepstack_layers": [],
-        "model.image_token_id": None,
-        "model.vision_start_token_id": None,
-        "model.vision_end_token_id": None,
-        "model.eos_token_id": 0,
-        "model.pad_token_id": 0,
-        "init.weights": None,
-        "data.kind": "text",
-        "data.path": None,
-        "data.source": "auto",
-        "data.subset": None,
-        "data.text_key": "text",
-        "data.generated.seed": 0,
-        "data.generated.num_samples": 1000000,
-        "data.generated.mean_tokens": 427,
-        "data.generated.sigma": 1.1,
-        "data.generated.pool_images": 256,
-        "data.generated.images_per_sample": [1.0],
-        "data.tokenizer": "byte",
-        "data.seq_len": 256,
-        "data.pack": True,
-        "data.pack_buffer": 32,
-        "data.pad": True,
-        "data.pad_to_multiple": None,
-        "data.num_workers": 0,
-        "data.images": "variable",
-        "data.fixed_image_size": [128, 128],
-        "data.max_image_pixels": 65536,
-        "data.max_source_pixels": 64000000,
-        "data.max_images_per_sample": 3,
-        "data.on_long_sample": "drop",
-        "data.on_bad_sample": "fail",
-        "data.on_bad_image": "fail",
-        "data.cache": "none",
-        "data.cache_gib": 1.0,
-        "parallel.tp": 1,
-        "parallel.pp": 1,
-        "parallel.vpp": 1,
-        "parallel.cp": 1,
-        "parallel.ep": 1,
-        "parallel.etp": None,
-        "parallel.sequence_parallel": False,
-        "parallel.cp_comm": "allgather",
-        "parallel.fsdp": True,
-        "parallel.dp_replicate": 1,
-        "parallel.reshard_after_forward": True,
-        "parallel.reduce_dtype": "fp32",
-        "parallel.comm_sms": 0,
-        "parallel.pipeline_layout": None,
-        "moe.dispatcher": "alltoall",
-        "moe.experts": "auto",
-        "moe.router_dtype": "fp32",
-        "moe.capacity_factor": None,
-        "moe.apply_probs_on": "output",
-        "moe.fused_permutation": False,
-        "moe.fused_router": False,
-        "optimizer.lr": 0.0003,
-        "optimizer.betas": [0.9, 0.95],
-        "optimizer.eps": 1e-08,
-        "optimizer.weight_decay": 0.1,
-        "optimizer.clip_norm": 1.0,
-        "optimizer.schedule": "cosine",
-        "optimizer.warmup_steps": 2,
-        "optimizer.min_lr_ratio": 0.1,
-        "optimizer.moments_dtype": "fp32",
-        "optimizer.master_weights": "fp32",
-        "optimizer.fused": False,
-        "precision.fp8": "none",
-        "precision.fp8_modules": ["linear", "experts"],
-        "offload.activations": False,
-        "offload.optimizer": False,
-        "megatron.kernels": "auto",
-        "megatron.grouped_gemm": "cublas",
-        "megatron.data_parallel": "distributed_optimizer",
-        "megatron.sharding_strategy": "optim_grads_params",
-        "megatron.precision_aware_optimizer": False,
-        "megatron.grad_reduce_dtype": "fp32",
-        "megatron.overlap_grad_reduce": True,
-        "megatron.overlap_param_gather": True,
-        "megatron.tp_comm_overlap": False,
-        "megatron.overlap_expert_parallel": False,
-        "megatron.delay_wgrad": False,
-        "megatron.cuda_graph_impl": "none",
-        "megatron.cp_comm_type": "p2p",
-        "megatron.cp_sizes": [],
-        "megatron.offload_modules": [],
-        "megatron.optimizer_offload_fraction": 0.0,
-        "megatron.aux_loss_coeff": 0.0,
-        "megatron.fp8_param": False,
-        "megatron.recompute_layers": None,
-        "megatron.recompute_method": "uniform",
-        "train.steps": 20,
-        "train.warmup_steps": 3,
-        "train.micro_batch_size": 1,
-        "train.global_batch_size": 2,
-        "train.dtype": "fp32",
-        "train.device": "auto",
-        "train.freeze": [],
-        "train.cuda_graphs": [],
-        "train.recompute": "none",
-        "train.recompute_modules": [],
-        "train.attention": "auto",
-        "train.loss_chunk": 4096,
-        "train.fused_loss": False,
-        "train.fused_activation": False,
-        "train.fused_norms": False,
-        "train.compile.vision": False,
-        "train.compile.decoder": False,
-        "train.compile.loss": False,
-        "train.compile.backend": "inductor",
-        "train.compile.dynamic": "auto",
-        "train.deterministic": False,
-        "train.log_every": 1,
-        "train.on_nan": "stop",
-        "train.straggler_every": 100,
-        "train.receipt": True,
-        "eval.every": 0,
-        "eval.batches": 2,
-    }
-)
-"""By key, the value that a hash of a configuration leaves out.
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-A new key: add its line. A changed default: leave the line as it is; configurations with the new default then hash otherwise, as they compute otherwise.
-A removed key: move it to `playbook/renamed_keys.py`. Keys that every model must name, such as `model.hidden_size`, have no line and always count.
-"""
+from playbook.paths import data_root
+from playbook.yaml_files import models_in
+from playbook_trainer.config.tree import TORCH_ONLY, TrainerConfig
+
+FILE = "trainer.neutral.json"
+"""Below schemas/. Keys that every model must name, such as `model.hidden_size`, have no line and always count."""
+
+
+@cache
+def neutral() -> Mapping[str, Any]:
+    """By dotted key, the value that a hash of a configuration leaves out."""
+    found: dict[str, Any] = json.loads((data_root("schemas") / FILE).read_text(encoding="utf-8"))
+    return found
+
+
+def declared(section: type[BaseModel] = TrainerConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key of the tree with its field; sections too, each before its keys."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        for inner in models_in(field.annotation):
+            yield from declared(inner, f"{prefix}{name}.")
+
+
+def rendered() -> str:
+    """The content of the table for the tree of today: known values as they are, the default of each new key; keys that are gone have no line."""
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in declared() if not field.is_required()}
+    lines = [f"  {json.dumps(k)}: {json.dumps(neutral().get(k, v))}" for k, v in defaults.items() if not isinstance(v, BaseModel)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+@cache
+def torch_only() -> tuple[str, ...]:
+    """Keys that the megatron backend does not read."""
+    return tuple(key for key, field in declared() if field.json_schema_extra == TORCH_ONLY)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
+from pydantic.config import JsonDict
 
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.paths import data_root, shipped
@@ -25,6 +26,9 @@ from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MOD
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
+
+TORCH_ONLY: JsonDict = {"backend": "torch"}
+"""Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral."""
 
 
 class GeneratedConfig(Strict):
@@ -108,18 +112,18 @@ class ParallelConfig(Strict):
     """Ranks that share the width of each expert; None takes tp."""
     sequence_parallel: bool = False
     """Cut the activations outside tensor-parallel regions over tp, along the tokens; no effect at tp 1."""
-    cp_comm: Literal["allgather", "ring", "ulysses"] = "allgather"
+    cp_comm: Literal["allgather", "ring", "ulysses"] = Field(default="allgather", json_schema_extra=TORCH_ONLY)
     """How attention reaches the tokens of other context ranks: all keys and values gathered; blocks of them from rank to rank, overlapped with
     the computation, only where a document needs them; or an all-to-all that exchanges tokens for heads."""
-    fsdp: bool = True
+    fsdp: bool = Field(default=True, json_schema_extra=TORCH_ONLY)
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2); without it, every rank of dp x cp holds a copy."""
     dp_replicate: int = Field(default=1, gt=0)
     """Copies of the model among the data-parallel ranks; parameters are sharded inside each copy (HSDP)."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = Field(default=True, json_schema_extra=TORCH_ONLY)
     """Free gathered parameters after the forward pass and gather them again in the backward pass (ZeRO-3)."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = Field(default="fp32", json_schema_extra=TORCH_ONLY)
     """Precision in which FSDP adds up the ranks' gradients; they are kept in float32 either way, unless optimizer.master_weights is remainder."""
-    comm_sms: int = Field(default=0, ge=0, le=64)
+    comm_sms: int = Field(default=0, ge=0, le=64, json_schema_extra=TORCH_ONLY)
     """Multiprocessors for collectives: NCCL takes at most so many, and matrix products leave them alone. 0: both take what they can get, and a product
     that finds multiprocessors taken by a collective runs in two waves, at up to twice the time. Of the torch backend; needs a GPU."""
     pipeline_layout: list[int] | None = None
@@ -143,12 +147,12 @@ class MoeConfig(Strict):
     """Precision of the router's matrix product and softmax."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
-    apply_probs_on: Literal["output", "activation"] = "output"
+    apply_probs_on: Literal["output", "activation"] = Field(default="output", json_schema_extra=TORCH_ONLY)
     """Where an expert's rows are multiplied by their routing probabilities: after its second product (output), or before it (activation), where the
     outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. Megatron-core always takes activation."""
-    fused_permutation: bool = False
+    fused_permutation: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Sort rows by expert, and sum each token's rows times their probabilities, in one Triton kernel each instead of gathers and sums; needs a GPU."""
-    fused_router: bool = False
+    fused_router: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
     scores in float32."""
 
@@ -173,12 +177,12 @@ class OptimizerConfig(Strict):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
-    master_weights: Literal["fp32", "remainder"] = "fp32"
+    master_weights: Literal["fp32", "remainder"] = Field(default="fp32", json_schema_extra=TORCH_ONLY)
     """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16 bits that
     complete each to its float32 master weight (Megatron's store_param_remainders). Gathers and reductions then cast nothing, and gradients stay in
     16 bits, or in float32 where a step adds to them after the reduction. Updates are bit-identical to fp32 with parallel.reduce_dtype bf16, which
     remainder needs, as it needs train.dtype bf16."""
-    fused: bool = False
+    fused: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
 
@@ -214,9 +218,9 @@ class CompileConfig(Strict):
     """torch.compile, per region."""
 
     vision: bool = False
-    decoder: bool = False
+    decoder: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Norms, rotary embedding, router and expert activation of each layer; not the matrix products and collectives between them."""
-    loss: bool = False
+    loss: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """The softmax of the loss, from logits to their gradient."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     dynamic: Literal["auto", "static", "marked"] = "auto"
@@ -247,13 +251,13 @@ class TrainConfig(Strict):
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
     """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
-    loss_chunk: int = Field(default=4096, gt=0)
+    loss_chunk: int = Field(default=4096, gt=0, json_schema_extra=TORCH_ONLY)
     """Tokens whose logits exist at once."""
-    fused_loss: bool = False
+    fused_loss: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
-    fused_activation: bool = False
+    fused_activation: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
-    fused_norms: bool = False
+    fused_norms: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel each, their
     gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)

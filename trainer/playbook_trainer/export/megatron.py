@@ -20,7 +20,7 @@ from playbook_trainer.export.megatron_run import (
     offloaded,
     optimizer,
 )
-from playbook_trainer.export.sheet import Sheet, Target
+from playbook_trainer.export.sheet import READING, Sheet, Target
 from playbook_trainer.megatron import fields
 from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, Field, graph_impl, recompute_layers
 
@@ -30,6 +30,26 @@ _TORCH = "a setting of the torch backend"
 MEGATRON = "a setting of the megatron backend"
 _OTHER = "a setting of the other backend"
 _TOWER = "the vision tower is the recipe's own there"
+_COMPILE = "megatron-core has fused kernels of its own instead of torch.compile"
+_WHY = {
+    "data.pack": "how samples fill rows is the data set's own matter there",
+    "data.pad": "rows have one length there",
+    "data.pad_to_multiple": "rows have one length there",
+    "parallel.comm_sms": "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise",
+    "parallel.reshard_after_forward": "Megatron-FSDP frees gathered parameters after the forward pass",
+    "precision.fp8_modules": "a recipe covers projections and experts alike",
+    "train.compile.vision": _COMPILE,
+    "train.compile.decoder": _COMPILE,
+    "train.compile.loss": _COMPILE,
+    "tracker.offline": "set WANDB_MODE=offline in the environment",
+}
+"""Why keys cannot be said there, at another value than the neutral one."""
+_WHY_LM = {
+    "train.freeze": "Megatron-LM freezes no parts of a model by flag",
+    "init.weights": "convert the folder to a checkpoint of Megatron first, then --load it with --finetune",
+    "checkpoint.export": "Megatron-LM writes no folders of Hugging Face; Megatron-Bridge converts them",
+}
+"""The same of Megatron-LM alone."""
 
 
 def sheet_of(config: TrainerConfig, target: Target) -> Sheet:
@@ -51,6 +71,7 @@ def sheet_of(config: TrainerConfig, target: Target) -> Sheet:
         files,
     ):
         part(sheet)
+    sheet.settle({**_WHY, **(_WHY_LM if target == "megatron-lm" else {"megatron.kernels": "the recipe chooses the layers"})})
     return sheet
 
 
@@ -81,11 +102,7 @@ def _mla(sheet: Sheet) -> None:
     model, yarn = sheet.config.model, sheet.config.model.yarn
     if model.attention != "mla":
         sheet.put("model.num_kv_heads", "model", "num_query_groups", model.num_kv_heads)
-        keys = "model.attention model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim"
-        sheet.skip(keys, "the model has grouped-query attention")
-        if yarn is None:
-            sheet.skip("model.yarn", "the model's frequencies are not stretched")
-        else:
+        if yarn is not None:
             sheet.lack("model.yarn.*", "stretched frequencies are said for multi-latent attention alone")
         return
     sheet.skip("model.num_kv_heads", "multi-latent attention has as many key-value heads as heads")
@@ -135,7 +152,7 @@ def _vision(sheet: Sheet) -> None:
     model, freeze, lm = sheet.config.model, sheet.config.train.freeze, sheet.target == "megatron-lm"
     ids = "model.image_token_id model.vision_start_token_id model.vision_end_token_id"
     if model.vision is None:
-        sheet.skip(f"model.vision {ids} train.freeze model.mrope_section", "the model has no vision tower")
+        sheet.skip("train.freeze", "the model has no vision tower")
         sheet.put("", "model", "position_embedding_type", "rope")
         return
     sheet.put("model.mrope_section", "model", "position_embedding_type", "mrope")
@@ -143,7 +160,6 @@ def _vision(sheet: Sheet) -> None:
     if lm:
         sheet.lack("model.vision.*", "Megatron-LM has no Qwen3-VL; Megatron-Bridge has, with --to megatron-bridge")
         sheet.skip(ids, "what the vision tower needs")
-        sheet.plain("train.freeze", [], "Megatron-LM freezes no parts of a model by flag")
         return
     sheet.skip(f"model.vision.* {ids}", _TOWER)
     for part, field in {"language_model": "language_model", "vision": "vision_model", "projector": "vision_projection"}.items():
@@ -167,8 +183,6 @@ def _data(sheet: Sheet) -> None:
     if data.kind == "text":
         sheet.put("data.pack", "dataset", "reset_position_ids", data.pack)
         sheet.put("data.pack", "dataset", "reset_attention_mask", data.pack)
-    else:
-        sheet.plain("data.pack", True, "how samples fill rows is the data set's own matter there")
     if lm and data.kind == "text":
         sheet.lack("data.path", "give --data-path: .bin and .idx files made by tools/preprocess_data.py of Megatron-LM")
     else:
@@ -180,13 +194,7 @@ def _data(sheet: Sheet) -> None:
     else:
         sheet.put("data.tokenizer", "tokenizer", "tokenizer_type", "HuggingFaceTokenizer")
         sheet.put("data.tokenizer", "tokenizer", "tokenizer_model", data.tokenizer)
-    sheet.plain("data.pad", True, "rows have one length there")
-    sheet.plain("data.pad_to_multiple", None, "rows have one length there")
-    reading = (
-        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image "
-        "on_long_sample on_bad_sample"
-    )
-    sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), _READER)
+    sheet.skip(READING, _READER)
     sheet.put("seed", "rng", "seed", config.seed)
 
 
@@ -200,7 +208,6 @@ def _parallel(sheet: Sheet) -> None:
         sheet.skip("parallel.sequence_parallel", "there is no tensor parallelism")
     if par.pipeline_layout is None:
         sheet.put("parallel.vpp", "model", "virtual_pipeline_model_parallel_size", par.vpp if par.vpp > 1 else None)
-        sheet.skip("parallel.pipeline_layout", "all chunks have as many layers")
     else:
         sheet.put("parallel.pipeline_layout parallel.vpp", "model", "pipeline_model_parallel_layout", layout(config))
     own, other = ("megatron.cp_comm_type", "parallel.cp_comm") if megatron else ("parallel.cp_comm", "megatron.cp_comm_type")
@@ -213,8 +220,6 @@ def _parallel(sheet: Sheet) -> None:
     for field in fields.OVERLAPS:
         if field.asks(config):
             sheet.put(field.key, overlaps, field.name, True)
-        else:
-            sheet.skip(field.key, "at false it asks for nothing")
 
 
 def layout(config: TrainerConfig) -> str:
@@ -243,8 +248,6 @@ def _data_parallel(sheet: Sheet) -> None:
         sheet.skip("parallel.fsdp parallel.reshard_after_forward parallel.reduce_dtype parallel.comm_sms", _TORCH)
     else:
         sheet.skip("megatron.data_parallel megatron.sharding_strategy megatron.grad_reduce_dtype", MEGATRON)
-        sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors, unless NVTE_EXT_MARGIN_SM says otherwise")
-        sheet.plain("parallel.reshard_after_forward", True, "Megatron-FSDP frees gathered parameters after the forward pass")
     sheet.put("parallel.dp_replicate", "ddp", "num_distributed_optimizer_instances", par.dp_replicate if sharded else 1)
     dtype, name = (mg.grad_reduce_dtype, "megatron.grad_reduce_dtype") if megatron else (par.reduce_dtype, "parallel.reduce_dtype")
     sheet.put(name, "ddp", "grad_reduce_in_fp32", dtype == "fp32")
@@ -274,7 +277,6 @@ def _precision(sheet: Sheet) -> None:
         sheet.put("precision.fp8", "model", "fp8", FP8_FORMAT.get(recipe))
         if recipe != "none":
             sheet.put("precision.fp8", "model", "fp8_recipe", recipe)
-    sheet.plain("precision.fp8_modules", ["linear", "experts"], "a recipe covers projections and experts alike")
     why = _no_fp8_param(config)
     sheet.put("megatron.fp8_param", "ddp" if sheet.target == "megatron-lm" else "model", "fp8_param", mg.fp8_param and not why)
     if mg.fp8_param and why:
@@ -302,12 +304,8 @@ def _memory(sheet: Sheet) -> None:
     if train.recompute == "full":
         sheet.put("megatron.recompute_method", "model", "recompute_method", mg.recompute_method)
         sheet.put("megatron.recompute_layers", "model", "recompute_num_layers", recompute_layers(config))
-    else:
-        sheet.skip("megatron.recompute_method megatron.recompute_layers", "of full recompute, which is not chosen")
     if modules:
         sheet.put("train.recompute_modules", "model", "recompute_modules", modules)
-    else:
-        sheet.skip("train.recompute_modules", "names nothing of the decoder")
     if "vision" in train.recompute_modules:
         sheet.lack("train.recompute_modules", f"'vision': {_TOWER}")
     sheet.put("megatron.offload_modules", "model", "fine_grained_activation_offloading", bool(mg.offload_modules))
@@ -316,8 +314,6 @@ def _memory(sheet: Sheet) -> None:
     if config.offload.activations:
         sheet.put("offload.activations", "model", "cpu_offloading", True)
         sheet.put("offload.activations", "model", "cpu_offloading_num_layers", config.model.num_layers - 1)
-    else:
-        sheet.skip("offload.activations", "at false it asks for nothing")
 
 
 def _switches(sheet: Sheet) -> None:
@@ -343,11 +339,7 @@ def _switches(sheet: Sheet) -> None:
         sheet.put("backend", "model", field, True)
     if sheet.target == "megatron-lm":
         sheet.put("megatron.kernels", "model", "transformer_impl", "local" if mg.kernels == "local" else "transformer_engine")
-    else:
-        sheet.plain("megatron.kernels", "auto", "the recipe chooses the layers")
     sheet.put("train.deterministic", "model", "deterministic_mode", train.deterministic)
-    for region in ("vision", "decoder", "loss"):
-        sheet.plain(f"train.compile.{region}", False, "megatron-core has fused kernels of its own instead of torch.compile")
     sheet.skip("train.compile.backend train.compile.dynamic", "of torch.compile, which the target leaves out")
     sheet.skip("train.fused_activation train.fused_norms optimizer.fused", f"{_TORCH}; megatron-core's are fused")
     sheet.skip("train.loss_chunk", f"{_TORCH}; logits of a micro-batch exist at once there")

@@ -123,8 +123,6 @@ def files(sheet: Sheet) -> None:
         sheet.put("checkpoint.async_save", "checkpoint", "async_save", checkpoint.async_save)
     if lm:
         sheet.skip("checkpoint.keep", "Megatron-LM keeps all checkpoints, or one in every so many")
-        sheet.plain("init.weights", None, "convert the folder to a checkpoint of Megatron first, then --load it with --finetune")
-        sheet.plain("checkpoint.export", None, "Megatron-LM writes no folders of Hugging Face; Megatron-Bridge converts them")
     else:
         sheet.put("checkpoint.keep", "checkpoint", "most_recent_k", checkpoint.keep)
         sheet.put("init.weights", "checkpoint", "pretrained_checkpoint", config.init.weights)
@@ -136,6 +134,5 @@ def files(sheet: Sheet) -> None:
     if tracker.wandb:
         sheet.put("tracker.wandb tracker.project", "logger", "wandb_project", tracker.project)
         sheet.put("tracker.name", "logger", "wandb_exp_name", tracker.name or "run")
-        sheet.plain("tracker.offline", False, "set WANDB_MODE=offline in the environment")
     else:
         sheet.skip("tracker.wandb tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")

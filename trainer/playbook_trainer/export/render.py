@@ -81,15 +81,14 @@ class Exported:
 
 
 def export(config: TrainerConfig, target: Target, platform: Platform = "hopper") -> Exported:
-    """The configuration for another trainer; a key that no rule knows is listed as one that cannot be said."""
+    """The configuration for another trainer; a key that nothing there says is listed, unless it is neutral."""
     sheet = torchtitan.sheet_of(config) if target == "torchtitan" else megatron.sheet_of(config, target)
     render: Mapping[Target, Callable[[Sheet], list[str]]] = {
         "megatron-lm": flags,
         "megatron-bridge": overrides,
         "torchtitan": torchtitan.toml,
     }
-    missing = [*sheet.missing, *(Remark(key, "this version of the export does not know it") for key in sheet.left())]
-    return Exported(target, render[target](sheet), missing, sheet.irrelevant, sheet.settings, variables(config, platform))
+    return Exported(target, render[target](sheet), sheet.missing, sheet.irrelevant, sheet.settings, variables(config, platform))
 
 
 def flags(sheet: Sheet) -> list[str]:

@@ -6,9 +6,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from playbook_trainer.config.neutral import neutral
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
+READING = " ".join(
+    f"data.{name}"
+    for name in [
+        "source",
+        "subset",
+        "text_key",
+        "pack_buffer",
+        "images",
+        "fixed_image_size",
+        "max_image_pixels",
+        "max_source_pixels",
+        "max_images_per_sample",
+        "on_bad_image",
+        "on_long_sample",
+        "on_bad_sample",
+        "cache",
+        "cache_gib",
+        "generated.*",
+    ]
+)
+"""Keys of this trainer's reader of data, as words; every target has another."""
+_NO_VALUE = object()
 
 
 @dataclass(frozen=True)
@@ -52,16 +75,18 @@ class Sheet:
         self.irrelevant += [Remark(key, why) for key in keys.split()]
 
     def plain(self, key: str, plain: Any, why: str) -> None:
-        """A key that asks for nothing at its plain value, and that cannot be said at any other."""
+        """A key that asks for nothing at this value, and that cannot be said at any other."""
         if self.values.get(key, plain) == plain:
             self.skip(key, f"at {shown(plain)} it asks for nothing")
         else:
             self.lack(key, why)
 
-    def left(self) -> list[str]:
-        """Keys of which nothing was said."""
+    def settle(self, reasons: Mapping[str, str]) -> None:
+        """Keys of which nothing was said: each asks for nothing at its neutral value, and cannot be said at any other; `reasons` tell why by key."""
         said = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
-        return [key for key in self.values if not any(_covers(word, key) for word in said)]
+        for key in self.values:
+            if not any(_covers(word, key) for word in said):
+                self.plain(key, neutral().get(key, _NO_VALUE), reasons.get(key, "this version of the export does not know it"))
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

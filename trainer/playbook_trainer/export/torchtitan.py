@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.export.sheet import Sheet
+from playbook_trainer.export.sheet import READING, Sheet
 
 _FLAVOURS = {
     "qwen3_0_6b": ("qwen3", "0.6B"),
@@ -26,12 +26,44 @@ MEGATRON = "a setting of the megatron backend"
 _COMPILED = {"decoder": "model", "loss": "loss"}
 RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
+_WHY = {
+    "train.freeze": "it freezes no parts of a model",
+    "data.pack": "documents always follow each other in a row, without a mask between them",
+    "data.pad": "rows have one length",
+    "data.pad_to_multiple": "rows have one length",
+    "parallel.pipeline_layout": "name modules in parallelism.module_fqns_per_model_part instead",
+    "moe.capacity_factor": "no token is dropped",
+    "moe.fused_permutation": "it permutes in its own way",
+    "moe.fused_router": "its router is softmax and topk; compile the model instead",
+    "moe.router_dtype": "scores are computed in float32",
+    "optimizer.moments_dtype": "moments have the type of the weights",
+    "train.recompute_modules": "its selective mode chooses by operator, not by module",
+    "train.compile.vision": "it ships no vision tower of this model",
+    "train.compile.dynamic": "shapes do not change there",
+    "train.attention": "a flavour has its kind of attention",
+    "train.cuda_graphs": "it captures no parts of a layer",
+    "train.fused_loss": "compile the loss instead",
+    "train.fused_activation": "compile the model instead",
+    "train.fused_norms": "compile the model instead",
+    "optimizer.master_weights": "its shards are float32 weights, which FSDP casts",
+    "parallel.reduce_dtype": "gradients are summed in float32",
+    "parallel.comm_sms": "its products take all multiprocessors",
+    "offload.activations": "activations stay on the GPU",
+    "precision.fp8": "it has rowwise, tensorwise and MXFP8",
+    "precision.fp8_modules": "name modules in the converter's filter_fqns and fqns",
+    "checkpoint.resume": "it always goes on from the newest checkpoint in its folder",
+    "tracker.name": "set WANDB_RUN_NAME in the environment",
+    "tracker.offline": "set WANDB_MODE=offline in the environment",
+}
+"""Why keys cannot be said there, at another value than the neutral one."""
+
 
 def sheet_of(config: TrainerConfig) -> Sheet:
     """Every key of the configuration, said in torchtitan's fields where it has one."""
     sheet = Sheet(config, "torchtitan")
     for part in (_model, _data, _parallel, _experts, _training, _switches, _files, _elsewhere):
         part(sheet)
+    sheet.settle(_WHY)
     return sheet
 
 
@@ -45,7 +77,6 @@ def _model(sheet: Sheet) -> None:
         sheet.lack("model.*", "torchtitan 0.2 ships no Qwen3-VL")
     else:
         sheet.lack("model.*", SIZES)
-    sheet.plain("train.freeze", [], "it freezes no parts of a model")
 
 
 def unchanged(config: TrainerConfig) -> bool:
@@ -70,18 +101,11 @@ def _data(sheet: Sheet) -> None:
         sheet.skip("data.kind", "text is what it trains on")
     else:
         sheet.lack("data.kind", "text is what it trains on")
-    sheet.plain("data.pack", True, "documents always follow each other in a row, without a mask between them")
-    sheet.plain("data.pad", True, "rows have one length")
-    sheet.plain("data.pad_to_multiple", None, "rows have one length")
     if data.tokenizer == "byte":
         sheet.lack("data.tokenizer", "give model.hf_assets_path, a folder with a tokenizer.json")
     else:
         sheet.put("data.tokenizer", "model", "hf_assets_path", data.tokenizer.removesuffix("/tokenizer.json"))
-    reading = (
-        "source subset text_key pack_buffer images fixed_image_size max_image_pixels max_source_pixels max_images_per_sample on_bad_image "
-        "on_long_sample on_bad_sample"
-    )
-    sheet.skip(" ".join(f"data.{name}" for name in f"{reading} cache cache_gib generated.*".split()), "it has a reader of its own")
+    sheet.skip(READING, "it has a reader of its own")
 
 
 def _parallel(sheet: Sheet) -> None:
@@ -123,7 +147,6 @@ def _parallel(sheet: Sheet) -> None:
     else:
         sheet.lack("parallel.cp_comm", "keys and values are gathered, or shuffled by all-to-all")
     sheet.skip("parallel.sequence_parallel", "with tensor parallelism the sequence is always cut")
-    sheet.plain("parallel.pipeline_layout", None, "name modules in parallelism.module_fqns_per_model_part instead")
 
 
 def _experts(sheet: Sheet) -> None:
@@ -136,10 +159,6 @@ def _experts(sheet: Sheet) -> None:
         sheet.put("moe.dispatcher", "parallelism", "expert_parallel_comm_backend", backend)
     else:
         sheet.lack("moe.dispatcher", f"{moe.dispatcher}: it has all-to-all and DeepEP")
-    sheet.plain("moe.capacity_factor", None, "no token is dropped")
-    sheet.plain("moe.fused_permutation", False, "it permutes in its own way")
-    sheet.plain("moe.fused_router", False, "its router is softmax and topk; compile the model instead")
-    sheet.plain("moe.router_dtype", "fp32", "scores are computed in float32")
     sheet.skip("moe.experts moe.apply_probs_on", "experts are one grouped product, weighed in its own way")
 
 
@@ -159,7 +178,6 @@ def _training(sheet: Sheet) -> None:
     sheet.put("optimizer.betas", "optimizer", "beta2", opt.betas[1])
     sheet.put("optimizer.eps", "optimizer", "eps", opt.eps)
     sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
-    sheet.plain("optimizer.moments_dtype", "fp32", "moments have the type of the weights")
     sheet.put("optimizer.warmup_steps", "lr_scheduler", "warmup_steps", opt.warmup_steps)
     if opt.schedule == "cosine":
         sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine")
@@ -176,34 +194,19 @@ def _switches(sheet: Sheet) -> None:
     sheet.put("train.recompute", "activation_checkpoint", "mode", RECOMPUTE[train.recompute])
     if train.recompute == "selective":
         sheet.put("train.recompute", "activation_checkpoint", "selective_ac_option", "op")
-    sheet.plain("train.recompute_modules", [], "its selective mode chooses by operator, not by module")
     regions = [target for region, target in _COMPILED.items() if getattr(train.compile, region)]
     sheet.put("train.compile.decoder train.compile.loss", "compile", "enable", bool(regions))
     if regions:
         sheet.put("train.compile.decoder train.compile.loss", "compile", "components", regions)
     sheet.put("train.compile.backend", "compile", "backend", train.compile.backend)
-    sheet.plain("train.compile.vision", False, "it ships no vision tower of this model")
-    sheet.plain("train.compile.dynamic", "auto", "shapes do not change there")
-    sheet.plain("train.attention", "auto", "a flavour has its kind of attention")
-    sheet.plain("train.cuda_graphs", [], "it captures no parts of a layer")
-    sheet.plain("train.fused_loss", False, "compile the loss instead")
-    for name in ("fused_activation", "fused_norms"):
-        sheet.plain(f"train.{name}", False, "compile the model instead")
-    sheet.plain("optimizer.master_weights", "fp32", "its shards are float32 weights, which FSDP casts")
     sheet.skip("optimizer.fused", "its AdamW is torch's fused one")
-    sheet.plain("parallel.reduce_dtype", "fp32", "gradients are summed in float32")
-    sheet.plain("parallel.comm_sms", 0, "its products take all multiprocessors")
     sheet.skip("train.loss_chunk", "logits of a micro-batch exist at once there")
-    sheet.plain("offload.activations", False, "activations stay on the GPU")
     if config.precision.fp8 in ("rowwise", "tensorwise") and "linear" in config.precision.fp8_modules:
         sheet.put("precision.fp8", "model", "converters", ["quantize.linear.float8"])
         sheet.put("precision.fp8", "quantize.linear.float8", "recipe_name", config.precision.fp8)
     elif config.precision.fp8 == "mxfp8":
         sheet.put("precision.fp8", "model", "converters", ["quantize.linear.mx"])
         sheet.put("precision.fp8", "quantize.linear.mx", "recipe_name", "mxfp8_cublas")
-    else:
-        sheet.plain("precision.fp8", "none", "it has rowwise, tensorwise and MXFP8")
-    sheet.plain("precision.fp8_modules", ["linear", "experts"], "name modules in the converter's filter_fqns and fqns")
 
 
 def _files(sheet: Sheet) -> None:
@@ -216,7 +219,6 @@ def _files(sheet: Sheet) -> None:
     sheet.put("checkpoint.every", "checkpoint", "interval", checkpoint.every or config.train.steps)
     sheet.put("checkpoint.keep", "checkpoint", "keep_latest_k", max(2, checkpoint.keep))
     sheet.put("checkpoint.async_save", "checkpoint", "async_mode", "async" if checkpoint.async_save else "disabled")
-    sheet.plain("checkpoint.resume", True, "it always goes on from the newest checkpoint in its folder")
     sheet.put("checkpoint.export", "checkpoint", "last_save_in_hf", checkpoint.export is not None)
     if config.init.weights is not None:
         sheet.put("init.weights", "checkpoint", "initial_load_path", config.init.weights)
@@ -227,8 +229,6 @@ def _files(sheet: Sheet) -> None:
     sheet.put("tracker.wandb", "metrics", "enable_wandb", tracker.wandb)
     if tracker.wandb:
         sheet.lack("tracker.project", f"set WANDB_PROJECT={tracker.project} in the environment")
-        sheet.plain("tracker.name", None, "set WANDB_RUN_NAME in the environment")
-        sheet.plain("tracker.offline", False, "set WANDB_MODE=offline in the environment")
     else:
         sheet.skip("tracker.project tracker.name tracker.offline", "Weights & Biases is not asked for")
     sheet.put("train.log_every", "metrics", "log_freq", config.train.log_every)

@@ -10,6 +10,7 @@ from playbook.planner import layout
 from playbook.planner.options import Options
 from playbook.planner.rules import Words
 from playbook_trainer.config.megatron import MegatronConfig
+from playbook_trainer.config.neutral import neutral, torch_only
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
@@ -53,25 +54,6 @@ _SCORED_EXPERTS = 2
 """Experts whose scores DeepSeek-V3 adds up to the score of a group."""
 _CUTLASS_K = 128
 """What Transformer Engine's CUTLASS kernel wants the sums of its products to be a multiple of."""
-_TORCH_ONLY: dict[str, Any] = {
-    "parallel.fsdp": True,
-    "parallel.cp_comm": "allgather",
-    "parallel.reshard_after_forward": True,
-    "parallel.reduce_dtype": "fp32",
-    "parallel.comm_sms": 0,
-    "moe.apply_probs_on": "output",
-    "optimizer.fused": False,
-    "optimizer.master_weights": "fp32",
-    "train.fused_activation": False,
-    "train.fused_norms": False,
-    "moe.fused_permutation": False,
-    "moe.fused_router": False,
-    "train.fused_loss": False,
-    "train.loss_chunk": 4096,
-    "train.compile.decoder": False,
-    "train.compile.loss": False,
-}
-"""Settings of the torch backend that have no effect here, with the values that mean nothing was asked for."""
 
 
 def options(config: TrainerConfig) -> Options:
@@ -92,7 +74,6 @@ def options(config: TrainerConfig) -> Options:
         graphs=(*graphs, *train.cuda_graphs),
         capacity=pads_experts(config),
         ep_overlap=mg.overlap_expert_parallel,
-        delay_wgrad=mg.delay_wgrad,
         fp8="" if config.precision.fp8 in ("none", "rowwise", "nvfp4") else config.precision.fp8,
         offload=config.offload.activations,
         offload_modules=tuple(m for m in mg.offload_modules if m != "fused_group_mlp"),
@@ -142,8 +123,8 @@ def _pipeline_problems(config: TrainerConfig) -> list[str]:
 def feature_problems(config: TrainerConfig) -> list[str]:
     """What this backend does not do, and settings of its section that contradict each other."""
     par, mg, problems = config.parallel, config.megatron, []
-    for key, default in _TORCH_ONLY.items():
-        value = _get(config, key)
+    for key in torch_only():
+        value, default = _get(config, key), neutral()[key]
         if value != default:
             problems.append(f"{key} {_text(value)} belongs to the torch backend; leave it at {_text(default)}")
     if config.moe.dispatcher == "dedup":
@@ -388,10 +369,6 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
             "megatron.cuda_graph_impl local captures whole layers, and in those with experts the host waits for the router and sizes follow "
             "it: set it to transformer_engine"
         )
-    if mg.delay_wgrad and ("attn" in names or ("moe_router" in names and config.model.shared_expert_ffn_size)):
-        problems.append(
-            "megatron.delay_wgrad adds weight gradients where no graph finds them again: leave it or those train.cuda_graphs out"
-        )
     captured = bool(names) or mg.cuda_graph_impl == "full_iteration"
     if names and mg.cuda_graph_impl in ("none", "transformer_engine") and config.train.dtype != "bf16":
         problems.append("train.cuda_graphs: megatron-core captures parts with 16-bit inputs: set train.dtype: bf16")
@@ -462,7 +439,6 @@ def _needs_transformer_engine(config: TrainerConfig) -> list[str]:
         "moe.experts grouped": config.moe.experts == "grouped",
         "megatron.tp_comm_overlap": mg.tp_comm_overlap,
         "megatron.grouped_gemm cutlass": mg.grouped_gemm == "cutlass",
-        "megatron.delay_wgrad": mg.delay_wgrad,
         "megatron.offload_modules": bool(mg.offload_modules),
         "megatron.precision_aware_optimizer": mg.precision_aware_optimizer,
         "offload.activations": config.offload.activations,

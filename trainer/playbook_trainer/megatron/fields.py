@@ -139,7 +139,6 @@ PARALLEL = (
 OVERLAPS = (
     Field("tp_comm_overlap", "megatron.tp_comm_overlap", lambda c: c.megatron.tp_comm_overlap),
     Field("overlap_moe_expert_parallel_comm", "megatron.overlap_expert_parallel", lambda c: c.megatron.overlap_expert_parallel),
-    Field("delay_wgrad_compute", "megatron.delay_wgrad", lambda c: c.megatron.delay_wgrad),
 )
 """Communication beside computation."""
 

@@ -258,8 +258,6 @@ def data_parallel(config: TrainerConfig, cls: type) -> dict[str, Any]:
         asked["num_distributed_optimizer_instances"] = (config.parallel.dp_replicate, "parallel.dp_replicate")
     if mg.fp8_param:
         asked["fp8_param_gather"] = (True, "megatron.fp8_param")
-    if mg.delay_wgrad:
-        asked["delay_wgrad_compute"] = (True, "megatron.delay_wgrad")
     if mg.data_parallel == "megatron_fsdp":
         # Since 0.19 these stand where grad_reduce_in_fp32 stood, which it no longer reads; and gradients lie where the optimizer looks for them by the second.
         plain |= {
