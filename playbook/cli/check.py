@@ -26,7 +26,7 @@ from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.judge.metrics import METRICS
 from playbook_bench.run import replay
-from playbook_bench.run.variants import resolve_all, trainer_path
+from playbook_bench.run.variants import configurations, resolve_all, trainer_path
 from playbook_bench.statements import table as logic
 from playbook_trainer.config import checks, recipes
 from playbook_trainer.config import tree as trainer
@@ -169,12 +169,22 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
     for where, name in ((("metric",), str(case.metric)), *((("also", i), name) for i, name in enumerate(case.also))):
         if name not in METRICS:
             findings.append(loaded.finding(where, f"metric '{name}' is not known{did_you_mean(name, METRICS)}"))
+    if case.command:
+        return findings + [loaded.finding(("profiles", p), text) for p in case.profiles for text in _unresolved(case, p)]
     try:
         trainer_path(case)
     except ConfigError as e:
         return [*findings, loaded.finding(("trainer",), str(e))]
     findings += _formulas(loaded)
     return findings + (list(_unknown_keys(loaded)) or list(_layouts(loaded)))
+
+
+def _unresolved(case: Case, profile: str) -> Iterator[str]:
+    """Why the variants of a command are no comparison, or nothing."""
+    try:
+        resolve_all(case, profile)
+    except ConfigError as e:
+        yield str(e)
 
 
 def trainer_keys() -> set[str]:
@@ -323,7 +333,7 @@ def _layouts(loaded: LoadedCase) -> Iterator[Finding]:
 
 
 def _variant_problems(case: Case, profile: str) -> Iterator[str]:
-    for variant, run in resolve_all(case, profile).items():
+    for variant, run in configurations(case, profile).items():
         problems = checks.layout_problems(run.config, run.ranks) + checks.feature_problems(run.config)
         yield from (f"{variant} on profile '{profile}': {p}" for p in problems)
 

@@ -6,16 +6,17 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root
+from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
 LAUNCHED_KINDS = ("pair", "sweep", "interaction")
-"""The kinds of case that launch the trainer."""
+"""The kinds of case that launch the trainer, or a command."""
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
@@ -38,7 +39,7 @@ GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "r
 class Rule(Strict):
     """One thing that a run's receipt must show, or must not show.
 
-    Exactly one of `collective`, `range`, `counter` and `kernel` names what is looked at. `count` is a number or a formula over the
+    Exactly one of `collective`, `range`, `counter`, `kernel` and `log` names what is looked at. `count` is a number or a formula over the
     receipt's numbers (layers, moe_layers, microbatches, ranks, steps, images); without it, `require` asks for at least one.
     """
 
@@ -47,6 +48,8 @@ class Rule(Strict):
     counter: str | None = None
     kernel: str | None = Field(default=None, max_length=200)
     """A regular expression that is searched for in the names of the GPU kernels that ran; their numbers are summed."""
+    log: str | None = Field(default=None, max_length=200)
+    """For a command: a regular expression that is searched for in the lines that it prints."""
     inside: str | None = None
     """Count only collectives issued inside this range."""
     group: str | None = None
@@ -140,10 +143,19 @@ class Case(Strict):
 
     SCHEMA = "case"
     id: str = Slug
-    kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
+    kind: Literal["pair", "command", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
+    """`command` is another word for a pair whose `command` is launched."""
     summary: str
     trainer: str | None = None
     """The trainer's configuration, a path from the repository's root."""
+    command: list[str] = Field(default_factory=list)
+    """Instead of `trainer`: the words of a command, started without a shell. `{word}` stands for a value of the profile or the variant."""
+    steps: Steps | None = None
+    """For a command: where its steps are told."""
+    trace: Traced | None = None
+    """For a command: the trace in which rules look for kernels, ranges and collectives."""
+    prepare: list[str] = Field(default_factory=list)
+    """For a command: what makes the files of a commit ready to run, such as a build; run once for each state of the files."""
     baseline: dict[str, Any] = Field(default_factory=dict)
     candidate: dict[str, Any] = Field(default_factory=dict)
     knob: str | None = None
@@ -169,6 +181,11 @@ class Case(Strict):
     function: str | None = None
     """For `arithmetic` and `invariant`: the name of a function in the harness's table."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("kind")
+    @classmethod
+    def _one_word_for_pairs(cls, kind: str) -> str:
+        return "pair" if kind == "command" else kind
 
     @property
     def variants(self) -> dict[str, dict[str, Any]]:
@@ -223,11 +240,13 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         if not case.function:
             found.append((("kind",), f"a case of kind {case.kind} needs 'function'"))
         return found
+    launched = "trainer" if case.trainer or not case.command else "command"
     found += [
         ((field,), f"'{field}' is missing; a case of kind {case.kind} needs it")
-        for field in ("trainer", "metric")
+        for field in (launched, "metric")
         if not getattr(case, field)
     ]
+    found += _command_problems(case)
     if not case.profiles:
         found.append((("kind",), "'profiles' is missing; name at least one machine class, such as cpu"))
     found += _variant_problems(case)
@@ -245,6 +264,25 @@ def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
             (("budget", "pairs"), f"looks are {case.budget.pairs}; expected even numbers, since a {unit} and its reverse cancel drift")
         )
     return found + _receipt_problems(case)
+
+
+def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Whether fields of commands belong to one, and every word of its templates has a value."""
+    own = [field for field in ("command", "steps", "trace", "prepare") if getattr(case, field)]
+    if not case.command or case.trainer:
+        return [((field,), f"'{field}' belongs to a case that launches a command; leave it out, or 'trainer'") for field in own]
+    deltas: dict[tuple[str | int, ...], dict[str, Any]] = {("profiles", p): values for p, values in case.profiles.items()}
+    deltas |= {(v if case.kind == "pair" else "kind",): delta for v, delta in case.variants.items()}
+    deltas |= {("variant_profiles", p, v): d for p, variants in case.variant_profiles.items() for v, d in variants.items()}
+    found = [problem for where, delta in deltas.items() for problem in delta_problems(where, delta)]
+    if found:
+        return found
+    texts: list[tuple[tuple[str | int, ...], str]] = [(("command",), text) for text in (*case.command, *case.prepare)]
+    texts += [(("steps",), case.steps.file or "")] if case.steps else []
+    texts += [(("trace",), text) for text in (case.trace.file, *case.trace.arguments)] if case.trace else []
+    for where, delta in deltas.items():
+        texts += [(where, text) for text in (*delta.get("arguments", []), *delta.get("environment", {}).values())]
+    return list(template_problems(texts, sorted({key for delta in deltas.values() for key in delta} - {*DELTAS, "ranks"})))
 
 
 def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
@@ -292,6 +330,8 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     found: list[tuple[tuple[str | int, ...], str]] = []
     for variant in case.variants:
         receipt = case.activation.of(variant)
+        if case.command and not (receipt.require or receipt.forbid):
+            continue  # allowed, and the verdict says that nothing proves its path
         if all(r.range in _GENERIC_RANGES for r in (*receipt.require, *receipt.forbid)):
             where: tuple[str | int, ...] = ("activation", variant) if case.kind == "pair" else ("activation",)
             found.append((where, f"nothing proves that the {variant} ran as meant; require or forbid a collective, a counter or a kernel"))
@@ -310,19 +350,31 @@ def _receipt_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
         for kind in ("require", "forbid"):
             for i, rule in enumerate(getattr(receipt, kind)):
                 where = (*place, kind, i)
-                if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel)) != 1:
-                    found.append((where, "a rule looks at exactly one of collective, range, counter and kernel"))
-                if rule.kernel is not None and (problem := _pattern_problem(rule.kernel)):
-                    found.append(((*where, "kernel"), problem))
-                found += [((*where, key), message) for key, message in _empty(rule)]
+                if sum(x is not None for x in (rule.collective, rule.range, rule.counter, rule.kernel, rule.log)) != 1:
+                    found.append((where, "a rule looks at exactly one of collective, range, counter, kernel and log"))
+                for key in ("kernel", "log"):
+                    if (pattern := getattr(rule, key)) is not None and (problem := _pattern_problem(pattern)):
+                        found.append(((*where, key), problem))
+                found += [((*where, key), message) for key, message in (_not_of_commands(rule, case) if case.command else _empty(rule))]
                 if kind == "forbid" and rule.count is not None:
                     found.append((where, "a forbidden thing has no count; use require with op and count"))
     return found
 
 
+def _not_of_commands(rule: Rule, case: Case) -> list[tuple[str, str]]:
+    """What a command's launches cannot show: (key, message) for each."""
+    found = (
+        [("counter", "a command counts nothing by itself; use log, or kernel, range or collective with a trace")] if rule.counter else []
+    )
+    if case.trace is None:
+        keys = ("collective", "range", "kernel")
+        found += [(k, f"'{k}' is looked for in a trace; name it in 'trace', or use log") for k in keys if getattr(rule, k) is not None]
+    return found
+
+
 def _empty(rule: Rule) -> list[tuple[str, str]]:
     """What makes a rule hold whatever ran, or look at something else than it says: (key, message) for each."""
-    found = []
+    found = [("log", "'log' belongs to cases that launch a command")] if rule.log is not None else []
     for key in ("inside", "group", "phase"):
         if getattr(rule, key) is not None and rule.collective is None:
             found.append((key, f"'{key}' is asked of collectives alone; leave it out, or name a collective"))
@@ -344,7 +396,7 @@ def _pattern_problem(pattern: str) -> str:
     except re.error as e:
         return f"'{pattern}' is no regular expression: {e}"
     if re.search(pattern, ""):
-        return f"'{pattern}' is found in an empty name too, so it tells no kernel from another; write a part of the kernel's name"
+        return f"'{pattern}' is found in an empty text too, so it tells nothing; write a part of the kernel's name, or of the line"
     many = re.search(r"\)[*+{]", pattern) or sum(pattern.count(c) for c in "*+{") > _MAX_REPEATS
     return f"'{pattern}' repeats a group, or repeats more than {_MAX_REPEATS} times; write the names themselves" if many else ""
 

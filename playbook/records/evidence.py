@@ -108,6 +108,8 @@ class Observed(Strict):
     counters: dict[str, float] = Field(default_factory=dict)
     kernels: dict[str, int] = Field(default_factory=dict)
     """GPU kernels by name, without template arguments; empty where none were looked at, which proves nothing about any of them."""
+    logs: dict[str, int] = Field(default_factory=dict)
+    """Of a command: by pattern, how many of the lines that it printed hold it."""
 
 
 class Seconds(Strict):

@@ -95,6 +95,9 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     if len(ways) > 1 or "mixed" in ways:
         return Gate(name=name, ok=False, detail=f"differs in launch: {', '.join(sorted(ways))}")
     free = {f"env.{v}" for per_variant in case.delta.environment.values() for v in per_variant} | set(allowed)
+    for delta in case.variants.values() if case.command else ():
+        free |= {f"env.{name}" for name in delta.get("environment", {})}
+        free |= set(SOURCE_KEYS) if delta.keys() & {"revision", "files"} else set()
     if case.delta.ranks:
         free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
     views = []
@@ -111,6 +114,8 @@ def data(case: Case, pairs: Sequence[Pair]) -> Gate:
     if case.delta.data:
         return Gate(name="data", ok=True, detail=f"declared different: {case.delta.reason}")
     shas = {r.data_sha for pair in pairs for r in pair}
+    if case.command and shas == {None}:
+        return Gate(name="data", ok=True, detail="not compared: a command's log does not tell it")
     ok = len(shas) == 1 and None not in shas
     return Gate(name="data", ok=ok, detail="" if ok else f"data hashes {', '.join(sorted(str(s) for s in shas))}")
 
@@ -140,6 +145,8 @@ def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Gate:
     for a, b in pairs:
         left, right = _tokens_per_step(a), _tokens_per_step(b)
         worst = max(worst, abs(left - right) / max(left, right, 1.0))
+    if case.command and not any(_tokens_per_step(r) for pair in pairs for r in pair):
+        return Gate(name="work", ok=True, detail="not compared: the log tells no tokens")
     equal = worst <= WORK_TOLERANCE
     if equal or (not metric.per_step and (case.delta.work or case.delta.data)):
         return Gate(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
@@ -152,6 +159,8 @@ def loss(case: Case, pairs: Sequence[Pair]) -> Gate:
     band = case.guardrails.loss.relative
     if band is None:
         return Gate(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
+    if case.command and all(_mean_loss(r) is None for pair in pairs for r in pair):
+        return Gate(name="loss", ok=True, detail="not compared: the log tells no loss")
     worst = 0.0
     for a, b in pairs:
         left, right = _mean_loss(a), _mean_loss(b)

@@ -10,9 +10,8 @@ from playbook.errors import PlaybookError
 from playbook.records.case import Case, is_shipped, load_case
 from playbook.records.evidence import Check, Measured
 from playbook.renamed_keys import modern
-from playbook_bench.judge.receipt import judge_runs
-from playbook_bench.run.variants import extended, resolve_variant
-from playbook_trainer.config import tree as trainer_config
+from playbook_bench.judge.receipt import judge_case
+from playbook_bench.run.variants import resolve
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
@@ -51,17 +50,16 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
     settings: dict[str, dict[str, str]] = {}
     for name, run in variants.items():
         try:
-            now = resolve_variant(today, name, then.profile)
+            now = resolve(today, name, then.profile)
         except PlaybookError:
             yield f"the configuration of {name}, which cannot be read"
             continue
         if then.plan is not None and then.plan.extended:
-            now = extended(now)  # as the harness has done then
+            now = now.extended()  # as the harness has done then
         was = {**modern(then.configs.get(run.config_sha, {})), "ranks": run.ranks}
-        for key, a, b in _changed(was, {**trainer_config.dump(now.config), "ranks": now.ranks}):
+        for key, a, b in _changed(was, {**now.dump, "ranks": now.ranks}):
             settings.setdefault(key, {})[name] = f"{key} {_short(a)} -> {_short(b)}"
-    judged = [run for run in then.runs if run.role == "measure" and run.outcome == "ok"]
-    yield from (_unmet(check) for check in judge_runs(today.activation, judged) if not check.ok)
+    yield from (_unmet(check) for check in judge_case(today, then.runs) if not check.ok)
     for key in sorted(settings):
         own = settings[key]
         common = len(own) == len(variants) and all(a == b for a, b in pairwise(own.values()))

@@ -7,11 +7,11 @@ import math
 import operator
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from playbook.errors import ConfigError
-from playbook.records.case import Activation, Rule
+from playbook.records.case import Activation, Case, Receipt, Rule
 from playbook.records.evidence import Check, Observed, Run, Variant
 
 _MAX_FORMULA = 200
@@ -89,7 +89,8 @@ def computing(runs: Sequence[Run], variant: Variant) -> float | None:
 
 def _describe(rule: Rule) -> str:
     """The rule's subject in words, such as `all_to_all inside dispatch on ep`."""
-    subject = rule.collective or rule.range or rule.counter or (f"kernel {rule.kernel}" if rule.kernel else "nothing")
+    kernel, line = f"kernel {rule.kernel}" if rule.kernel else "", f"line {rule.log}" if rule.log else ""
+    subject = rule.collective or rule.range or rule.counter or kernel or line or "nothing"
     inside = f" inside {rule.inside}" if rule.inside else ""
     group = f" on {rule.group}" if rule.group else ""
     phase = f" in the {rule.phase} pass" if rule.phase else ""
@@ -113,6 +114,8 @@ def observe(rule: Rule, observed: Observed) -> float | None:
         return float(observed.ranges.get(rule.range, 0))
     if rule.counter is not None:
         return observed.counters.get(rule.counter)
+    if rule.log is not None:
+        return observed.logs.get(rule.log)
     if rule.kernel is not None and observed.kernels:
         return float(sum(count for name, count in observed.kernels.items() if re.search(rule.kernel, name)))
     return None
@@ -152,6 +155,26 @@ def judge_run(activation: Activation, run: Launched) -> list[Check]:
 def _unproven(check: Check, run: Launched) -> Check:
     """Absence counts only where something was looked at."""
     return check if run.observed is not None else check.model_copy(update={"ok": False, "observed": None})
+
+
+def judge_case(case: Case, runs: Sequence[Run], roles: Collection[str] = ("measure",)) -> list[Check]:
+    """The case's rules over the launches that can show them: a command's trace comes from its discarded launch, all else from those of `roles`."""
+    ended = [r for r in runs if r.outcome == "ok"]
+    found = judge_runs(_rules(case.activation, traced=False) if case.trace else case.activation, [r for r in ended if r.role in roles])
+    if case.trace:
+        found += judge_runs(_rules(case.activation, traced=True), [r for r in ended if r.role == "burn_in"])
+    return found
+
+
+def _rules(activation: Activation, traced: bool) -> Activation:
+    """Those rules alone that look at a trace, or those that do not."""
+
+    def part(of: Receipt) -> Receipt:
+        require, forbid = ([r for r in rules if (r.log is None) is traced] for rules in (of.require, of.forbid))
+        return Receipt(require=require, forbid=forbid)
+
+    own = {name: part(getattr(activation, name)) for name in ("baseline", "candidate", "every")}
+    return Activation(**own, variants={name: part(of) for name, of in activation.variants.items()})
 
 
 def judge_runs(activation: Activation, runs: Sequence[Launched]) -> list[Check]:

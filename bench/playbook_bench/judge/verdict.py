@@ -89,7 +89,7 @@ class _Series:
         excused = curve_rules.named(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
         self.names = [v for v in case.variants if v not in self.dead]
-        self.checks = receipt.judge_runs(case.activation, [r for r in measured.runs if r.role == "measure" and r.outcome == "ok"])
+        self.checks = receipt.judge_case(case, measured.runs)
         self.unit = "pair" if case.kind == "pair" else "block"
 
     def derive(self) -> Derived:
@@ -154,13 +154,21 @@ class _Series:
         pair = effects.as_pair(curve, self.rules, self.metric, self.expect) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
         more = pair.pairs_needed if pair else curve.blocks_needed
+        found = bad or self._verdict(curve, shown, more)
+        if self.case.command:
+            found = found.model_copy(update={"sentence": f"{found.sentence}; {self._not_vouched_for(conditions)}"})
         return Derived(
             comparison=pair,
             curve=None if pair else curve,
             receipts=self.checks,
             gates=conditions,
-            verdict=bad or self._verdict(curve, shown, more),
+            verdict=found,
         )
+
+    def _not_vouched_for(self, conditions: Sequence[Gate]) -> str:
+        """What a command's launches do not tell, so that the verdict does not rest on it."""
+        missing = ", ".join({"work": "equal work"}.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared"))
+        return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
     def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:
         expect, looks, n = self.expect, self.plan.looks, curve.blocks

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
@@ -145,7 +145,7 @@ class LocalLauncher:
             hung = _wait(ranks, watched, clock, self.drain_s)
         finally:
             with held() as came:
-                _end(ranks, self.grace_s, came)
+                end(ranks, self.grace_s, came)
         wall = time.monotonic() - clock
         if hung:
             found = Result("hang", None, f"{hung}\n{tail(ranks[0].log)}", started, wall)
@@ -157,29 +157,47 @@ class LocalLauncher:
         log = spec.folder / f"rank{index}.log"
         env = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
         command = [*self.command, str(config)]
-        try:
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    self.wrap(index, command) if self.wrap else command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(os.getpid()),
-                )
-        except OSError as e:
-            raise LaunchError(f"a rank could not be started with {' '.join(self.command)}: {e.strerror or e}") from e
-        try:
-            pidfd: int | None = os.pidfd_open(process.pid)
-        except (AttributeError, OSError):
-            pidfd = None
-        return Rank(index, process, log, pidfd)
+        with log.open("wb") as out:
+            return started(index, self.wrap(index, command) if self.wrap else command, log, out, env)
 
 
 def _launched(ranks: Sequence[Rank]) -> Launched:
     forked = {r.forked for r in ranks}
     return "mixed" if len(forked) > 1 else "fork" if True in forked else ""
+
+
+def started(
+    index: int,
+    words: Sequence[str],
+    log: Path,
+    out: IO[bytes] | int,
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    signum: int = signal.SIGKILL,
+) -> Rank:
+    """A process that leads a session of its own, prints to `out`, and gets `signum` when this process ends.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid(), signum),
+        )
+    except OSError as e:
+        raise LaunchError(f"{' '.join(words)[:300]} could not be started: {e.strerror or e}") from e
+    try:
+        pidfd: int | None = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        pidfd = None
+    return Rank(index, process, log, pidfd)
 
 
 def rank_environment(spec: Spec) -> dict[str, str]:
@@ -344,7 +362,7 @@ def _wait(ranks: Sequence[Rank], watch: Watch, began: float, drain_s: float) -> 
             time.sleep(_POLL_S / 5)
 
 
-def _end(ranks: Sequence[Rank], grace_s: float, came: Sequence[int]) -> None:
+def end(ranks: Sequence[Rank], grace_s: float, came: Sequence[int]) -> None:
     """End every process of every rank's session: SIGTERM to those still at work, SIGKILL to what is left after a grace, which a signal cuts short."""
     for rank in ranks:
         rank.own = rank.process.poll()

@@ -82,9 +82,14 @@ def _cause(log: str) -> str:
 def _outcome(code: int, log: str) -> RunOutcome:
     if code < 0:
         return "killed"
-    if code == 1 and any(text in log for text in _MEMORY):
+    if code == 1 and out_of_memory(log):
         return "oom"
     return _EXIT_OUTCOMES.get(code, "crash")
+
+
+def out_of_memory(log: str) -> bool:
+    """Whether the end of a log says that memory ran out."""
+    return any(text in log for text in _MEMORY)
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

@@ -125,10 +125,10 @@ def unmet_scope(scope: Mapping[str, Any], known: Mapping[str, Any], waive_machin
         raise ConfigError(str(e)) from e
 
 
-def unmet_requirements(requires: Sequence[str]) -> list[Missing]:
-    """The packages and backends of a case that are not here; every case that runs needs the trainer's own."""
+def unmet_requirements(requires: Sequence[str], trains: bool = True) -> list[Missing]:
+    """The packages and backends of a case that are not here; every case that runs our trainer needs the trainer's own."""
     out = []
-    if not installed("torch"):
+    if trains and not installed("torch"):
         out.append(Missing(reason="package", detail="package torch is not installed; install perf-playbook with the extra 'train'"))
     for name in requires:
         kind, _, rest = name.partition(":")

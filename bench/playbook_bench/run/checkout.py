@@ -38,10 +38,10 @@ def repository(root: Path | None) -> Path:
         ConfigError: it is no repository of its own, or this command was started in another one, whose changes it would not see.
     """
     tree = (root or repo_root()).resolve()
-    top, here = _top(tree), None if root else _top(Path.cwd())
-    if top not in (None, tree):
+    around, here = top(tree), None if root else top(Path.cwd())
+    if around not in (None, tree):
         raise ConfigError(
-            f"playbook runs from {tree}, which is no checkout of its own but a folder in {top}; both commits would run what is "
+            f"playbook runs from {tree}, which is no checkout of its own but a folder in {around}; both commits would run what is "
             "installed. Install it from the checkout that is to be judged: pip install -e"
         )
     if here not in (None, tree):
@@ -96,6 +96,15 @@ def state_of(root: Path) -> str:
     """A hash of the working tree: the commit, and what is changed or new in it."""
     words = (["rev-parse", "HEAD"], ["diff", "HEAD", "--no-ext-diff", "--binary"], ["status", "--porcelain", "--untracked-files=all"])
     return detect.digest_of([git(root, w).stdout for w in words])
+
+
+def source_of(folder: Path) -> str | None:
+    """The commit of the repository around a folder, with a hash of what is changed in it; None outside of one."""
+    head = git(folder, ["rev-parse", "HEAD"])
+    if head.returncode:
+        return None
+    changed = git(folder, ["diff", "HEAD", "--no-ext-diff", "--binary"]).stdout
+    return head.stdout.strip() + (f"+{detect.digest_of([changed])}" if changed else "")
 
 
 def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -154,7 +163,7 @@ def resolve_in(tree: Path, path: str, trainer: Path, overrides: Mapping[str, Any
     raise LaunchError(f"its code does not read {_CONFIGS / trainer} with the case's overrides: {last[:500]}")
 
 
-def _top(folder: Path) -> Path | None:
+def top(folder: Path) -> Path | None:
     """The top folder of the repository that a folder lies in; None where git knows of none."""
     found = git(folder, ["rev-parse", "--show-toplevel"])
     return Path(found.stdout.removesuffix("\n")).resolve() if found.returncode == 0 else None

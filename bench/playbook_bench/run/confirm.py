@@ -264,16 +264,16 @@ def _preflight(task: Task, case: Case | None, machine: Machine, profile: str | N
     here = requirements.restrict(machine, profile)
     known = requirements.facts(here)
     if case is not None and (case.requires or case.kind in LAUNCHED_KINDS):
-        missing += requirements.unmet_requirements(case.requires)
+        missing += requirements.unmet_requirements(case.requires, trains=not case.command)
     if case is not None and case.kind in LAUNCHED_KINDS:
         if profile is None:
             wanted = f"profile {options.profile}" if options.profile else f"profile for {machine.name}"
             missing.append(Missing(reason="profile", detail=f"case {case.id} has no {wanted}; it has {', '.join(case.profiles)}"))
         else:
             found = resolve_all(case, profile).values()
-            missing += [m for m in requirements.unmet_by([r.config for r in found]) if m not in missing]
+            missing += [m for m in dict.fromkeys(m for r in found for m in r.missing()) if m not in missing]
             *_, last = found
-            known = requirements.facts(here, last.config, last.ranks)
+            known = last.facts(here)
     if task.claim is not None and kind not in ("arithmetic", "invariant"):
         waive = task.claim.cpu_scope is not None and profile == detect.CPU
         missing = requirements.unmet_scope(task.claim.scope, known, waive) + missing

@@ -429,7 +429,7 @@ def _problem(running: Series, runs: Sequence[Run], metric: Metric) -> str:
     for each in runs:
         if problem := guards.complete(each, metric):
             return f"a run cannot be used: {problem}"
-    dead = next((c for c in receipt.judge_runs(running.case.activation, runs) if not c.ok), None)
+    dead = next((c for c in receipt.judge_case(running.case, runs, ("burn_in", "aa", "measure")) if not c.ok), None)
     return f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {dead.observed}" if dead else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,10 +11,10 @@ from playbook.errors import ConfigError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Check, Observed, Variant
 from playbook_bench.judge.receipt import judge_run
-from playbook_bench.launch.local import TRAINER, LocalLauncher, Spec, interruptible
+from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run.series import read_run, threads_per_rank
-from playbook_bench.run.variants import Resolved, resolve_all
+from playbook_bench.run.variants import Resolved, Runnable, resolve_all
 
 TIMED_STEPS = 1
 _WARMUP_STEPS = 4
@@ -56,7 +56,7 @@ def prove(
         FileError: there is no such case, or its file is invalid.
     """
     here = detect.detect()
-    todo: list[tuple[Case, str, Resolved]] = []
+    todo: list[tuple[Case, str, Runnable]] = []
     for case in map(load_case, case_ids):
         if case.kind not in LAUNCHED_KINDS:
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
@@ -74,23 +74,29 @@ def prove(
 
 
 def _launch(
-    case: Case, resolved: Resolved, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
+    case: Case, run: Runnable, environment: dict[str, str], threads: int, folder: Path, command: Sequence[str], full_length: bool
 ) -> Proof:
-    train = resolved.config.train
-    if not full_length:
-        warmup = min(train.warmup_steps, _WARMUP_STEPS)
-        train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + TIMED_STEPS)})
     folder.mkdir()
-    config = resolved.config.model_copy(update={"train": train})
-    ended = LocalLauncher(command).run(Spec(config, resolved.ranks, folder, environment, case.budget.launch_timeout_s, threads=threads))
+    if isinstance(run, Resolved):
+        environment = {"OMP_NUM_THREADS": str(threads), **environment}
+        run = run if full_length else _shortened(run)
+    launched = run.ready(folder.parent / "cache", proves=True)
+    ended = launched.launch(LocalLauncher(command), folder, environment, case.budget.launch_timeout_s, lambda step: None)
     if ended.outcome != "ok":
-        return Proof(case.id, resolved.variant, ended.outcome, ended.message, [], None)
+        return Proof(case.id, run.variant, ended.outcome, ended.message, [], None)
     try:
         observed = read_run(folder).fields.get("observed")
     except ValueError as e:
-        return Proof(case.id, resolved.variant, "crash", f"the run's files cannot be read: {e}", [], None)
-    checks = judge_run(case.activation, _Seen(resolved.variant, observed))
-    return Proof(case.id, resolved.variant, "ok", "", checks, observed)
+        return Proof(case.id, run.variant, "crash", f"the run's files cannot be read: {e}", [], None)
+    checks = judge_run(case.activation, _Seen(run.variant, observed))
+    return Proof(case.id, run.variant, "ok", "", checks, observed)
+
+
+def _shortened(resolved: Resolved) -> Resolved:
+    train = resolved.config.train
+    warmup = min(train.warmup_steps, _WARMUP_STEPS)
+    train = train.model_copy(update={"warmup_steps": warmup, "steps": min(train.steps, warmup + TIMED_STEPS)})
+    return replace(resolved, config=resolved.config.model_copy(update={"train": train}))
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ from playbook.records.evidence import (
     digest,
 )
 from playbook_bench.launch import local as launch
-from playbook_bench.launch.local import Launcher, Spec
+from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.outcome import Result, read_summary
-from playbook_bench.machine import detect, requirements
+from playbook_bench.machine import detect
 from playbook_bench.machine.telemetry import Telemetry, Ticks, stolen_percent, ticks
 from playbook_bench.run import schedule
 from playbook_bench.run.journal import Kept, SeriesJournal
 from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.variants import Resolved, extended
+from playbook_bench.run.variants import Runnable
 
 MAX_LINES = 100_000
 """The most lines of metrics.jsonl that are read."""
@@ -86,7 +86,7 @@ class Series:
     case: Case
     profile: str
     machine: Machine
-    variants: dict[Variant, Resolved]
+    variants: Mapping[Variant, Runnable]
     plan: Plan
     launcher: Launcher
     work: Path
@@ -120,27 +120,16 @@ class Series:
         if self.journal and (kept := self.journal.take(spec, resolved.sha)):
             return self._again(kept, resolved)
         folder = launch.new_folder(self.work, f"{len(self.launched):03d}-{spec.variant}")
-        threads = threads_per_rank(self.machine, list(self.variants.values()))
-        environment = {**detect.visible_devices(self.machine, self.profile), **self._caches(), **resolved.environment}
+        settings = resolved.settings(threads_per_rank(self.machine, list(self.variants.values())), self.cache)
+        environment = {**detect.visible_devices(self.machine, self.profile), **settings, **resolved.environment}
         number = len(self.launched) + 1
         self.progress.launch(number, max(self.expected, number), spec)
-        steps, before = resolved.config.train.steps, ticks()
-        result = self.launcher.run(
-            Spec(
-                resolved.config,
-                resolved.ranks,
-                folder,
-                environment,
-                self.case.budget.launch_timeout_s,
-                threads=threads,
-                resolved=resolved.resolved,
-            ),
-            lambda step: self.progress.step(step, steps),
+        before = ticks()
+        result = resolved.ready(self.cache, proves=spec.role == "burn_in").launch(
+            self.launcher, folder, environment, self.case.budget.launch_timeout_s, lambda step: self.progress.step(step, resolved.steps)
         )
         self._took[spec.variant] = result.wall_s
-        run = self._record(
-            spec, resolved, folder, result, {**environment, "OMP_NUM_THREADS": str(threads)}, self._meanwhile(result, folder, before)
-        )
+        run = self._record(spec, resolved, folder, result, environment, self._meanwhile(result, folder, before))
         self.runs.append(run)
         self.launched.append(run)
         if self.journal and (run.outcome == "ok" or self.tolerates(run)):
@@ -151,7 +140,7 @@ class Series:
             shutil.rmtree(folder, ignore_errors=True)
         return run
 
-    def _again(self, kept: Kept, resolved: Resolved) -> Run:
+    def _again(self, kept: Kept, resolved: Runnable) -> Run:
         """Take over a run of an earlier command, at its place in this series."""
         run = kept.run.model_copy(update={"position": len(self.runs)})
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
@@ -185,7 +174,7 @@ class Series:
 
     def extend(self) -> None:
         """Start over with a longer warm-up, which takes in the former timed steps. The measured runs are discarded, whatever they show."""
-        self.variants = {v: extended(r) for v, r in self.variants.items()}
+        self.variants = {v: r.extended() for v, r in self.variants.items()}
         self.runs = [r for r in self.runs if r.role != "measure" or self.tolerates(r)]
         self.plan = self.plan.model_copy(update={"extended": True, "order": []})
 
@@ -197,7 +186,7 @@ class Series:
             case=content,
             machine=self.machine,
             profile=self.profile,
-            facts=requirements.facts(self.machine, candidate.config, candidate.ranks),
+            facts=candidate.facts(self.machine),
             plan=self.plan,
             strict=dict(self.strict),
             context=detect.context(),
@@ -207,9 +196,6 @@ class Series:
             aa=self.aa,
         )
 
-    def _caches(self) -> dict[str, str]:
-        return {"TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"), "TRITON_CACHE_DIR": str(self.cache / "triton")}
-
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
         """What the machine did during a launch that ends now: its GPUs in the timed steps, since most of a short launch is start-up on idle ones."""
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
@@ -218,9 +204,8 @@ class Series:
         return (found | {"over": over} if found else {}) | ({} if stolen is None else {"stolen_percent": stolen})
 
     def _record(
-        self, spec: RunSpec, resolved: Resolved, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
+        self, spec: RunSpec, resolved: Runnable, folder: Path, result: Result, environment: Mapping[str, str], meanwhile: Mapping[str, Any]
     ) -> Run:
-        train = resolved.config.train
         self.configs[resolved.sha] = {**resolved.dump, "output": ""}
         base: dict[str, Any] = {
             "run_id": folder.name,
@@ -231,7 +216,7 @@ class Series:
             "started": _iso(result.started),
             "wall_s": result.wall_s,
             "ranks": resolved.ranks,
-            "steps_wanted": train.steps - train.warmup_steps,
+            "steps_wanted": self._timed_steps(resolved),
             "config_sha": resolved.sha,
             "telemetry": meanwhile,
         }
@@ -240,12 +225,22 @@ class Series:
         except ValueError as e:
             text = f"the run's files cannot be read: {e}"
             return Run(**base, outcome="crash" if result.outcome == "ok" else result.outcome, returncode=result.returncode, message=text)
-        strict = detect.strict_environment(self.machine, environment) | {"trainer": seen.fingerprint.strict}
+        if not base["steps_wanted"]:  # the first launch of a command that does not say how many steps it has
+            base["steps_wanted"] = sum(s.timed for s in seen.fields["samples"])
+        trainer = dict(seen.fingerprint.strict)
+        strict = detect.strict_environment(self.machine, environment)
+        strict |= {"packages": trainer.pop("packages")} if "packages" in trainer else {}  # those of the command's own interpreter
+        strict |= {"trainer": trainer}
         # As it was, not as it was asked for; fresh processes have no entry, as in records from before there was a choice.
         strict |= {"launch": result.launched} if result.launched else {}
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
+
+    def _timed_steps(self, resolved: Runnable) -> int:
+        """Steps that a launch must have timed: what is declared, else what the first launch had; 0 before that."""
+        told = (r.steps_wanted for r in self.launched if r.outcome == "ok")
+        return next(told, 0) if resolved.timed_steps is None else resolved.timed_steps
 
 
 def _window(result: Result, folder: Path) -> tuple[str, float, float]:
@@ -264,12 +259,12 @@ def _window(result: Result, folder: Path) -> tuple[str, float, float]:
     return TIMED_STEPS, begin, begin + timed
 
 
-def threads_per_rank(machine: Machine, variants: Sequence[Resolved]) -> int:
+def threads_per_rank(machine: Machine, variants: Sequence[Runnable]) -> int:
     """Threads of each rank for operators on the host, the same for all variants.
 
     With GPUs it is 1, as torchrun sets, unless the host updates weights; else a rank's share of the node's cores.
     """
-    if machine.gpus and not any(r.config.offload.optimizer or r.config.megatron.optimizer_offload_fraction for r in variants):
+    if machine.gpus and not any(r.host_works for r in variants):
         return 1
     per_node = -(-max(r.ranks for r in variants) // machine.nodes)
     return max(1, machine.cores // per_node)
@@ -395,7 +390,7 @@ def _samples(path: Path) -> list[Sample]:
 
 
 def _observed(receipt: Mapping[str, Any]) -> Observed | None:
-    if not receipt.get("numbers") and not receipt.get("ranges") and not receipt.get("collectives"):
+    if not any(receipt.get(key) for key in ("numbers", "ranges", "collectives", "logs")):
         return None
     try:
         return Observed.model_validate({k: v for k, v in receipt.items() if k in Observed.model_fields})

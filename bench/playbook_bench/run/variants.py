@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
 from playbook.records.case import Case
-from playbook.records.evidence import Variant, digest
+from playbook.records.evidence import Machine, Missing, Variant, digest
 from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
+from playbook_bench.commands.variant import Command
+from playbook_bench.launch.local import Launcher, Spec
+from playbook_bench.launch.outcome import Result
+from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.automatic import Target
@@ -23,9 +27,79 @@ _CONFIG_PREFIX = "trainer/configs/"
 _NOT_COMPARED = frozenset({"output"})
 
 
+class Runnable(Protocol):
+    """One variant, ready to launch: a configuration of our trainer, or a command."""
+
+    @property
+    def variant(self) -> Variant:
+        """Which one."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train."""
+        ...
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables that it sets."""
+        ...
+
+    @property
+    def dump(self) -> Mapping[str, Any]:
+        """All that decides what runs, as plain data; it goes into the record."""
+        ...
+
+    @property
+    def sha(self) -> str:
+        """The hash of that."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps of a launch; 0 where only its log will tell."""
+        ...
+
+    @property
+    def timed_steps(self) -> int | None:
+        """Those that are timed; None where only the log will tell."""
+        ...
+
+    @property
+    def host_works(self) -> bool:
+        """Whether the host computes so much in a step that its threads count."""
+        ...
+
+    def settings(self, threads: int, cache: Path) -> dict[str, str]:
+        """Variables of the harness: threads of a rank, and where compiled kernels are kept."""
+        ...
+
+    def facts(self, machine: Machine) -> dict[str, Any]:
+        """What a claim's scope may ask about."""
+        ...
+
+    def missing(self) -> list[Missing]:
+        """What it needs and this machine lacks."""
+        ...
+
+    def extended(self) -> Self:
+        """The same with a longer warm-up."""
+        ...
+
+    def ready(self, cache: Path, proves: bool) -> Self:
+        """What one launch runs: `proves` says that it is a discarded one, which may be slowed down by what looks at it."""
+        ...
+
+    def launch(
+        self, launcher: Launcher, folder: Path, environment: Mapping[str, str], timeout_s: float, on_step: Callable[[int], None]
+    ) -> Result:
+        """Run it once; what it leaves lies in the folder as `docs/trainer-files.md` says."""
+        ...
+
+
 @dataclass(frozen=True)
 class Resolved:
-    """One variant, ready to launch."""
+    """One variant of our trainer, ready to launch."""
 
     variant: Variant
     config: TrainerConfig
@@ -44,6 +118,55 @@ class Resolved:
     def sha(self) -> str:
         """The configuration's hash on the machine that it is meant for."""
         return config_sha(self.config, self.target) if self.resolved is None else digest(self.resolved, 16)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a launch, warm-up included."""
+        return self.config.train.steps
+
+    @property
+    def timed_steps(self) -> int:
+        """Steps after the warm-up."""
+        return self.config.train.steps - self.config.train.warmup_steps
+
+    @property
+    def host_works(self) -> bool:
+        """Whether the host updates weights."""
+        return bool(self.config.offload.optimizer or self.config.megatron.optimizer_offload_fraction)
+
+    def settings(self, threads: int, cache: Path) -> dict[str, str]:
+        """Threads of a rank, and the folders of compiled kernels."""
+        kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        return {"OMP_NUM_THREADS": str(threads), **kept}
+
+    def facts(self, machine: Machine) -> dict[str, Any]:
+        """The machine, and the layout and model of the configuration."""
+        return requirements.facts(machine, self.config, self.ranks)
+
+    def missing(self) -> list[Missing]:
+        """The packages of its backend and its dispatcher that are not here."""
+        return requirements.unmet_by([self.config])
+
+    def extended(self) -> Resolved:
+        """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""
+        train, window = self.config.train, self.timed_steps
+        longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
+        return replace(self, config=self.config.model_copy(update={"train": longer}))
+
+    def ready(self, cache: Path, proves: bool) -> Resolved:
+        """Itself: every launch of our trainer has a receipt."""
+        return self
+
+    def launch(
+        self,
+        launcher: Launcher,
+        folder: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Result:
+        """Run it once by the launcher."""
+        return launcher.run(Spec(self.config, self.ranks, folder, environment, timeout_s, resolved=self.resolved), on_step)
 
 
 def trainer_path(case: Case) -> Path:
@@ -71,6 +194,13 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
     Raises:
         ConfigError: the case has no such profile, or `ranks` is not a positive whole number.
     """
+    merged, ranks = _overrides(case, variant, profile)
+    if profile == "cpu":
+        merged.setdefault("train.device", "cpu")
+    return merged, ranks
+
+
+def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
     if profile not in case.profiles:
         raise ConfigError(f"case '{case.id}' has no profile '{profile}'{did_you_mean(profile, case.profiles)}")
     own = case.variant_profiles.get(profile, {}).get(variant, {})
@@ -78,16 +208,26 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
     ranks = merged.pop("ranks", 1)
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
-    if profile == "cpu":
-        merged.setdefault("train.device", "cpu")
     return merged, ranks
+
+
+def resolve(case: Case, variant: Variant, profile: str, tree: str | None = None) -> Runnable:
+    """The variant's configuration, or its command; a command may be of another commit, by the hash of its files.
+
+    Raises:
+        ConfigError, FileError: as `resolve_variant`, or the command's template cannot be filled.
+    """
+    if not case.command:
+        return resolve_variant(case, variant, profile)
+    merged, ranks = _overrides(case, variant, profile)
+    return Command.of(case, variant, merged, ranks, tree)
 
 
 def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     """The variant's configuration: the trainer's file with its overrides.
 
     Raises:
-        ConfigError: as `overrides`.
+        ConfigError: as `overrides`, or the case launches a command.
         FileError: the configuration does not fit the trainer's tree.
     """
     merged, ranks = overrides(case, variant, profile)
@@ -95,17 +235,17 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
 
 
-def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
+def resolve_all(case: Case, profile: str) -> dict[Variant, Runnable]:
     """Every variant, refused where two differ in anything that the case does not declare.
 
     Raises:
         ConfigError: an undeclared difference, with the keys.
     """
-    found = {v: resolve_variant(case, v, profile) for v in case.variants}
+    found = {v: resolve(case, v, profile) for v in case.variants}
     place = f"case '{case.id}', profile '{profile}'"
     (_, first), *others = found.items()
     for other in others:
-        keys = undeclared(case, trainer_config.dump(first.config), trainer_config.dump(other[1].config))
+        keys = undeclared(case, first.dump, other[1].dump)
         if keys:
             raise ConfigError(f"{place}: the variants differ in {', '.join(keys)}, which neither variant declares")
         if first.ranks != other[1].ranks and not case.delta.ranks:
@@ -115,6 +255,18 @@ def resolve_all(case: Case, profile: str) -> dict[Variant, Resolved]:
         both = "both variants resolve" if len(found) == 2 else "two of the variants resolve"
         raise ConfigError(f"{place}: {both} to the same run; nothing would be compared")
     return found
+
+
+def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
+    """As `resolve_all`, for a case that runs our trainer.
+
+    Raises:
+        ConfigError: as `resolve_all`, or the case launches a command.
+    """
+    if case.command:
+        raise ConfigError(f"case '{case.id}' launches a command and has no configuration of our trainer")
+    resolve_all(case, profile)
+    return {v: resolve_variant(case, v, profile) for v in case.variants}
 
 
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
@@ -128,14 +280,6 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     left, right = flatten(a), flatten(b)
     keys = sorted(left.keys() | right.keys())
     return [k for k in keys if k.split(".")[0] not in _NOT_COMPARED and left.get(k, _Absent) != right.get(k, _Absent)]
-
-
-def extended(resolved: Resolved) -> Resolved:
-    """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""
-    train = resolved.config.train
-    window = train.steps - train.warmup_steps
-    longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
-    return replace(resolved, config=resolved.config.model_copy(update={"train": longer}))
 
 
 class _Absent:

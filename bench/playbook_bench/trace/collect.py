@@ -28,7 +28,7 @@ from playbook_bench.launch.outcome import read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
-from playbook_bench.run.variants import Resolved, resolve_all
+from playbook_bench.run.variants import Resolved, configurations
 from playbook_bench.trace import kineto, nsys
 from playbook_bench.trace.table import build
 from playbook_trainer.config.tree import ProfileConfig
@@ -69,8 +69,8 @@ def run(
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
-        found = resolve_all(case, chosen)
-        threads = threads_per_rank(machine, list(found.values()))
+        found = configurations(case, chosen)
+        threads = threads_per_rank(machine, [*found.values()])
         for variant, resolved in found.items():
             say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
             devices = detect.visible_devices(machine, chosen)

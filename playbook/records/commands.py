@@ -1,0 +1,91 @@
+"""What a case of a command has beside what every case has: how its steps are read, what a variant may change, and the trace that proves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from playbook.yaml_files import Strict, did_you_mean
+
+DELTAS: Mapping[str, type[list[Any]] | type[dict[str, Any]] | type[str]] = {
+    "arguments": list,
+    "environment": dict,
+    "files": dict,
+    "revision": str,
+}
+"""What a variant of a command may change, besides the values of its template's words."""
+_GIVEN = ("run", "root")
+"""Words that every template may use: the launch's own new folder, and the folder of the repository, or of the command's start."""
+_WORD = re.compile(r"\{([a-z_][a-z0-9_]*)\}")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
+
+Place = tuple[str | int, ...]
+
+
+class Steps(Strict):
+    """Where a command's steps are told, how many there are, and from which on they are timed."""
+
+    log: str | None = None
+    """The adapter, such as jsonl, hf, megatron or regex:PATTERN; found out from the log where None."""
+    file: str | None = None
+    """The file that tells them, as a template; what the command prints, where None."""
+    count: int | None = Field(default=None, ge=2)
+    """Steps that a launch makes; a log that tells others is an error. Where None, all launches must tell as many as the first."""
+    warm_up: int | None = Field(default=None, ge=0)
+    """Steps that are not timed; the first fifth, and at least one line of the log, where None."""
+
+    def first_timed(self, lines: int, every: int = 1, longer: bool = False) -> int:
+        """How many lines of a log come before the timed ones, where a line is of `every` steps; `longer` adds half of the others."""
+        first = max(1, lines // 5) if self.warm_up is None else -(-self.warm_up // every)
+        return first + (lines - first) // 2 if longer else first
+
+
+class Traced(Strict):
+    """The trace that the first, discarded launch of each variant leaves: a Chrome trace of torch.profiler, or an SQLite export of Nsight Systems."""
+
+    file: str
+    arguments: list[str] = Field(default_factory=list)
+    """Added to the command in that launch alone, so that timed launches are not profiled."""
+
+
+def fill(text: str, values: Mapping[str, Any]) -> str:
+    """A template with its words replaced; words without a value stay as they are."""
+    return _WORD.sub(lambda m: str(values[m[1]]) if m[1] in values else m[0], text)
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value must not be kept in a record."""
+    return _SECRET.search(name) is not None
+
+
+def template_problems(texts: Sequence[tuple[Place, str]], values: Sequence[str]) -> Iterator[tuple[Place, str]]:
+    """Words of templates that nothing gives a value, and values that no template uses."""
+    known = {*_GIVEN, *values}
+    used = {m[1]: where for where, text in texts for m in _WORD.finditer(text)}
+    for word, where in used.items():
+        if word not in known:
+            yield where, f"nothing gives {{{word}}} a value{did_you_mean(word, known)}; name it in every profile or variant"
+    for word in values:
+        if word not in used:
+            yield ("command",), f"'{word}' is set and no template uses it; write {{{word}}} in the command, or use arguments"
+
+
+def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """What is wrong with what one variant, or one profile, changes."""
+    for key, value in delta.items():
+        wanted = DELTAS.get(key)
+        if wanted is None:
+            if not isinstance(value, str | int | float):
+                yield (*where, key), f"'{key}' is {type(value).__name__}; expected a text or a number"
+            continue
+        parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        if not isinstance(value, wanted) or not all(isinstance(part, str) for part in parts):
+            shape = {"list": "a list of texts", "dict": "a mapping of texts", "str": "a text"}[wanted.__name__]
+            yield (*where, key), f"'{key}' is {type(value).__name__}; expected {shape}"
+        elif key == "environment" and (secret := next((name for name in list(value) if _is_secret(name)), None)):
+            yield (*where, key), f"{secret} looks like a secret and would be kept in records; export it for both variants instead"
+        elif key == "files" and (out := next((p for p in list(value) if p.startswith("/") or ".." in p.split("/")), None)):
+            yield (*where, key), f"'{out}' leads out of the repository; expected a path inside it"

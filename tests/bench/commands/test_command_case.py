@@ -1,0 +1,270 @@
+"""Cases that launch a command: read from YAML, launched for real, judged, kept and replayed; what is wrong with a launch is never a figure."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import FileError
+from playbook.records.case import load_case
+from playbook_bench.run import confirm, prove, replay
+from playbook_bench.run.options import Options
+
+SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
+CASE = """
+id: foreign
+kind: command
+summary: A script of somebody else, with and without its fast path.
+command: [PYTHON, SCRIPT, --slower, "{slower}", --steps, "{steps}"]
+baseline: {slower: 0.25}
+candidate: {slower: 0, arguments: [--fast]}
+steps: {log: jsonl, count: 20, warm_up: 4}
+metric: step_seconds
+profiles: {cpu: {steps: 20}}
+activation:
+  baseline: {forbid: [{log: the fast path is on}]}
+  candidate: {require: [{log: the fast path is on}]}
+budget: {pairs: [2], launch_timeout_s: 20}
+"""
+
+
+@pytest.fixture
+def case(tmp_path):
+    def write(*changes):
+        text = CASE
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / "foreign.yaml"
+        path.write_text(text.replace("PYTHON", sys.executable).replace("SCRIPT", str(SCRIPT)))
+        return str(path)
+
+    return write
+
+
+def bench(path, tmp_path):
+    (found,) = confirm.bench_run(path, Options(profile="cpu", results=tmp_path / "results", seed=1))
+    return found
+
+
+def test_a_planted_gain_is_measured_and_the_record_replays(case, tmp_path):
+    found = bench(case(), tmp_path)
+    effect = found.evidence.derived.comparison
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    assert effect.low < 0.25 < effect.high
+    assert [c.ok for c in found.evidence.derived.receipts] == [True, True]
+    assert "not vouched for: data" in found.evidence.derived.verdict.sentence
+    same, differences = replay.replay(found.path)
+    assert same, differences
+    run = found.evidence.measured.runs[-1]
+    strict = found.evidence.measured.strict[run.strict_sha]
+    assert (strict["python"], strict["trainer"]["log"], strict["trainer"]["world_size"]) == (
+        f"{sys.version_info.major}.{sys.version_info.minor}",
+        "jsonl",
+        1,
+    )
+    assert found.evidence.measured.configs[run.config_sha]["command"][1] == str(SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "word"),
+    [
+        ("no path", "error", "the fast path is on"),
+        ("nan loss", "error", "loss"),
+        ("ends early", "error", "step"),
+        ("no throughput", "error", "seconds"),
+        ("no memory", "inconclusive", "out of memory"),
+        ("fewer tokens", "inconclusive", "work"),
+        ("other loss", "inconclusive", "loss"),
+    ],
+)
+@pytest.mark.sample("no path-error-the fast path is on", "ends early-error-step")
+def test_what_is_wrong_with_the_candidate_is_no_figure(case, tmp_path, fault, status, word):
+    found = bench(case(("[--fast]", f'[--fast, --fault, "{fault}"]')), tmp_path)
+    assert found.status == status
+    assert word in found.evidence.derived.verdict.sentence
+    assert found.evidence.derived.comparison is None
+
+
+@pytest.mark.full
+def test_a_case_without_proofs_says_so(case, tmp_path):
+    text = Path(case()).read_text()
+    (tmp_path / "foreign.yaml").write_text(text[: text.index("activation:")] + "budget: {pairs: [2]}\n")
+    found = bench(str(tmp_path / "foreign.yaml"), tmp_path)
+    assert found.status == "measured"
+    assert "activation not proven" in found.evidence.derived.verdict.sentence
+
+
+def test_proofs_are_checked_by_one_launch_of_each(case):
+    assert [proof.ok for proof in prove.prove([case()])] == [True, True]
+    (_, bad) = prove.prove([case(("[--fast]", '[--fast, --fault, "no path"]'))])
+    assert not bad.ok
+
+
+def test_a_hang_ends_at_the_limit_and_leaves_no_process(case, tmp_path):
+    found = bench(case(("[--fast]", "[--fast, --fault, hang]"), ("launch_timeout_s: 20", "launch_timeout_s: 1")), tmp_path)
+    assert found.status == "error"
+    assert "did not end within 1 s" in found.evidence.derived.verdict.sentence
+
+
+@pytest.mark.full
+def test_a_command_ends_with_the_harness_even_where_that_is_killed(case, tmp_path):
+    path = case(("slower: 0.25}", 'slower: 0.25, arguments: [--fault, hang, --out, "{run}/none"]}'))
+    own = subprocess.Popen(
+        [sys.executable, "-m", "playbook", "bench", "run", path, "--results", str(tmp_path / "results")], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (children := _running(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children
+    own.kill()
+    own.wait()
+    while _running(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _running(tmp_path)
+
+
+def _running(folder):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(SCRIPT).encode() in words and any(str(folder).encode() in word for word in words):
+            found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.mark.full
+def test_steps_are_read_from_a_file_of_the_launch(case, tmp_path):
+    found = bench(
+        case(
+            ('"{steps}"]', '"{steps}", --out, "{run}/log.jsonl"]'),
+            ("{log: jsonl, count: 20, warm_up: 4}", '{file: "{run}/log.jsonl"}'),
+        ),
+        tmp_path,
+    )
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    assert {r.steps_wanted for r in found.evidence.measured.runs} == {16}
+
+
+@pytest.mark.full
+def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_path):
+    found = bench(case(("arguments: [--fast]", "arguments: [--fast], environment: {NCCL_ALGO: Ring}")), tmp_path)
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    with pytest.raises(FileError, match="looks like a secret"):
+        load_case(case(("arguments: [--fast]", "environment: {HF_TOKEN: x}")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"{slower}"', '"{slowr}"', "nothing gives {slowr} a value; did you mean"),
+        ("arguments: [--fast]", "arguments: --fast", "expected a list of texts"),
+        ("command: [PYTHON", "trainer: x\ncommand: [PYTHON", "belongs to a case that launches a command"),
+        ("require: [{log: the fast path is on}]", "require: [{kernel: gemm}]", "looked for in a trace"),
+        ("require: [{log: the fast path is on}]", "require: [{counter: x, count: 1}]", "counts nothing by itself"),
+        ("require: [{log: the fast path is on}]", "require: [{log: '(a+)+'}]", "repeats a group"),
+    ],
+)
+def test_mistakes_in_a_case_are_told_with_their_place(case, old, new, message):
+    with pytest.raises(FileError) as problem:
+        load_case(case((old, new)))
+    assert message in str(problem.value)
+
+
+@pytest.mark.full
+def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded_launch(case, tmp_path):
+    trace = {
+        "traceEvents": [
+            {"ph": "X", "cat": "user_annotation", "name": "experts", "ts": 0, "dur": 100, "pid": 1, "tid": 1},
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": 10,
+                "dur": 1,
+                "pid": 1,
+                "tid": 1,
+                "args": {"correlation": 1},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "cutlass_grouped_gemm",
+                "ts": 20,
+                "dur": 5,
+                "pid": 0,
+                "tid": 7,
+                "args": {"correlation": 1},
+            },
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": 30,
+                "dur": 1,
+                "pid": 1,
+                "tid": 1,
+                "args": {"correlation": 2},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "ncclDevKernel_AllReduce_Sum",
+                "ts": 40,
+                "dur": 5,
+                "pid": 0,
+                "tid": 7,
+                "args": {"correlation": 2},
+            },
+        ]
+    }
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    rules = "[{kernel: grouped_gemm}, {range: experts}, {collective: all_reduce}, {log: the fast path is on}]"
+    changes = [
+        ("require: [{log: the fast path is on}]", f"require: {rules}"),
+        ("budget:", f"trace: {{file: {tmp_path}/trace.json}}\nbudget:"),
+    ]
+    found = bench(case(*changes), tmp_path)
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    assert {c.rule.split()[1] for c in found.evidence.derived.receipts if c.variant == "candidate"} == {
+        "kernel",
+        "experts",
+        "all_reduce",
+        "line",
+    }
+    trace["traceEvents"] = trace["traceEvents"][:1]
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    without = bench(case(*changes), tmp_path)
+    assert without.status == "error"
+    assert "kernel grouped_gemm" in without.evidence.derived.verdict.sentence
+
+
+def test_a_command_that_is_not_there_is_one_message(case, tmp_path):
+    with pytest.raises(Exception, match="could not be started"):
+        bench(case(("command: [PYTHON", "command: [no-such-program, PYTHON")), tmp_path)
+
+
+def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
+    """Threads, devices and import paths are the user's, but for what a profile hides."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LAUNCH", "x")
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, json\nprint('threads', os.environ.get('OMP_NUM_THREADS'), os.environ['LAUNCH'])\n"
+        "for i in range(10): print(json.dumps({'step': i, 'seconds': 1 + i % 3 / 100, 'loss': 1.0, 'tokens': 1}))\n"
+    )
+    text = CASE.replace('SCRIPT, --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"').replace(
+        "count: 20, ", ""
+    )
+    text = text[: text.index("activation:")] + "activation: {every: {require: [{log: threads None x}]}}\nbudget: {pairs: [2]}\n"
+    path = tmp_path / "foreign.yaml"
+    path.write_text(text.replace("PYTHON", sys.executable))
+    assert all(proof.ok for proof in prove.prove([str(path)]))
+    assert "OMP_NUM_THREADS" not in os.environ

@@ -1,0 +1,58 @@
+"""A training script of somebody else, whose step times are invented: it prints JSON lines. Faults are planted by its options, or by `plant.json` beside it."""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+PLANTED = Path(__file__).with_name("plant.json")
+
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--slower", type=float, default=0.0)
+    parser.add_argument("--noise", type=float, default=0.002)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.set_defaults(**(json.loads(PLANTED.read_text()) if PLANTED.is_file() else {}))
+    return parser.parse_args()
+
+
+def row(told, step, seconds):
+    if (told.fault == "slow first part" and step <= 0.4 * told.steps) or (told.fault == "every fourth" and step % 4 == 0):
+        seconds *= 1.5
+    sound = {"step": step, "seconds": seconds, "loss": 4.0 / (1 + step), "tokens": 1024}
+    changed = {
+        "nan loss": {"loss": float("nan")},
+        "nan throughput": {"seconds": float("nan")},
+        "no throughput": {"seconds": None},
+        "no tokens": {"tokens": None},
+        "fewer tokens": {"tokens": 900},
+        "other loss": {"loss": 1.5 * sound["loss"]},
+    }
+    return {k: v for k, v in {**sound, **changed.get(told.fault, {})}.items() if v is not None}
+
+
+def main():
+    told = options()
+    draw = random.Random(None if told.seed is None else f"{told.seed} {os.environ.get('LAUNCH', '')}")
+    launch = 0.1 * (1 + told.slower) * (1 + draw.gauss(0, told.noise))
+    if told.fast and told.fault != "no path":
+        print("the fast path is on")
+    if told.fault == "hang":
+        time.sleep(3600)
+    if told.fault == "no memory":
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory")
+    last = int(0.4 * told.steps) if told.fault == "ends early" else told.steps
+    lines = [json.dumps(row(told, step, launch * (1 + draw.gauss(0, 0.01)))) for step in range(1, last + 1)]
+    text = "\n".join(lines) + "\n"
+    told.out.write_text(text) if told.out else sys.stdout.write(text)
+
+
+main()
