@@ -1,54 +1,63 @@
-"""Mutants of the code that decides: each changes one operator, constant, condition or result, and the unit tests must notice.
+"""Mutants of the code that decides: each changes one operator, constant, condition or result, and the tests must notice.
 
-    python tools/mutants.py                            # 250 mutants, drawn from all modules
-    python tools/mutants.py --most 0 --only slowdown   # all of one module
-    python tools/mutants.py --only verdict:307 --tests tests/whole/test_replay.py   # whether other tests notice those of a line
+    python tools/mutants.py                                # every mutant, one at a time
+    python tools/mutants.py --only judge.slowdown          # those of a module, or of one of its lines: judge.slowdown:97
+    python tools/mutants.py --most 100                     # a draw
 
-Nothing is written to the tree: a mutant is compiled in a forked process, which imports it in place of its module. Prints each survivor, then a
-table. The exit code is 2 where the tests fail without a mutant, 0 otherwise: somebody has to read the survivors.
+Nothing is written to the tree. The tests are collected once and run once to learn which of them reach which lines, and how long each takes. Each mutant
+then has a forked process, in which the functions and constants that it changes are replaced; the tests that reach its line run, the shortest first,
+until one fails. A process that takes too long has failed. Prints each survivor, then a table. The exit code is 2 where the tests fail
+without a mutant, 0 otherwise: somebody has to read the survivors.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib.abc
-import importlib.util
+import contextlib
+import gc
+import importlib
 import os
+import pickle
 import random
+import resource
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import scipy.optimize
 import scipy.stats  # noqa: F401  these are imported once, before the forks
-
-import playbook.records.case  # noqa: F401
-import playbook_trainer.torch.parallel.axes  # noqa: F401
+from _pytest.tmpdir import tmppath_result_key
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "bench" / "playbook_bench" / "judge"
-_VERDICT = ("test_verdict.py", "test_verdict_edges.py")
-TESTS: Mapping[str, tuple[str, ...]] = {
-    "verdict": (*_VERDICT, "test_curve.py"),
-    "effects": (*_VERDICT, "test_curve.py"),
-    "statistics": ("test_stats.py", "test_rules_edges.py", *_VERDICT),
-    "rules": ("test_rules_edges.py", *_VERDICT),
-    "curve_rules": ("test_rules_edges.py", "test_verdict_edges.py", "test_curve.py"),
-    "slowdown": ("test_slowdown.py",),
-    "receipt": ("../../trainer/observe/test_receipt.py", *_VERDICT),
-    "guards": ("test_gates.py", *_VERDICT),
-}
-"""The tests that are asked of each module, below tests/bench/judge."""
-SIMULATIONS = "is_rare or half_speed or steady_steps or noisiest_variant or truth_at_the_margin or true_effect or mirrors"
-"""Left out but for `--simulations`: they take longer than all others together."""
+PACKAGE = "playbook_bench"
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "judge.verdict": (),
+    "judge.effects": (),
+    "judge.statistics": (),
+    "judge.rules": (),
+    "judge.curve_rules": (),
+    "judge.slowdown": (),
+    "judge.receipt": (),
+    "judge.guards": (),
+    "run.gate": (
+        "Limits", "GateResult", "_as_gate_case", "_resolve", "_differences", "_plan", "_measure", "_settled", "_against",
+        "_slowdown", "_judge_all", "_judge", "_effect", "_judge_exact", "_sentence", "_alike", "_problem", "as_json",
+    ),
+}  # fmt: skip
+"""The modules that decide; of the gate, what decides in it."""
+TESTS = ("tests/bench/judge", "tests/trainer/observe/test_receipt.py", "tests/bench/run/test_gate_decision.py")
+_GRACE_S = 20
+"""A mutant that makes its tests take so much longer is noticed."""
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -61,6 +70,8 @@ class Mutant(NamedTuple):
 
     module: str
     line: int
+    lines: frozenset[int] | None
+    """The lines of its statement; None where it is executed when the module is imported."""
     before: str
     after: str
     source: str
@@ -69,45 +80,43 @@ class Mutant(NamedTuple):
         return f"{self.module}:{self.line}  {self.before}  ->  {self.after}"
 
 
-class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the mutant where its module is asked for."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.name, self.mutant = f"playbook_bench.judge.{mutant.module}", mutant
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The mutant's, for its module alone."""
-        return importlib.util.spec_from_loader(name, self) if name == self.name else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run its source."""
-        exec(compile(self.mutant.source, str(FOLDER / f"{self.mutant.module}.py"), "exec"), module.__dict__)
+def file_of(module: str) -> Path:
+    """Where a module's source lies."""
+    return ROOT / "bench" / PACKAGE / f"{module.replace('.', '/')}.py"
 
 
 def mutants(module: str) -> Iterator[Mutant]:
     """Every mutant of a module, in the order of its lines."""
-    text = (FOLDER / f"{module}.py").read_text()
-    tree = ast.parse(text)
-    for node in _code(tree):
-        for before, after, undo in _changes(node):
-            yield Mutant(module, getattr(node, "lineno", 0), before, after, ast.unparse(tree))
-            undo()
+    tree = ast.parse(file_of(module).read_text())
+    wanted = MODULES[module]
+    for top in tree.body:
+        if wanted and getattr(top, "name", None) not in wanted:
+            continue
+        for node, lines in _code(top, None):
+            for before, after, undo in _changes(node):
+                yield Mutant(module, getattr(node, "lineno", 0), lines, before, after, ast.unparse(tree))
+                undo()
 
 
-def _code(node: ast.AST) -> Iterator[ast.AST]:
-    """What is executed and decides: no annotations, no messages."""
-    yield node
+def _code(node: ast.AST, lines: frozenset[int] | None, inside: bool = False) -> Iterator[tuple[ast.AST, frozenset[int] | None]]:
+    """What is executed and decides, with the lines of its statement: no annotations, no messages."""
+    if inside and isinstance(node, ast.stmt):
+        body = getattr(node, "body", None)
+        end = body[0].lineno - 1 if isinstance(body, list) else node.end_lineno
+        lines = frozenset(range(node.lineno, max(node.lineno, end or 0) + 1))
+    yield node, lines
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
+        within = inside or (isinstance(node, ast.FunctionDef) and name == "body")
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr | ast.Import | ast.ImportFrom):
-                yield from _code(child)
+                yield from _code(child, lines, within)
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[str, str, object]]:
+def _changes(node: ast.AST) -> Iterator[tuple[str, str, Any]]:
     """Each change of a node, made; the caller reads the tree and then undoes it."""
-    found: list[tuple[object, str | int, object]] = []
+    found: list[tuple[Any, str | int, Any]] = []
     if isinstance(node, ast.Compare):
         found += [(node.ops, i, _SWAPPED[type(op)]()) for i, op in enumerate(node.ops)]
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPPED:
@@ -133,7 +142,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str, object]]:
         yield before, _shown(node), lambda h=holder, k=key, o=old: _put(h, k, o)
 
 
-def _put(holder: object, key: str | int, value: object) -> None:
+def _put(holder: Any, key: str | int, value: Any) -> None:
     if isinstance(holder, list):
         holder[int(key)] = value
     else:
@@ -149,67 +158,193 @@ def _shown(node: ast.AST) -> str:
     return " ".join(text.splitlines()[0].split())[:110]
 
 
-def noticed(made: Sequence[Mutant], asked: argparse.Namespace) -> Iterator[tuple[Mutant, bool]]:
-    """Each mutant, and whether a test failed; when the time is over, no more are begun."""
-    running: dict[int, Mutant] = {}
-    left, until = list(made)[::-1], time.monotonic() + 60 * asked.minutes
-    while running or left:
-        if left and len(running) < asked.at_once:
-            mutant = left.pop()
-            if pid := os.fork():
-                running[pid] = mutant
-            else:
-                _in_child(mutant, asked)
-            left = left if time.monotonic() < until else []
-            continue
-        pid, status = os.wait()
-        yield running.pop(pid), status != 0
+def put_in_place(mutant: Mutant) -> None:
+    """Give the functions, classes and constants of the module that is in use what the mutant's have."""
+    module = importlib.import_module(f"{PACKAGE}.{mutant.module}")
+    new = {"__name__": module.__name__, "__package__": module.__package__, "__file__": module.__file__}
+    exec(compile(mutant.source, str(file_of(mutant.module)), "exec"), new)
+    for name, value in new.items():
+        if not name.startswith("__"):
+            _replace(module, name, getattr(module, name), value)
 
 
-def _in_child(mutant: Mutant, asked: argparse.Namespace) -> None:
+def _replace(holder: ModuleType | type, name: str, old: Any, new: Any) -> None:
+    old, new = _plain(old), _plain(new)
+    if isinstance(old, FunctionType) and isinstance(new, FunctionType):
+        if old.__module__ == new.__module__ and len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
+            old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+    elif isinstance(old, type) and isinstance(new, type):
+        if old is not new:
+            for key, value in list(vars(new).items()):
+                if key not in ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__") and "pydantic" not in key:
+                    _replace(old, key, vars(old).get(key), value)
+    elif isinstance(old, dict) and isinstance(new, dict):
+        old.clear()
+        old.update(new)
+    elif isinstance(new, bool | int | float | str | tuple | frozenset) and (type(old), old) != (type(new), new):
+        users = [] if isinstance(holder, type) else [m for n, m in list(sys.modules.items()) if n.startswith(PACKAGE)]
+        for place in [holder, *users]:
+            if vars(place).get(name, place) is old:
+                setattr(place, name, new)
+
+
+def _plain(value: Any) -> Any:
+    """The function inside a property, a method of the class, or a cache, which is emptied."""
+    if hasattr(value, "cache_clear"):
+        value.cache_clear()
+    return getattr(value, "fget", None) or getattr(value, "__func__", None) or getattr(value, "__wrapped__", None) or value
+
+
+class Reached(NamedTuple):
+    """What one test has executed, and how long it took."""
+
+    seconds: float
+    lines: frozenset[tuple[str, int]]
+
+
+class _Mutating:
+    """A plugin that runs the collected tests for each mutant, in place of once."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked, self.code = asked, 0
+
+    @cached_property
+    def made(self) -> list[Mutant]:
+        """The mutants that are asked for."""
+        only = self.asked.only
+        found = [m for module in MODULES for m in mutants(module) if not only or m.module in only or f"{m.module}:{m.line}" in only]
+        if self.asked.most and self.asked.most < len(found):
+            found = random.Random(0).sample(found, self.asked.most)
+        return found
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Instead of one run of the tests."""
+        began = time.monotonic()
+        reached = _reached(session.items)
+        if isinstance(reached, str):
+            print(reached)
+            self.code = 2
+            return True
+        short = [i for i in sorted(reached, key=lambda i: reached[i].seconds) if reached[i].seconds <= self.asked.slowest]
+        print(f"{len(reached)} tests reach the code, {len(short)} are asked; {time.monotonic() - began:.0f} s", flush=True)
+        gc.freeze()  # what a child does not collect, it does not copy
+        began, tried, found = time.monotonic(), Counter[str](), Counter[str]()
+        for mutant in self.made:
+            file = str(file_of(mutant.module))
+            asked = [i for i in short if any(f == file and (mutant.lines is None or n in mutant.lines) for f, n in reached[i].lines)]
+            failed = _noticed(mutant, [session.items[i] for i in asked], _GRACE_S + 3 * sum(reached[i].seconds for i in asked))
+            tried[mutant.module] += 1
+            found[mutant.module] += failed
+            if not failed:
+                print(f"survives {len(asked):3} tests  {mutant}", flush=True)
+        print("\n| module | mutants | noticed |\n|---|---:|---:|")
+        for module in tried:
+            print(f"| {module} | {tried[module]} | {found[module]} |")
+        print(f"| all | {tried.total()} | {found.total()} |\n\n{(time.monotonic() - began) / max(1, tried.total()):.2f} s a mutant")
+        return True
+
+
+def _reached(items: Sequence[pytest.Item]) -> dict[int, Reached] | str:
+    """By its place, what each test that executes deciding code executes of it; which one fails, where one does."""
+    files = {str(file_of(module)) for module in MODULES}
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "reached"
+        if (pid := os.fork()) == 0:
+            with _a_child():
+                try:
+                    found: Any = {i: r for i, r in enumerate(_traced(items, files)) if r.lines}
+                except RuntimeError as e:
+                    found = str(e)
+                into.write_bytes(pickle.dumps(found))
+        os.waitpid(pid, 0)
+        reached: dict[int, Reached] | str = pickle.loads(into.read_bytes())
+        return reached
+
+
+def _traced(items: Sequence[pytest.Item], files: Iterable[str]) -> Iterator[Reached]:
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    for number, item in enumerate(items):
+        seen.clear()
+        began = time.monotonic()
+        threading.settrace(trace)
+        sys.settrace(trace)
+        failed = _fails(items, number)
+        sys.settrace(None)
+        if failed:
+            raise RuntimeError(f"{item.nodeid} fails without a mutant")
+        yield Reached(time.monotonic() - began, frozenset(seen))
+
+
+def _noticed(mutant: Mutant, items: Sequence[pytest.Item], seconds: float) -> bool:
+    if (pid := os.fork()) == 0:
+        with _a_child():
+            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(2 * seconds))
+            put_in_place(mutant)
+            os._exit(int(any(_fails(items, number) for number in range(len(items)))))
+    return os.waitpid(pid, 0)[1] != 0
+
+
+@contextlib.contextmanager
+def _a_child() -> Iterator[None]:
+    """A forked process: it says nothing, and ends here, with 1 where anything is raised."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    sys.meta_path.insert(0, _Instead(mutant))
-    own = [os.path.normpath(f"tests/bench/judge/{name}") for name in TESTS[mutant.module]]
-    which = asked.tests or (own if asked.simulations else [*own, "-k", f"not ({SIMULATIONS})"])
-    with tempfile.TemporaryDirectory() as folder:
-        ended = pytest.main([*which, "-x", "-q", "-p", "no:cacheprovider", "--timeout=60", f"--basetemp={folder}/tests"])
-    os._exit(int(ended != 0))
+    try:
+        yield
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def _fails(items: Sequence[Any], number: int) -> bool:
+    """Run one test without a report, which takes longer than most tests; the fixtures that the next one shares stay."""
+    item, after = items[number], items[number + 1] if number + 1 < len(items) else None
+    item._initrequest()
+    item.stash[tmppath_result_key] = {}
+    try:
+        item.config.hook.pytest_runtest_setup(item=item)
+        item.config.hook.pytest_runtest_call(item=item)
+        item.config.hook.pytest_runtest_teardown(item=item, nextitem=after)
+    except pytest.skip.Exception:
+        item.config.hook.pytest_runtest_teardown(item=item, nextitem=after)
+    except BaseException:
+        return True
+    return False
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make them, run them, print what was not noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=int, default=250, help="how many; 0 for all")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin none after this long")
     parser.add_argument("--only", action="append", default=[], metavar="MODULE[:LINE]", help="those of a module, or of one of its lines")
-    parser.add_argument("--tests", action="append", default=[], help="the tests that are asked, instead of the module's own")
-    parser.add_argument("--simulations", action="store_true", help="with the tests that simulate error rates too")
-    parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--most", type=int, default=0, help="draw so many")
+    parser.add_argument("--slowest", type=float, default=3.0, metavar="SECONDS", help="leave tests out that take longer")
+    parser.add_argument("--tests", action="append", default=[], help="ask these tests, and not those of the code that decides")
     asked = parser.parse_args(words)
     os.chdir(ROOT)
-    every = [m for module in TESTS for m in mutants(module)]
-    possible = Counter(m.module for m in every)
-    if asked.only:
-        every = [m for m in every if m.module in asked.only or f"{m.module}:{m.line}" in asked.only]
-    random.Random(0).shuffle(every)
-    made = every[: asked.most or None]
-    plain = [Mutant(m, 0, "", "", (FOLDER / f"{m}.py").read_text()) for m in sorted({m.module for m in made})]
-    if failing := [mutant.module for mutant, failed in noticed(plain, asked) if failed]:
-        print(f"the tests of {', '.join(failing)} fail without a mutant")
-        return 2
-    tried, found = Counter[str](), Counter[str]()
-    for mutant, failed in noticed(made, asked):
-        tried[mutant.module] += 1
-        found[mutant.module] += failed
-        if not failed:
-            print(f"survives  {mutant}", flush=True)
-    print("\n| module | possible | made | noticed |\n|---|---:|---:|---:|")
-    for module in tried:
-        print(f"| {module} | {possible[module]} | {tried[module]} | {found[module]} |")
-    print(f"| all | {possible.total()} | {tried.total()} | {found.total()} |")
-    return 0
+    plugin = _Mutating(asked)
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=0",
+            "--assert=plain",
+            f"--basetemp={folder}/tests",
+            "-m",
+            "not gpu and not multigpu and not slow",
+        ]
+        pytest.main([*(asked.tests or [t for t in TESTS if (ROOT / t).exists()]), *quiet, "-s"], plugins=[plugin])
+    return plugin.code
 
 
 if __name__ == "__main__":

@@ -13,10 +13,16 @@ from typing import Any
 
 from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.evidence import Evidence, Plan, Run, noise_key
+from playbook.records.first_rules import FIRST_RULES
 from playbook.records.machine import label
 
 _CLOCK_TOLERANCE = 0.02
 """By how much the sum of steps may differ from the timed window that the trainer reported, as a share."""
+
+
+AS_OF_VERSION_1 = (
+    "it claims rules of version 1, which no record may that is not of their time; `playbook bench rejudge` judges it by those of today"
+)
 
 
 def contradictions(evidence: Evidence) -> list[str]:
@@ -33,6 +39,13 @@ def _plan(evidence: Evidence) -> Iterator[str]:
         yield f"the plan looks after {plan.looks} pairs, its case after {case.content.budget.pairs}"
     if plan.alpha != Plan.model_fields["alpha"].default:
         yield f"the plan's error rate is {plan.alpha:g}, every series has {Plan.model_fields['alpha'].default:g}"
+
+
+def _rules(evidence: Evidence) -> Iterator[str]:
+    """Version 1 sees less than today's: a record may claim it only where it was made before there were others."""
+    plan = evidence.measured.plan
+    if plan is not None and plan.rules == 1 and evidence.sha256 not in FIRST_RULES:
+        yield AS_OF_VERSION_1
 
 
 def _case(evidence: Evidence) -> Iterator[str]:
@@ -118,4 +131,4 @@ def _short(values: Sequence[Any]) -> str:
     return ", ".join(str(v)[:40] for v in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
-_CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (_plan, _case, _order, _launches, _clock, _noise, _machine)
+_CHECKS: tuple[Callable[[Evidence], Iterator[str]], ...] = (_plan, _rules, _case, _order, _launches, _clock, _noise, _machine)

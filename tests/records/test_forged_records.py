@@ -16,7 +16,8 @@ from playbook.cli.agents import library_here
 from playbook.errors import ConfigError, StoreError
 from playbook.mcp.server import evidence_list
 from playbook.paths import data_root
-from playbook.records.evidence import Measured, stored_sha
+from playbook.records.evidence import Evidence, Measured, stored_sha
+from playbook.records.first_rules import FIRST_RULES
 from playbook.records.read import read, verdicts
 from playbook.site.cards import Shelf
 from playbook.site.evidence import evidence_page
@@ -28,7 +29,11 @@ CPU = "01M80142Q87YRVRJJAXCMBK0K2"
 
 @pytest.fixture(scope="module")
 def data():
-    return json.loads((data_root("results") / "cpu" / f"{CPU}.json").read_text(encoding="utf-8"))
+    """The record as the harness would write it today: under the rules of today."""
+    found = json.loads((data_root("results") / "cpu" / f"{CPU}.json").read_text(encoding="utf-8"))
+    found["measured"]["plan"]["rules"] = 2
+    found["derived"] = replay.derive(Measured.model_validate(found["measured"])).model_dump(mode="json")
+    return found
 
 
 def sealed(folder: Path, data: dict, change=None, name: str = "forged") -> Path:
@@ -88,6 +93,8 @@ FORGERIES = {
     "A/A of another environment": (lambda m: m["aa"].update(noise_key="0" * 16), "noise key"),
     "another machine's name": (lambda m: m["machine"].update(name="h200x4"), "is called h200x4"),
     "another machine": (lambda m: m["machine"].update(cpu="Another CPU"), "another machine: cpu"),
+    "rules that see less": (lambda m: m["plan"].update(rules=1), "rules of version 1"),
+    "rules that see less, by silence": (lambda m: (m["plan"].pop("rules"), m["context"].clear()), "rules of version 1"),
     "a run twice": (lambda m: m["runs"].append(m["runs"][-1]), "used twice"),
 }
 
@@ -107,6 +114,24 @@ def test_a_forgery_that_was_sealed_again_counts_for_nothing(tmp_path, data, name
         with pytest.raises(StoreError, match="does not replay"):
             take(path)
     assert replay.unsound([found])
+
+
+def test_a_record_of_an_older_playbook_counts_once_it_is_judged_by_the_rules_of_today(tmp_path, data):
+    old = sealed(tmp_path / "old" / "cpu", data, lambda m: m["plan"].pop("rules"))
+    made = replay.rejudge(old, tmp_path / "new")
+    (found,) = read([tmp_path / "new"])
+    assert (found.path, found.problems) == (made, ())
+    assert found.content.measured.plan.rules == 2
+    halved = sealed(tmp_path / "halved", data, lambda m: (m["plan"].pop("rules"), halve(m)))
+    with pytest.raises(StoreError, match="was altered"):
+        replay.rejudge(halved, tmp_path / "new")
+
+
+def test_records_that_are_as_old_as_they_say_keep_their_rules():
+    records = [r for r in read([data_root("results")]) if isinstance(r.content, Evidence) and r.content.measured.plan]
+    assert {r.content.measured.plan.rules for r in records if r.content.sha256 in FIRST_RULES} == {1}
+    assert {r.content.sha256 for r in records} >= FIRST_RULES
+    assert not [r.path for r in records if r.problems]
 
 
 def test_terminal_server_and_site_refuse_it_with_the_same_words(tmp_path, data, monkeypatch, capsys):

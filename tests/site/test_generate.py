@@ -202,7 +202,7 @@ def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fel
 def test_the_evidence_page_asks_for_no_fewer_pairs_than_a_verdict_needs(tree: Path) -> None:
     def few(data: dict[str, Any]) -> None:
         data["derived"]["comparison"]["pairs_needed"] = 2
-        data["measured"]["plan"] = {"seed": 1, "looks": [4, 8], "alpha": 0.05, "budget_s": 600.0, "stopped": "budget"}
+        data["measured"]["plan"] = {"rules": 2, "seed": 1, "looks": [4, 8], "alpha": 0.05, "budget_s": 600.0, "stopped": "budget"}
 
     reseal(record(tree), few)
     generate(tree)

@@ -13,6 +13,7 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root
 from playbook.records.case import Activation, Case, Delta, Receipt, Rule
+from playbook.yaml_files import load
 from playbook_bench.judge import slowdown
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
@@ -292,7 +293,9 @@ def test_a_tree_that_does_not_read_the_configuration_does_not_pass(repo, tmp_pat
     assert "no_such_key" in found.sentence
 
 
-def test_a_gate_that_is_killed_leaves_no_worktree_registered(repo):
+def test_a_gate_that_is_killed_leaves_no_worktree_and_the_next_removes_its_files(repo, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
     command = "import sys, os; from pathlib import Path; from playbook_bench.run import checkout\n"
     command += "with checkout.files_of(Path(sys.argv[1]), 'HEAD') as tree: print(tree, flush=True); os.kill(os.getpid(), 9)"
     done = subprocess.run(
@@ -303,8 +306,10 @@ def test_a_gate_that_is_killed_leaves_no_worktree_registered(repo):
     )
     tree = Path(done.stdout.strip())
     assert (tree / "plant.json").is_file(), done.stderr
-    shutil.rmtree(tree.parent)
     assert len(worktrees(repo.root)) == 1
+    with checkout.files_of(repo.root, "HEAD") as first, checkout.files_of(repo.root, "HEAD") as second:
+        assert [(t / "plant.json").is_file() for t in (tree, first, second)] == [False, True, True]
+    assert not list(tmp_path.glob("playbook-gate-*"))
 
 
 def test_both_commits_run_in_the_environment_of_the_first_variant(repo, tmp_path, monkeypatch):
@@ -390,6 +395,15 @@ def test_a_gate_from_an_installed_copy_inside_a_repository_does_not_pass_it(repo
     installed.mkdir(parents=True)
     with pytest.raises(ConfigError, match="is no checkout of its own but a folder in"):
         gate.run(case("dispatch_bytes_per_token_layer"), "HEAD", options(tmp_path), root=installed)
+
+
+def test_the_case_of_continuous_integration_has_an_anchor_in_this_history():
+    anchors = load(data_root("baselines") / "gate-anchors.yaml", gate.Anchors)[0].anchors
+    assert "moe-dispatch-bytes" in anchors
+    assert set(anchors) <= {p.stem for p in data_root("cases").glob("*.yaml")}
+    if checkout.git(repo_root(), ["rev-parse", "--is-shallow-repository"]).stdout.strip() == "false":
+        for found in anchors.values():
+            assert checkout.git(repo_root(), ["merge-base", "--is-ancestor", found.commit, "HEAD"]).returncode == 0, found
 
 
 def test_the_case_of_continuous_integration_fails_where_a_slowdown_is_planted(repo, tmp_path):

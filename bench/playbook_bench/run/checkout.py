@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
@@ -19,6 +20,7 @@ from playbook_bench.machine import detect
 
 _GIT_TIMEOUT_S = 120
 _CONFIGS = Path("trainer/configs")
+_PREFIX, _LOCK = "playbook-gate-", "lock"
 _RESOLVE = """
 import json, sys
 from pathlib import Path
@@ -54,24 +56,43 @@ def repository(root: Path | None) -> Path:
 
 @contextlib.contextmanager
 def files_of(root: Path, reference: str) -> Iterator[Path]:
-    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree, so a process that is killed leaves none.
+    """A commit's files in a temporary folder, gone afterwards. Git registers no worktree; a folder that a killed process left, the next one removes.
 
     Raises:
         ConfigError: the reference is no commit of this repository.
         LaunchError: git cannot write the files.
     """
     commit = commit_of(root, reference)
-    folder = Path(tempfile.mkdtemp(prefix="playbook-gate-"))
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     tree, index = folder / "tree", {"GIT_INDEX_FILE": str(folder / "index")}
     try:
-        tree.mkdir()
-        for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
-            made = git(root, words, index)
-            if made.returncode:
-                raise LaunchError(f"git cannot write the files of {reference}: {made.stderr.strip()[:500]}")
-        yield tree
+        with _locked(folder):
+            tree.mkdir()
+            for words in (["read-tree", commit], ["checkout-index", "--all", "--quiet", f"--prefix={tree}/"]):
+                made = git(root, words, index)
+                if made.returncode:
+                    raise LaunchError(f"git cannot write the files of {reference}: {made.stderr.strip()[:500]}")
+            yield tree
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """A lock on the folder until this process ends, however it does. Its file has its name once it is locked, and never where no lock can be had."""
+    lock = (folder / f".{_LOCK}").open("wb")
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / f".{_LOCK}").rename(folder / _LOCK)
+    return lock
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of processes that were killed: nobody holds their locks."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit_of(root: Path, reference: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from playbook.errors import ConfigError, Finding, PlaybookError, StoreError
 from playbook.paths import data_root, in_package
 from playbook.records.case import LAUNCHED_KINDS
+from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook.records.read import FROM, Record
 from playbook_bench.judge import verdict
@@ -42,7 +43,12 @@ def replay(path: Path) -> tuple[bool, list[str]]:
         ConfigError: as `derive`.
     """
     evidence, differences = store.load_checked(path)
-    again = _derive(path, evidence.measured)
+    try:
+        again = _derive(path, evidence.measured)
+    except PlaybookError:
+        if differences:
+            return False, differences
+        raise
     differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
     return not differences, differences
 
@@ -87,16 +93,18 @@ def _differences(a: Any, b: Any, where: str) -> list[str]:
 def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
     """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
 
+    A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
+
     Raises:
         StoreError: the record was altered.
     """
     evidence, problems = store.load_checked(path)
-    if problems:
-        raise StoreError(f"{path} was altered: {problems[0]}; only a record as it was written can be judged again")
+    if altered := [p for p in problems if p != AS_OF_VERSION_1]:
+        raise StoreError(f"{path} was altered: {altered[0]}; only a record as it was written can be judged again")
     plan = evidence.measured.plan
     measured = evidence.measured.model_copy(update={"plan": plan.model_copy(update={"rules": VERSION})}) if plan else evidence.measured
     again = _derive(path, measured)
-    if not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
+    if not problems and not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
     return store.write(store.evidence_of(measured, again, evidence.command, evidence.seconds, evidence), results)
 
