@@ -92,6 +92,7 @@ def check_cards(cards: Cards, shelf: Cards, cases: Collection[str] | None = None
     findings = [*cards.findings, *_duplicates(cards, shelf)]
     for entry in cards.loaded:
         findings += _name(entry)
+        findings += [entry.finding(("scope", key), message) for key, message in scope.problems(entry.card.scope)]
         findings += _links(entry, known_cards, known_claims)
         findings += _disputes(entry)
         for i, claim in enumerate(entry.card.claims):

@@ -223,6 +223,8 @@ class Card(Strict):
     aliases: list[str] = Field(default_factory=list)
     phase: Literal["fit", "scale", "profile", "retune"]
     wall: Literal["memory", "communication", "compute", "host", "data"]
+    scope: dict[str, Any] = Field(default_factory=dict)
+    """What a run must be for any of the card to be of use, as in a claim's scope."""
     claims: list[Claim] = Field(min_length=1)
     decide: list[Decision] = Field(default_factory=list)
     families: list[ConfigFamily] = Field(default_factory=list)

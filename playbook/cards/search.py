@@ -1,7 +1,7 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated; a question that the cards do not cover is answered with nothing.
+claims speaks for the machine that was stated. A question that the cards do not cover is answered with the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
@@ -12,26 +12,33 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import log, sqrt
 from typing import Any
 
-from playbook.cards.model import Card, Claim
+from playbook.cards.model import Card
+from playbook.cards.pages import Page
 from playbook.cards.scope import unmet
-from playbook.cards.terms import Facts, facts, terms
+from playbook.cards.terms import Facts, facts, foreign_share, phrases, terms
 from playbook.errors import PlaybookError
 
 MAX_QUERY = 2000
 """Characters; a longer question is refused. The longest of the test set has about a hundred."""
 
-FIELDS = {"title": 1.0, "signs": 2.0, "body": 1.0}
+FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 _PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-_LEAST_EVIDENCE = 0.38
+_LEAST_EVIDENCE = 0.27
 """Evidence that some card must have for there to be an answer at all, chosen like the weights."""
-_BESIDE = 0.2
+_BESIDE = 0.16
 """Evidence that is enough for a card beside such a one."""
+_NEAREST = 3
+_PAGES = 2
+_LEAST_PAGE = 0.15
+"""Score that a section must have, as a share of what the question's words weigh."""
+_MOSTLY = 0.5
+"""Share of letters in another script from which on a question is not answered."""
 UNKNOWN = 0.6
 """How much a word that no card knows counts against one, as a share of the rarest word's weight."""
 
@@ -53,6 +60,25 @@ class Hit:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a search found, or why nothing answers."""
+
+    hits: list[Hit]
+    """Cards that answer, best first."""
+    none: str = ""
+    """Why no card answers; empty where one does."""
+    nearest: list[str] = field(default_factory=list)
+    """Ids of the cards that come nearest where none answers; they may be of no use."""
+    pages: list[Page] = field(default_factory=list)
+    """Sections of guides and skills that speak of it, best first."""
+
+    def as_row(self) -> dict[str, Any]:
+        """The answer as plain data, pages by their place and title."""
+        pages = [{"source": p.source, "title": p.title} for p in self.pages]
+        return {"hits": [asdict(h) for h in self.hits], "none": self.none, "nearest": self.nearest, "pages": pages}
+
+
+@dataclass(frozen=True)
 class Passage:
     """A piece of a card: what kind it is, the claim that it belongs to, and its text."""
 
@@ -71,12 +97,16 @@ class Index:
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
+    named: frozenset[str]
+    """Terms in the title, the aliases, the symptoms or the pitfalls of some card."""
     weights: Mapping[str, float]
-    owner: Any = field(repr=False)
+    pages: Sequence[Page]
+    sections: Any
+    """The index of the pages."""
 
 
-def index(cards: Mapping[str, Card]) -> Index:
-    """The cards prepared for search."""
+def index(cards: Mapping[str, Card], pages: Sequence[Page] = ()) -> Index:
+    """The cards prepared for search, and sections of guides and skills to name beside them."""
     passages = [p for card in cards.values() for p in _passages(card)]
     tokens = [terms(p.text) for p in passages]
     held: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}
@@ -88,44 +118,59 @@ def index(cards: Mapping[str, Card]) -> Index:
             held[passage.card]["signs"] += words
     vocabulary = {i: frozenset(parts["body"]) for i, parts in held.items()}
     frequency = Counter(t for words in tokens for t in set(words))
-    order = {i: n for n, i in enumerate(cards)}
     return Index(
         cards=cards,
         passages=passages,
         fields={name: _bm25([parts[name] for parts in held.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
+        named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
-        owner=[order[p.card] for p in passages],
+        pages=pages,
+        sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
 
 
-def search(found: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> list[Hit]:
-    """The cards that answer a question, best first; none where they do not cover it or nothing applies to the stated run.
+def search(found: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
+    """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
     `stated` goes before what the question itself says. `only` keeps claims with these ids, and cards that have one.
 
     Raises:
-        PlaybookError: the question is too long, or empty.
+        PlaybookError: the question is too long, or holds no word.
     """
     if len(query) > MAX_QUERY:
         raise PlaybookError(
             f"the question has {len(query)} characters; at most {MAX_QUERY} are read, ask with a few words or one error line"
         )
     words = terms(query)
+    if foreign_share(query) > _MOSTLY:
+        return Answer(
+            [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
+        )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
+    ranked = _ranked(found, words)
+    nearest, pages = [r.card for r in ranked[:_NEAREST]], _pages(found, words)
+    if subjects := [phrase for phrase, term in phrases(query) if term not in found.named]:
+        return Answer([], f"no card covers '{subjects[0]}'", nearest, pages)
+    if max((r.evidence for r in ranked), default=0.0) < _LEAST_EVIDENCE:
+        return Answer([], "no card covers this question", nearest, pages)
     run = (stated or Facts()).over(facts(query))
-    hits = []
-    for card_id, passages in _ranked(found, words):
-        hit = _hit(found, card_id, passages, run, only)
+    hits: list[Hit] = []
+    enough = False
+    for r in (r for r in ranked if r.evidence >= _BESIDE):
+        hit = _hit(found, r.card, r.passages, run, only)
         if hit is not None:
             hits.append(hit)
+            enough |= hit.applies and r.evidence >= _LEAST_EVIDENCE
         if sum(h.applies for h in hits) == limit:
             break
-    if not any(h.applies for h in hits):
-        return []
-    return sorted(hits, key=lambda h: not h.applies)[:limit]
+    if enough:
+        return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
+    out = next((h for h in hits if not h.applies), None)
+    why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
+    return Answer([], why, nearest, pages)
 
 
 def _passages(card: Card) -> Iterator[Passage]:
@@ -155,37 +200,60 @@ def _passages(card: Card) -> Iterator[Passage]:
         yield Passage(card.id, "figure", f"{figure.name} {' '.join(f'{k} {v}' for k, v in figure.when.items())}")
 
 
-def _ranked(found: Index, words: list[str]) -> list[tuple[str, list[tuple[float, Passage]]]]:
-    """Cards that cover the question, best first, each with its passages that match, best first."""
-    ids = list(found.cards)
-    scores = dict.fromkeys(ids, 0.0)
+@dataclass(frozen=True)
+class _Ranked:
+    """A card with its evidence and its passages that match, best first."""
+
+    card: str
+    score: float
+    evidence: float
+    passages: list[tuple[float, Passage]]
+
+
+def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
+    """The cards that share a word with the question, best first."""
+    scores = dict.fromkeys(found.cards, 0.0)
     for name, weight in FIELDS.items():
-        for card_id, score in zip(ids, _scores(found.fields[name], words), strict=True):
+        for card_id, score in zip(found.cards, _scores(found.fields[name], words), strict=True):
             scores[card_id] += weight * float(score)
-    matched: dict[str, list[tuple[float, Passage]]] = {i: [] for i in ids}
+    matched: dict[str, list[tuple[float, Passage]]] = {i: [] for i in found.cards}
     for passage, score in zip(found.passages, _scores(found.pieces, words), strict=True):
         if score > 0:
             matched[passage.card].append((float(score), passage))
-    for card_id in ids:
-        matched[card_id].sort(key=lambda m: -m[0])
-        scores[card_id] += _PASSAGE * (matched[card_id][0][0] if matched[card_id] else 0.0)
-    evidence = {i: _evidence(found, i, words, matched[i][0][0]) for i in ids if matched[i]}
-    if max(evidence.values(), default=0.0) < _LEAST_EVIDENCE:
+    out = []
+    for card_id, own in matched.items():
+        if own:
+            own.sort(key=lambda m: -m[0])
+            best = own[0][0]
+            out.append(_Ranked(card_id, scores[card_id] + _PASSAGE * best, _evidence(found, card_id, words, best), own))
+    return sorted(out, key=lambda r: -r.score)
+
+
+def _pages(found: Index, words: list[str]) -> list[Page]:
+    """The sections that match best, one of each page."""
+    if found.sections is None:
         return []
-    fit = [i for i, e in evidence.items() if e >= _BESIDE]
-    return [(i, matched[i]) for i in sorted(fit, key=lambda i: -scores[i])]
+    scored = sorted(zip(_scores(found.sections, words), found.pages, strict=True), key=lambda s: -s[0])
+    least = _LEAST_PAGE * sum(_weights(found, words).values())
+    best = {p.source: p for score, p in reversed(scored) if score > least}
+    return [p for _, p in scored if best.get(p.source) is p][:_PAGES]
 
 
 def _evidence(found: Index, card_id: str, words: list[str], best: float) -> float:
     """How well a card covers a question, from 0 up.
 
     It is the share of the question's information (inverse document frequency) that the card holds, times the root of its best passage's
-    score in units of the rarest word. Whole identifiers do not count in the share, since their words are there too.
+    score in units of the rarest word.
     """
-    most = max(found.weights.values())
-    weights = {w: found.weights.get(w, UNKNOWN * most) for w in words if w.startswith("=") or "_" not in w}
+    weights, most = _weights(found, words), max(found.weights.values())
     share = sum(v for w, v in weights.items() if w in found.vocabulary[card_id]) / (sum(weights.values()) or 1.0)
     return float(share * sqrt(best / most))
+
+
+def _weights(found: Index, words: list[str]) -> dict[str, float]:
+    """The information of each word. Whole identifiers have none, since their words are there too."""
+    unknown = UNKNOWN * max(found.weights.values())
+    return {w: found.weights.get(w, unknown) for w in words if w.startswith("=") or "_" not in w}
 
 
 def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run: Facts, only: frozenset[str] | None) -> Hit | None:
@@ -195,26 +263,27 @@ def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run:
     kept = [c for c in claims if only is None or c.id in only or (c.mechanism_check and c.mechanism_check.id in only)]
     if not kept:
         return None
-    limits = {c.id: _limits(c, run) for c in kept}
+    limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
+    whole = _limits(card.scope, run)
     best = passages[0][1]
     return Hit(
         id=card.id,
         title=card.title,
         claims=[c.id for c in kept],
         why=f"{best.kind}{' ' + best.claim if best.claim else ''}: {best.text}",
-        applies=any(not v for v in limits.values()),
-        limits=[f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
+        applies=not whole and any(not v for v in limits.values()),
+        limits=[f"the card: {'; '.join(whole)}"] if whole else [f"{i}: {'; '.join(v)}" for i, v in limits.items() if v],
     )
 
 
-def _limits(claim: Claim, run: Facts) -> list[str]:
-    """What of the claim's scope the stated run does not meet; nothing where any of the named GPUs meets all that is known of it."""
+def _limits(scope: Mapping[str, Any], run: Facts, *, cpu: bool = False) -> list[str]:
+    """What of a scope the stated run does not meet; nothing where any of the named GPUs meets all that is known of it, or `cpu` will do."""
     found: list[str] = []
     named = list(run.each())
     for known in named:
-        asked = {k: v for k, v in claim.scope.items() if k in known}
+        asked = {k: v for k, v in scope.items() if k in known}
         found = unmet(asked, known)
-        if not found or (claim.cpu_scope and known.get("gpu") == "cpu"):
+        if not found or (cpu and known.get("gpu") == "cpu"):
             return []
     if len(named) > 1:  # a family of GPUs: none of them will do, not the last alone
         return unmet(asked, {**known, "gpu": " or ".join(str(k["gpu"]) for k in named)})
@@ -239,7 +308,7 @@ def _bm25(documents: list[list[str]]) -> Any:
     with _without("numba", "jax", "scipy.sparse", "tqdm"):
         import bm25s
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for every message when it is imported
-    made = bm25s.BM25(method="lucene", k1=1.2, b=0.6, backend="numpy", csc_backend="numpy")
+    made = bm25s.BM25(method="lucene", k1=2.4, b=0.6, backend="numpy", csc_backend="numpy")
     made.index(documents, show_progress=False)
     return made
 

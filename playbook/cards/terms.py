@@ -31,11 +31,16 @@ _COUNT = re.compile(r"\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices
 _PROFILE = re.compile(r"\b(\d{1,6})\s?x\s?(?:nvidia\s)?([a-z]{1,2}\d{2,3})\b|\b([a-z]{1,2}\d{2,3})\s?x\s?(\d{1,6})\b")
 _LENGTH = re.compile(r"\b\d{4,7}\b")
 
+_DENSE = re.compile(r"\bdense (?:model|llm|transformer|\d{1,3}b)\b")
+_EXPERTS = re.compile(r"\b(?:moe|experts?)\b")
+
 FAMILIES = {
     "hopper": ("h100", "h200", "h800", "h20", "gh200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
     "nvl72": ("gb200", "gb300"),
-    "ampere": ("a100", "a800"),
+    "ampere": ("a100", "a800", "a40", "a30", "a6000"),
+    "ada": ("l40", "l40s", "l4"),
+    "volta": ("v100",),
 }
 """GPUs by architecture and by rack. Source: NVIDIA's data sheets of each."""
 
@@ -50,6 +55,8 @@ class Facts:
     gpus: int | None = None
     model: str | None = None
     seq_len: int | None = None
+    moe: bool | None = None
+    """Whether the model has experts, where the question says so and names no model of the table."""
 
     @property
     def stated(self) -> bool:
@@ -63,7 +70,7 @@ class Facts:
 
     def each(self) -> list[dict[str, Any]]:
         """The facts as `playbook.cards.scope` asks for them, once for every GPU name."""
-        common: dict[str, Any] = {k: v for k, v in (("gpus", self.gpus), ("seq_len", self.seq_len)) if v is not None}
+        common: dict[str, Any] = {k: v for k, v in (("gpus", self.gpus), ("seq_len", self.seq_len), ("moe", self.moe)) if v is not None}
         if self.model is not None:
             common["model"] = self.model
             shape = MODELS.get(self.model)
@@ -74,7 +81,8 @@ class Facts:
 
 def normal(text: str) -> str:
     """Lower case, compatible characters as one, no control characters, 128k as 131072 and 131,072 as 131072."""
-    line = "".join(c if c.isprintable() else " " for c in unicodedata.normalize("NFKC", text))
+    plain = (c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    line = "".join(c if c.isprintable() else " " for c in plain)
     return _TOKENS.sub(_power, _THOUSANDS.sub("", line.lower()))
 
 
@@ -86,11 +94,28 @@ def terms(text: str) -> list[str]:
     """The terms of a text: stems of its words, identifiers whole, and the names that the table of synonyms gives to its phrases."""
     line = normal(text)
     spaced = " ".join(_WORD.findall(line))
-    table, pattern = _synonyms()
-    named = [name for m in pattern.finditer(spaced) for name in table[m.group(0)]]
+    named = [term for _, term in _phrases(spaced)]
     parts = [part.lower() for word in text.split() if not word.islower() and len(found := _CAMEL.split(word)) > 1 for part in found]
     words = [w for w in [*spaced.split(), *parts] if w not in _stop_words()]
     return [*_stemmer().stemWords(words), *named, *_IDENTIFIER.findall(line)]
+
+
+def phrases(text: str) -> list[tuple[str, str]]:
+    """The phrases of the table of synonyms in a text, each with the term that stands for it."""
+    return _phrases(" ".join(_WORD.findall(normal(text))))
+
+
+def _phrases(spaced: str) -> list[tuple[str, str]]:
+    table, pattern = _synonyms()
+    return [(m.group(0), term) for m in pattern.finditer(spaced) for term in table[m.group(0)]]
+
+
+def foreign_share(text: str) -> float:
+    """The share of a text's letters that are not Latin: an ideograph counts for three of an alphabet, since it says as much."""
+    letters = [c for c in unicodedata.normalize("NFKD", text) if c.isalpha()]
+    other = sum(3 if unicodedata.category(c) == "Lo" else 1 for c in letters if not unicodedata.name(c, "").startswith("LATIN"))
+    latin = sum(unicodedata.name(c, "").startswith("LATIN") for c in letters)
+    return other / (other + latin) if letters else 0.0
 
 
 def facts(text: str) -> Facts:
@@ -110,6 +135,7 @@ def facts(text: str) -> Facts:
         gpus=gpus[0] if len(set(gpus)) == 1 else None,
         model=_model(line),
         seq_len=lengths.pop() if len(lengths) == 1 else None,
+        moe=False if _DENSE.search(line) and not _EXPERTS.search(line) else None,
     )
 
 

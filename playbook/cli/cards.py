@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +26,8 @@ _cards_app = commands()
 app.add_typer(_cards_app, name="cards")
 
 
-@app.command()
+# A question may begin with dashes, as a flag does that somebody asks about.
+@app.command(context_settings={"ignore_unknown_options": True})
 def search(
     query: Annotated[str, typer.Argument(metavar="QUESTION", help="A symptom, an error text or a goal, in your own words.")],
     hardware: Annotated[str | None, typer.Option(help="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
@@ -41,31 +41,37 @@ def search(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=50, help="At most this many cards.")] = 5,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON list on one line of stdout; an empty one where no card answers.")
+        bool,
+        typer.Option("--json", help="One JSON document on one line of stdout: hits, and where there are none, why and what is nearest."),
     ] = False,
 ) -> None:
-    """Find the cards that answer a question; none, where they do not cover it or nothing applies to the stated machine."""
+    """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
     with _no_collection():
         from playbook.cards import search as engine
+        from playbook.cards.pages import load_pages
         from playbook.cards.terms import stated
 
         run = stated(hardware, model, gpus)
         cards = load.load_all()
         only = None if status is None else _with_status(cards, status)
-        hits = engine.search(engine.index(cards), query, run, only=only, limit=limit)
+        found = engine.search(engine.index(cards, load_pages()), query, run, only=only, limit=limit)
     if as_json:
-        print_json([asdict(hit) for hit in hits])
+        print_json(found.as_row())
         return
-    if not hits:
-        complain("no card answers this, or none applies to the machine that you stated; playbook cards list shows them all")
-    for hit in hits:
+    if found.none:
+        complain(f"{found.none}; playbook cards list shows all cards")
+    if found.nearest:
+        say(f"nearest, and perhaps of no use: {', '.join(found.nearest)}")
+    for hit in found.hits:
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
         say(f"  claims {', '.join(hit.claims)}")
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
-    if hits:
-        say(f"settings and the status of each claim: playbook cards show {hits[0].id}")
+    for page in found.pages:
+        say(f"see also {page.source}, {page.title}")
+    if found.hits:
+        say(f"settings and the status of each claim: playbook cards show {found.hits[0].id}")
 
 
 @contextmanager

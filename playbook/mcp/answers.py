@@ -38,10 +38,20 @@ class SearchHit(BaseModel):
     """The claims that do not apply to the stated machine, each with what was found and what its scope expects."""
 
 
+class PageHit(BaseModel):
+    """A section of a guide or skill."""
+
+    source: str
+    title: str
+
+
 class SearchAnswer(BaseModel):
-    """The cards that answer a question, best first."""
+    """The cards that answer a question, best first; where none does, why, and the ids of the nearest, which may be of no use."""
 
     hits: list[SearchHit]
+    none: str = ""
+    nearest: list[str] = Field(default_factory=list)
+    pages: list[PageHit] = Field(default_factory=list)
 
 
 class CardRow(BaseModel):

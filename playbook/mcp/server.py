@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field
 
 from playbook.cards import search as engine
 from playbook.cards.model import Card
+from playbook.cards.pages import load_pages
 from playbook.cards.terms import stated
 from playbook.errors import PlaybookError
 from playbook.mcp.answers import (
@@ -33,6 +34,7 @@ from playbook.mcp.answers import (
     EvidenceRow,
     LayoutAnswer,
     MemoryAnswer,
+    PageHit,
     Plan,
     SearchAnswer,
     SearchHit,
@@ -131,7 +133,7 @@ def server(library: Library) -> MCPServer[Any]:
 
 
 def _search(out: MCPServer[Any], library: Library) -> None:
-    index = engine.index(library.cards)
+    index = engine.index(library.cards, load_pages())
 
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def search(
@@ -146,13 +148,17 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            hits = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
-            texts = [{"why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]} for h in hits]
+            found = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
             rows = [
-                SearchHit(**{**asdict(h), **t}, standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims})
-                for h, t in zip(hits, texts, strict=True)
+                SearchHit(
+                    **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
+                    standing={i: _stands(library.cards[h.id], i, stock) for i in h.claims},
+                )
+                for h in found.hits
             ]
-            return bounded(SearchAnswer(hits=rows), "ask with a smaller limit")
+            pages = [PageHit(source=p.source, title=p.title) for p in found.pages]
+            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages)
+            return bounded(answer, "ask with a smaller limit")
 
 
 def _cards(out: MCPServer[Any], library: Library) -> None:

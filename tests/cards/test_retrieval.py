@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -22,19 +23,22 @@ from hypothesis import strategies as st
 
 from playbook.cards import search
 from playbook.cards.load import load_all
+from playbook.cards.pages import load_pages
 from playbook.cards.terms import Facts, facts, stated, terms
 from playbook.cli import app
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
+THREADS = Path(__file__).parent / "issues.yaml"
 TOP = 10
 
 
 @dataclass(frozen=True)
 class Question:
     ask: str
-    claims: frozenset[str]
+    cards: frozenset[str]
+    thread: str = ""
 
     @property
     def held_out(self) -> bool:
@@ -52,33 +56,49 @@ class Score:
     abstention_precision: float
     """Of the questions that got no answer, the share that has none."""
     abstention_recall: float
+    false_abstention: float
+    """Of the questions that have an answer, the share that got none."""
 
 
-def questions() -> list[Question]:
-    return [Question(q["ask"], frozenset(q["claims"])) for q in yaml.safe_load(QUESTIONS.read_text(encoding="utf-8"))]
+def questions(index: search.Index) -> list[Question]:
+    """Questions from the documents whose claims a card holds, and those without an answer."""
+    home = {c.id: card.id for card in index.cards.values() for c in card.claims}
+    rows = yaml.safe_load(QUESTIONS.read_text(encoding="utf-8"))
+    return [
+        Question(q["ask"], frozenset(home[c] for c in q["claims"] if c in home))
+        for q in rows
+        if not q["claims"] or set(q["claims"]) & set(home)
+    ]
+
+
+def threads() -> list[Question]:
+    """Questions from public issue threads."""
+    rows = yaml.safe_load(THREADS.read_text(encoding="utf-8"))
+    return [Question(q["ask"], frozenset(q["cards"]), q["from"]) for q in rows]
 
 
 def rank(index: search.Index, question: Question) -> int | None:
     """The place of the first right card; 0 where it is not among the first; None for no answer at all."""
-    hits = search.search(index, question.ask, limit=TOP)
+    hits = search.search(index, question.ask, limit=TOP).hits
     if not hits:
         return None
-    return next((i for i, h in enumerate(hits, 1) if question.claims & {c.id for c in index.cards[h.id].claims}), 0)
+    return next((i for i, h in enumerate(hits, 1) if h.id in question.cards), 0)
 
 
 def score(index: search.Index, asked: list[Question]) -> Score:
     ranks = {q: rank(index, q) for q in asked}
-    right = [ranks[q] or 0 for q in asked if q.claims]
+    right = [ranks[q] or 0 for q in asked if q.cards]
     silent = [q for q in asked if ranks[q] is None]
-    none = [q for q in asked if not q.claims]
+    none = [q for q in asked if not q.cards]
     return Score(
         answerable=len(right),
         recall_1=sum(r == 1 for r in right) / len(right),
         recall_3=sum(1 <= r <= 3 for r in right) / len(right),
         mrr=sum(1 / r for r in right if r) / len(right),
         unanswerable=len(none),
-        abstention_precision=sum(not q.claims for q in silent) / len(silent) if silent else 0.0,
+        abstention_precision=sum(not q.cards for q in silent) / len(silent) if silent else 0.0,
         abstention_recall=sum(ranks[q] is None for q in none) / len(none),
+        false_abstention=sum(bool(q.cards) for q in silent) / len(right),
     )
 
 
@@ -87,35 +107,31 @@ def index() -> search.Index:
     return search.index(load_all())
 
 
-def covered(index: search.Index) -> list[Question]:
-    """The questions whose claims a card holds, and those without an answer."""
-    held = {c.id for card in index.cards.values() for c in card.claims}
-    return [q for q in questions() if not q.claims or q.claims & held]
+def test_the_questions_are_many_and_split_in_halves(index: search.Index) -> None:
+    for every, least in ((questions(index), 120), (threads(), 200)):
+        assert len({q.ask for q in every}) == len(every) >= least
+        assert sum(not q.cards for q in every) >= 0.15 * len(every)
+        assert 0.4 < sum(q.held_out for q in every) / len(every) < 0.6
+        assert {c for q in every for c in q.cards} <= set(index.cards)
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", q.thread) for q in threads())
 
 
-def test_the_questions_are_many_and_split_in_halves() -> None:
-    every = questions()
-    assert len({q.ask for q in every}) == len(every) >= 120
-    assert sum(not q.claims for q in every) >= 0.15 * len(every)
-    assert 0.4 < sum(q.held_out for q in every) / len(every) < 0.6
+# (recall@1, recall@3, abstention recall, one less false abstention): what the search has to reach on either half; tune on the tuned half only.
+FLOORS = (0.85, 0.95, 0.8, 29 / 30)
 
 
-# (recall@3, MRR, recall@1, abstention precision and recall). The first two are what the search has to reach on either half; tune on the
-# tuned half only.
-FLOORS = {"tuned": (0.9, 0.8, 0.8, 0.8, 0.8), "held out": (0.9, 0.8, 0.75, 0.7, 0.8)}
-
-
-@pytest.mark.parametrize("half", list(FLOORS))
+@pytest.mark.parametrize("half", ["tuned", "held out"])
 def test_questions_find_their_card(index: search.Index, half: str) -> None:
-    found = score(index, [q for q in covered(index) if q.held_out == (half == "held out")])
+    asked = [q for q in [*questions(index), *threads()] if q.held_out == (half == "held out")]
+    found = score(index, asked)
     print(found)
-    reached = (found.recall_3, found.mrr, found.recall_1, found.abstention_precision, found.abstention_recall)
-    assert all(a >= b for a, b in zip(reached, FLOORS[half], strict=True)), found
+    reached = (found.recall_1, found.recall_3, found.abstention_recall, 1 - found.false_abstention)
+    assert all(a >= b for a, b in zip(reached, FLOORS, strict=True)), found
 
 
 def test_a_search_takes_milliseconds(index: search.Index) -> None:
     took = []
-    for question in questions():
+    for question in threads():
         began = time.perf_counter()
         search.search(index, question.ask)
         took.append(time.perf_counter() - began)
@@ -144,12 +160,12 @@ def test_a_search_takes_milliseconds(index: search.Index) -> None:
 def test_hostile_questions_are_answered_or_refused_within_a_second(index: search.Index, query: str) -> None:
     began = time.perf_counter()
     try:
-        hits = search.search(index, query)
+        found = search.search(index, query)
     except PlaybookError as e:
         refusal = str(e)
     else:
-        refusal = ""
-        assert all(h.id in index.cards for h in hits)
+        refusal = found.none
+        assert all(h.id in index.cards for h in found.hits)
     assert len(refusal) < 300
     assert time.perf_counter() - began < 1
 
@@ -162,7 +178,7 @@ def test_any_text_is_answered_or_refused(query: str, hardware: str | None, gpus:
 
 
 def test_where_no_gpu_of_a_family_will_do_all_of_them_were_looked_at() -> None:
-    hits = search.search(search.index(load_all()), "moe dispatcher on nvl72", stated("hopper", None, None))
+    hits = search.search(search.index(load_all()), "moe dispatcher on nvl72", stated("hopper", None, None)).hits
     (limits,) = [h.limits for h in hits if h.id == "moe-dispatcher-choice"]
     assert "V5: gpu: found h100 or h200 or h800 or h20 or gh200, expected GB200 or GB300" in limits
 
@@ -208,7 +224,7 @@ def test_the_same_thing_in_other_words_is_the_same_term() -> None:
 
 
 def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
-    hits = search.search(index, "flex dispatcher with DeepEP or HybridEP", stated("gb200", None, None))
+    hits = search.search(index, "flex dispatcher with DeepEP or HybridEP", stated("gb200", None, None)).hits
     first = hits[0]
     assert {"W10", "V5"} <= set(first.claims)
     assert first.applies
@@ -217,13 +233,13 @@ def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
 
 
 def test_a_dataloader_is_what_cards_call_a_loader(index: search.Index) -> None:
-    assert search.search(index, "is the dataloader the bottleneck")[0].id == "torch-trainer-speed"
+    assert search.search(index, "is the dataloader the bottleneck").hits[0].id == "torch-trainer-speed"
 
 
 @pytest.mark.parametrize("ask", ["oom at 128k on h100", "OOM at 128K context on 8 H100"])
 def test_out_of_memory_at_length_leads_to_the_three_ways_out(index: search.Index, ask: str) -> None:
     """The example of the README: split the sequence, recompute, offload; not the commit that brought it, nor every card that names the GPU."""
-    assert {h.id for h in search.search(index, ask)[:3]} == {"long-context-cp-sizing", "recompute", "offloading"}
+    assert {h.id for h in search.search(index, ask).hits[:3]} == {"long-context-cp-sizing", "recompute", "offloading"}
 
 
 def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
@@ -231,13 +247,66 @@ def test_nothing_that_applies_is_an_empty_answer(index: search.Index) -> None:
     card = index.cards["moe-dispatcher-choice"]
     alone = card.model_copy(update={"claims": [c for c in card.claims if c.id == "V5"]})
     one = search.index({card.id: alone})
-    assert search.search(one, "HybridEP dispatcher", stated("gb200", None, None))
-    assert search.search(one, "HybridEP dispatcher", stated("h100", None, None)) == []
-    assert search.search(one, "HybridEP dispatcher")[0].applies
+    assert search.search(one, "HybridEP dispatcher", stated("gb200", None, None)).hits
+    none = search.search(one, "HybridEP dispatcher", stated("h100", None, None))
+    assert none.hits == []
+    assert "moe-dispatcher-choice would answer, and does not apply to the stated run (V5: gpu: found h100" in none.none
+    assert search.search(one, "HybridEP dispatcher").hits[0].applies
+
+
+@pytest.mark.parametrize(
+    ("ask", "run", "card"),
+    [
+        ("fp8 recipe for the experts", stated("a100", None, None), "fp8-recipes"),
+        ("fp8 recipe for the experts on A100", None, "fp8-recipes"),
+        ("all-to-all token dispatcher", stated(None, "llama3_70b", None), "moe-dispatcher-choice"),
+        ("all-to-all token dispatcher for a dense model", None, "moe-dispatcher-choice"),
+    ],
+)
+def test_a_whole_card_may_not_apply(index: search.Index, ask: str, run: Facts | None, card: str) -> None:
+    """Although single claims of it set no condition on the machine or model."""
+    found = search.search(index, ask, run, limit=50)
+    assert card not in [h.id for h in found.hits if h.applies]
+    assert all(h.limits[0].startswith("the card: ") for h in found.hits if h.id == card)
+    assert search.search(index, ask.split(" on ")[0].split(" for a ")[0]).hits[0].id == card
+
+
+@pytest.mark.parametrize(
+    "subject", ["LoRA rank of the experts", "Muon with tensor parallelism", "find the straggler node", "reshard a TP4 checkpoint"]
+)
+def test_a_subject_that_no_card_names_leads_to_the_nearest(index: search.Index, subject: str) -> None:
+    found = search.search(index, subject)
+    assert found.hits == []
+    assert found.none.startswith("no card covers '")
+    assert set(found.nearest) <= set(index.cards)
+
+
+def test_a_card_that_names_a_subject_covers_it(index: search.Index) -> None:
+    card = index.cards["recompute"]
+    more = search.index({**index.cards, card.id: card.model_copy(update={"symptoms": [*card.symptoms, "LoRA saves no activations"]})})
+    assert search.search(more, "LoRA saves no activations").hits[0].id == card.id
+
+
+@pytest.mark.parametrize("ask", ["显存不足怎么办", "обучение медленное на H100", "専門家並列 EP 8 が遅い"])
+def test_a_question_in_another_script_is_told_so(index: search.Index, ask: str) -> None:
+    found = search.search(index, ask)
+    assert found.hits == []
+    assert "another script" in found.none
+
+
+def test_accents_are_no_other_script(index: search.Index) -> None:
+    assert search.search(index, "récompute ös äctivations").hits[0].id == "recompute"
+
+
+def test_guides_and_skills_stand_beside_cards() -> None:
+    whole = search.index(load_all(), load_pages())
+    sources = {p.source for ask in ("pick a token dispatcher on H200", "submit the job to slurm") for p in search.search(whole, ask).pages}
+    assert sources >= {"skills/pick-moe-dispatcher/SKILL.md", "docs/guide/cluster.md"}
+    assert search.search(whole, "how to bake sourdough bread").pages == []
 
 
 def test_a_filter_keeps_claims_and_cards_that_have_one(index: search.Index) -> None:
-    hits = search.search(index, "token dispatcher all-to-all", only=frozenset({"W9.m"}))
+    hits = search.search(index, "token dispatcher all-to-all", only=frozenset({"W9.m"})).hits
     assert [(h.id, h.claims) for h in hits] == [("moe-dispatcher-choice", ["W9"])]
 
 
@@ -248,24 +317,34 @@ def test_the_command_is_quick_when_cold_and_prints_a_list() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(done.stdout))
+    assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(done.stdout)["hits"])
     # 0.7 s on idle cores. Processor time, since the clock tells how busy the machine is; shared cores still get some slack.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.4
 
 
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        app.main(words)
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
 def test_the_command_says_how_to_learn_where_claims_stand(capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines may quote claims that nothing has shown."""
-    for words, expected in ((["search", "oom at 128k on h100"], "playbook cards show"), (["search", "sourdough bread recipe"], "")):
-        with pytest.raises(SystemExit):
-            app.main(words)
-        out = capsys.readouterr().out
-        assert expected in out
-        assert bool(out) == bool(expected)
+    assert "playbook cards show" in said(["search", "oom at 128k on h100"], capsys)[1]
 
 
-def test_the_command_refuses_what_is_too_long_and_prints_an_empty_list(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, code, out in ((["search", "x y " * 5000], 2, ""), (["search", "sourdough bread recipe", "--json"], 0, "[]\n")):
-        with pytest.raises(SystemExit) as stop:
-            app.main(words)
-        assert (stop.value.code or 0) == code
-        assert capsys.readouterr().out == out
+def test_the_command_says_what_is_nearest_where_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(["search", "LoRA rank of the experts"], capsys)
+    assert (code, out.startswith("nearest, and perhaps of no use: "), err.startswith("no card covers 'lora'; ")) == (0, True, True)
+
+
+def test_a_question_may_begin_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["search", "--tp-comm-overlap brings nothing"], capsys)
+    assert (code, out.startswith("communication-overlap")) == (0, True)
+
+
+def test_the_command_refuses_what_is_too_long_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(["search", "x y " * 5000], capsys)[:2] == (2, "")
+    code, out, _ = said(["search", "sourdough bread recipe", "--json"], capsys)
+    assert (code, json.loads(out)["hits"]) == (0, [])

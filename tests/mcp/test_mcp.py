@@ -194,7 +194,10 @@ def test_search_over_mcp_is_the_commands_search(library):
     assert found[0]["id"] == "moe-dispatcher-choice"
     assert found[0]["applies"]
     assert any(limit.startswith("W10: gpu: found gb200") for limit in found[0]["limits"])
-    assert answer(library, "search", query="how to bake sourdough bread") == {"hits": []}
+    assert answer(library, "search", query="how to bake sourdough bread")["hits"] == []
+    silent = answer(library, "search", query="LoRA rank for the experts")
+    assert (silent["hits"], silent["none"]) == ([], "no card covers 'lora'")
+    assert silent["nearest"]
     untested = answer(library, "search", query="token dispatcher", status="untested")["hits"]
     assert "W9" not in untested[0]["claims"]
 

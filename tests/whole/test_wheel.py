@@ -66,7 +66,7 @@ def test_every_file_that_is_shipped_is_in_the_wheel(run):
 
 def test_cards_are_found_read_and_checked(run):
     found = run("playbook", "search", "all-to-all takes a third of the step", "--json")
-    assert "moe-dispatcher-choice" in {hit["id"] for hit in json.loads(found.stdout)}
+    assert "moe-dispatcher-choice" in {hit["id"] for hit in json.loads(found.stdout)["hits"]}
     assert run("playbook", "cards", "show", "moe-dispatcher-choice").returncode == 0
     checked = run("playbook", "cards", "check")
     assert checked.returncode == 0, checked.stderr

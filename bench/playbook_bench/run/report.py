@@ -311,7 +311,8 @@ def _receipts(checks: Sequence[Check]) -> str:
     parts = []
     for variant in ("baseline", "candidate"):
         lines = [c for c in checks if c.variant == variant]
-        shown = ", ".join(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_seen(c)}" for c in lines)
+        # A lower and an upper bound of one count are two rules that read alike.
+        shown = ", ".join(dict.fromkeys(f"{'no ' if c.rule.startswith('forbid') and c.ok else ''}{_seen(c)}" for c in lines))
         parts.append(f"{variant}: {shown or 'nothing declared'}")
     return "   ".join(parts)
 
