@@ -46,6 +46,9 @@ var PlaybookLayout = (function () {
       else if (Object.hasOwn(tables.defaults, key)) plan[key] = number(tables, key, text);
       else throw new Error(`'${key.slice(0, 40)}' is not a setting`);
     }
+    const torch = plan.options.backend === "torch";
+    if (torch && !Object.hasOwn(values, "sharding")) plan.options.sharding = "fsdp2";
+    if (torch && !Object.hasOwn(values, "loss")) plan.loss = "torch";
     return plan;
   }
 
@@ -207,7 +210,7 @@ var PlaybookLayout = (function () {
       found.push(`dp x cp = ${shards} does not divide into ${instances} optimizer instances; change optimizer_instances`);
     else if (p.gpus % experts === 0 && p.gpus / experts % instances)
       found.push(`edp ${p.gpus / experts} does not divide into ${instances} optimizer instances; set optimizer_instances=1, or change ep or etp`);
-    if (o.sharding === "fsdp2" && (p.pp > 1 || p.ep > 1))
+    if (o.sharding === "fsdp2" && o.backend !== "torch" && (p.pp > 1 || p.ep > 1))
       found.push(`torch FSDP2 in megatron needs pp 1 and ep 1, found pp ${p.pp} and ep ${p.ep}; set sharding=fsdp or change the degrees`);
     if (o.precision_aware && !["optimizer", "fsdp"].includes(o.sharding))
       found.push(`the precision-aware optimizer needs the distributed optimizer, found sharding ${o.sharding}; set sharding=optimizer`);
@@ -280,7 +283,20 @@ var PlaybookLayout = (function () {
     return found;
   }
 
-  const RULES = [labels, splitSequence, widths, expertsGrid, pipeline, dispatcher, context, sharding, recompute, graphs, offload, overlap];
+  function states(p, o) {
+    const found = [];
+    if (o.backend === "torch" && !["none", "fsdp2"].includes(o.sharding))
+      found.push(`sharding ${o.sharding} is megatron's, and the backend is torch; set sharding=fsdp2`);
+    if (o.recompute.includes("selective") && (o.backend !== "torch" || new Set(o.recompute).size > 1))
+      found.push("recompute selective is torchtitan's and stands alone; set backend=torch or name modules");
+    if (Math.max(o.optimizer_offload, o.offload_percent) > 100)
+      found.push(`optimizer_offload ${o.optimizer_offload} and offload_percent ${o.offload_percent} are percents; set at most 100`);
+    if (o.fp8_params && !o.fp8) found.push("fp8_params without a recipe; set fp8=blockwise");
+    if (o.frozen.length && !p.shape.vision) found.push(`frozen ${o.frozen.join(", ")} on a model without a vision tower; leave frozen out`);
+    return found;
+  }
+
+  const RULES = [labels, splitSequence, widths, expertsGrid, pipeline, dispatcher, context, sharding, recompute, graphs, offload, overlap, states];
 
   // --- the nearest legal layouts: playbook/planner/search.py ------------------------------------------------------------------------------
 

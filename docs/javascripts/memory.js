@@ -30,6 +30,16 @@ var PlaybookMemory = (function (layout) {
   const up = (s) => s.gated ? 2 : 1, normed = (s) => (s.norm_bias ? 2 : 1) * s.hidden;
   const width = (s) => s.latent || s.hidden;
   const expert = (s) => (up(s) + 1) * width(s) * s.expert_ffn + (s.expert_bias ? up(s) * s.expert_ffn + width(s) : 0);
+  function adapters(s, index, rank) {
+    const [mixer, ffn] = parts(s, index), h = s.hidden, q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim, m = s.mla;
+    let sides = 0;
+    if (mixer === "attention" && m) {
+      sides = 3 * h + 2 * m.q_rank + 2 * m.kv_rank + m.rope_dim + s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + 2 * m.v_dim);
+    } else if (mixer) sides = 2 * (h + q + kv);
+    const inner = {"": 0, mlp: s.ffn, experts: s.expert_ffn}[ffn];
+    return rank * (sides + (ffn ? 2 * (ffn === "mlp" ? h : width(s)) + (up(s) + 1) * inner : 0));
+  }
+
   const embedding = (s) => s.vocab * s.hidden;
   const all = (x) => x.sharded + x.repeated + x.experts;
   const tables = (s) => (s.tied ? 1 : 2) * embedding(s) + s.positions * s.hidden;
@@ -208,13 +218,26 @@ var PlaybookMemory = (function (layout) {
     return found;
   }
 
+  function selected(t, p, index) {
+    const s = p.shape, [mixer, ffn] = parts(s, index), wide = tokens(p), thin = layout.sequenceParallel(p) ? wide / p.tp : wide;
+    const n = s.heads, g = Math.max(s.kv_heads, p.tp), d = s.head_dim, one = wide / p.tp, inner = ffn === "mlp" ? s.ffn : s.shared_ffn, rows = [];
+    if (mixer) rows.push(one * n * d, one * g * d, one * g * d, thin * s.hidden);
+    if (ffn === "experts") rows.push(thin * s.experts);
+    if (inner && ffn) rows.push(...Array(up(s)).fill(one * inner), thin * s.hidden);
+    return (mixer ? one * n * (t.bf16 * d + t.fp32) : 0) + sum(rows.filter((_, i) => i % 2 === 0).map((size) => t.bf16 * size));
+  }
+
   // What a layer keeps between its passes: on the GPU, in host memory, and what comes back when it is run again.
   function kept(t, p, index) {
     const all = saved(t, p, index), whole = sum(Object.values(all)), entry = Object.values(all)[0], o = p.options;
     if (o.recompute.includes("full")) return {stays: entry, sent: 0, again: whole - entry};
+    if (o.recompute.includes("selective")) {
+      const stays = entry + selected(t, p, index);
+      return {stays, sent: 0, again: whole - stays};
+    }
     const freed = o.recompute.flatMap((module) => t.freed[module] || []);
     const stay = Object.fromEntries(Object.entries(all).filter(([name]) => !freed.includes(name))), left = sum(Object.values(stay));
-    const sent = o.offload ? left : sum(o.offload_modules.map((m) => stay[t.offloaded[m]] || 0));
+    const sent = o.offload ? left * o.offload_percent / 100 : sum(o.offload_modules.map((m) => stay[t.offloaded[m]] || 0));
     return {stays: left - sent, sent, again: whole - left};
   }
 
@@ -229,9 +252,13 @@ var PlaybookMemory = (function (layout) {
     const held = s.tied && p.pp === 1 ? 1 : (embeds ? 1 : 0) + (last ? 1 : 0);
     const table = held * ceilDiv(embedding(s), p.tp) + (closes ? normed(s) : 0) + (stage === 0 ? s.positions * s.hidden : 0);
     const tower = stage === 0 ? ceilDiv(vision(s), p.tp) : 0;
+    const o = p.options, decoder = sum(dense) + table, frozen = o.frozen.includes("decoder") || o.lora > 0;
+    let largest = Math.max(0, ...dense.map((d, i) => d + experts[i]));
+    if (o.backend === "torch") largest = Math.max(largest, held * ceilDiv(embedding(s), p.tp));
     return {
-      dense: sum(dense) + table + tower, experts: sum(experts), linear: sum(sharded) + sum(experts),
-      largest: Math.max(0, ...dense.map((d, i) => d + experts[i])),
+      dense: decoder + tower, experts: sum(experts), linear: sum(sharded) + sum(experts), largest,
+      frozen_dense: (frozen ? decoder : 0) + (o.frozen.includes("vision") || o.lora > 0 ? tower : 0), frozen_experts: frozen ? sum(experts) : 0,
+      adapters: o.lora ? sum(chunks.flat().map((i) => adapters(s, i, o.lora))) : 0,
     };
   }
 
@@ -239,9 +266,15 @@ var PlaybookMemory = (function (layout) {
     const full = ["fsdp", "fsdp2"].includes(p.options.sharding), over = {dense: layout.dp(p) * p.cp, experts: layout.edp(p)};
     const instances = p.options.sharding === "fsdp2" ? 1 : p.options.optimizer_instances;
     const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], instances));
-    const count = sum(["dense", "experts"].map((k) => held[k] / (full ? shards(k) : 1)));
-    const state = sum(["dense", "experts"].map((k) => held[k] / shards(k)));
-    return {parameters: t.param_bytes * count, gradients: p.grad_bytes * count, optimizer: (p.master_bytes + 2 * p.moment_bytes) * state};
+    const torch = p.options.backend === "torch", kinds = ["dense", "experts"], extra = {dense: held.adapters, experts: 0};
+    const trained = {dense: held.dense + held.adapters - held.frozen_dense, experts: held.experts - held.frozen_experts};
+    const count = sum(kinds.map((k) => (held[k] + extra[k]) / (full ? shards(k) : 1)));
+    const grads = sum(kinds.map((k) => trained[k] / (full && !(torch && p.pp > 1) ? shards(k) : 1)));
+    const state = sum(kinds.map((k) => trained[k] / shards(k))), master = p.master_bytes;
+    return {
+      parameters: (torch ? master : t.param_bytes) * count, gradients: p.grad_bytes * grads,
+      optimizer: ((torch ? 0 : master) + 2 * p.moment_bytes) * state,
+    };
   }
 
   function stageOf(t, p, stage, chunks) {
@@ -252,13 +285,18 @@ var PlaybookMemory = (function (layout) {
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
     const over = (field) => sum(alive.map((n, i) => n * sum(chunked[i].map((x) => x[field]))));
     const away = over("sent"), resident = Math.min(away, t.resident_layers * Math.max(0, ...all.map((x) => x.sent)));
-    const gathered = ["fsdp", "fsdp2"].includes(p.options.sharding) ? 2 * t.param_bytes * held.largest : 0;
-    const state = states(t, p, held), shared = state.parameters / (t.param_bytes * Math.max(1, held.dense + held.experts));
+    const o = p.options, whole = o.backend === "torch" && p.pp > 1 && o.sharding === "fsdp2";
+    const gathered = whole ? t.param_bytes * (held.dense + held.experts) : ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
+    const state = states(t, p, held), each = o.backend === "torch" ? p.master_bytes : t.param_bytes;
+    const copies = o.fp8 ? t.fp8_copies[o.fp8] * held.linear * state.parameters / (each * Math.max(1, held.dense + held.experts)) : 0;
+    if (o.fp8_params) state.parameters -= t.param_bytes * copies / Math.max(t.fp8_copies[o.fp8], 1);
+    const perState = p.master_bytes + 2 * p.moment_bytes, away_share = o.optimizer_offload / 100, onHost = t.host_bytes * state.optimizer / perState * away_share;
+    state.optimizer -= state.optimizer * away_share * (o.precision_aware ? perState : 2 * p.moment_bytes) / perState;
     const found = {
       stage, layers: chunks.flat().length, in_flight: alive, ...state,
-      fp8_weights: t.fp8_copies[p.options.fp8] * held.linear * shared, gathered, activations: over("stays") + resident,
-      loss: last ? t.losses[p.loss] * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
-      replayed: Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident,
+      fp8_weights: copies, gathered, activations: over("stays") + resident,
+      loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
+      replayed: Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident + onHost,
     };
     found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;

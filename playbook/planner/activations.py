@@ -77,10 +77,30 @@ def layer(plan: Plan, index: int) -> Kept:
     if "full" in plan.options.recompute:
         stays = next(iter(found.values()))
         return Kept(stays, 0.0, sum(found.values()) - stays)
+    if "selective" in plan.options.recompute:
+        stays = next(iter(found.values())) + _selected(plan, index)
+        return Kept(stays, 0.0, sum(found.values()) - stays)
     stay = {name: size for name, size in found.items() if name not in freed(plan)}
     whole = sum(stay.values())
-    sent = whole if plan.options.offload else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
+    sent = whole * plan.options.offload_percent / 100 if plan.options.offload else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
     return Kept(whole - sent, sent, sum(found.values()) - whole)
+
+
+def _selected(plan: Plan, index: int) -> float:
+    """Bytes that torchtitan's selective recompute keeps beside a layer's input: of the layer's products every second, from the first, and attention's output.
+
+    Grouped products of experts are none of them. Source: torchtitan, `distributed/activation_checkpoint.py`.
+    """
+    shape, (mixer, ffn) = plan.shape, parts(plan.shape, index)
+    wide, tp = tokens(plan), plan.tp
+    thin = wide / tp if plan.sequence_parallel else wide
+    n, g, d = shape.heads, max(shape.kv_heads, tp), shape.head_dim
+    rows = [(wide / tp, n * d), (wide / tp, g * d), (wide / tp, g * d), (thin, shape.hidden)] if mixer else []
+    width = shape.ffn if ffn == "mlp" else shape.shared_ffn
+    rows += [(thin, shape.experts)] if ffn == "experts" else []
+    rows += [(wide / tp, width)] * shape.up + [(thin, shape.hidden)] if width and ffn else []
+    attention = wide / tp * n * (BF16 * d + FP32) if mixer else 0.0
+    return attention + sum(BF16 * count * size for count, size in rows[::2])
 
 
 def kept(plan: Plan, index: int) -> float:
@@ -105,7 +125,8 @@ def loss(plan: Plan) -> float:
     Each depth of multi-token prediction has logits of its own, and a loss whose gradient waits for the backward pass, so all are there at once.
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py` (`_postprocess`), `multi_token_prediction.py` (`MTPLossAutoScaler`).
     """
-    return LOSSES[plan.loss] * (1 + plan.shape.mtp) * tokens(plan) * plan.shape.vocab / plan.tp
+    parallel = FP32 if plan.loss == "torch" and plan.tp > 1 else 0  # the exponentials stand beside their gradient
+    return (LOSSES[plan.loss] + parallel) * (1 + plan.shape.mtp) * tokens(plan) * plan.shape.vocab / plan.tp
 
 
 def _attention(plan: Plan, wide: int, thin: float) -> dict[str, float]:

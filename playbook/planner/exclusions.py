@@ -131,6 +131,23 @@ EXCLUSIONS = (
         "overlap-mtp", lambda c: c.o.ep_overlap and c.model.mtp > 1, "ep_overlap model",
         lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
     ),
+    Rule(
+        "torch-sharding", lambda c: c.o.backend == "torch" and c.o.sharding not in ("none", "fsdp2"), "backend sharding",
+        lambda c: f"sharding {c.o.sharding} is megatron's, and the backend is torch", "set {set[sharding=fsdp2]}",
+    ),
+    Rule(
+        "recompute-selective", lambda c: "selective" in c.again and (c.o.backend != "torch" or len(c.again) > 1), "backend recompute",
+        "recompute selective is torchtitan's and stands alone", "set {set[backend=torch]} or name modules",
+    ),
+    Rule(
+        "percents", lambda c: max(c.o.optimizer_offload, c.o.offload_percent) > 100, "optimizer_offload offload_percent",
+        lambda c: f"optimizer_offload {c.o.optimizer_offload} and offload_percent {c.o.offload_percent} are percents", "set at most 100",
+    ),
+    Rule("fp8-params", lambda c: c.o.fp8_params and not c.o.fp8, "fp8 fp8_params", "fp8_params without a recipe", "set {set[fp8=blockwise]}"),
+    Rule(
+        "frozen-vision", lambda c: c.shape is not None and bool(c.o.frozen) and c.shape.vision is None, "frozen model",
+        lambda c: f"frozen {', '.join(c.o.frozen)} on a model without a vision tower", "leave {frozen} out",
+    ),
 )
 """Recompute, graphs, offload and overlap that exclude each other."""
 # fmt: on

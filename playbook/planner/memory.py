@@ -35,6 +35,11 @@ class Weights:
     linear: int
     """Those of matrix products in layers, of which 8-bit copies are made."""
     largest: int
+    frozen_dense: int = 0
+    """Of the dense ones, those without gradient."""
+    frozen_experts: int = 0
+    adapters: int = 0
+    """Those of low-rank adapters, beside the others."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,13 @@ def weights(plan: Plan, stage: int, chunks: list[list[int]], *, whole_tower: boo
     table += shape.positions * shape.hidden if stage == 0 else 0
     tower = -(-parameters.vision(shape) // (1 if whole_tower else plan.tp)) if stage == 0 else 0
     linear = sum(-(-x.sharded // plan.tp) for x in layers) + sum(experts)
-    return Weights(sum(dense) + table + tower, sum(experts), linear, max((a + b for a, b in zip(dense, experts, strict=True)), default=0))
+    largest = max((a + b for a, b in zip(dense, experts, strict=True)), default=0)
+    if plan.options.backend == "torch":  # its units are layers, the embedding, and the output layer
+        largest = max(largest, tables * -(-parameters.embedding(shape) // plan.tp))
+    adapters = sum(parameters.adapters(shape, i, plan.options.lora) for chunk in chunks for i in chunk) if plan.options.lora else 0
+    decoder, frozen = sum(dense) + table, "decoder" in plan.options.frozen or plan.options.lora > 0
+    idle = decoder * frozen + tower * ("vision" in plan.options.frozen or plan.options.lora > 0)
+    return Weights(decoder + tower, sum(experts), linear, largest, idle, sum(experts) * frozen, adapters)
 
 
 def shards(plan: Plan) -> dict[str, int]:
@@ -177,21 +188,29 @@ def shards(plan: Plan) -> dict[str, int]:
 
 
 def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state on a rank.
+    """Bytes of parameters, gradients and optimizer state on a rank; what is frozen has parameters alone.
 
-    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter.
+    Optimizer state is the fp32 master copy and two moments; `master_bytes` 2 is the remainder that completes a bf16 parameter. The torch
+    backend's parameters are their own master copy; in a pipeline its gradients wait unsharded for the last micro-batch.
     """
-    optimizer = shards(plan)
+    optimizer, torch = shards(plan), plan.options.backend == "torch"
     every = optimizer if plan.options.sharding in ("fsdp", "fsdp2") else dict.fromkeys(optimizer, 1)
-    counts = {"dense": held.dense, "experts": held.experts}
+    counts = {"dense": held.dense + held.adapters, "experts": held.experts}
+    trained = {"dense": held.dense + held.adapters - held.frozen_dense, "experts": held.experts - held.frozen_experts}
     split = sum(counts[k] / every[k] for k in counts)
-    state = sum(counts[k] / optimizer[k] for k in counts)
-    return PARAM_BYTES * split, plan.grad_bytes * split, (plan.master_bytes + 2 * plan.moment_bytes) * state
+    grads = sum(trained[k] / (1 if torch and plan.pp > 1 else every[k]) for k in counts)
+    state = sum(trained[k] / optimizer[k] for k in counts)
+    width = plan.master_bytes if torch else PARAM_BYTES
+    return width * split, plan.grad_bytes * grads, ((0 if torch else plan.master_bytes) + 2 * plan.moment_bytes) * state
 
 
 def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
     held, last = weights(plan, stage, chunks), stage == plan.pp - 1
     params, grads, optimizer = state_bytes(plan, held)
+    copies = fp8_weights(plan, held)
+    if plan.options.fp8_params:
+        params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
+    away, host = _on_host(plan, optimizer)
     depths = [plan.shape.layers] * plan.shape.mtp if last else []
     placed = [*chunks[:-1], [*chunks[-1], *depths]]
     alike = {parameters.parts(plan.shape, i): i for chunk in placed for i in chunk}
@@ -204,21 +223,39 @@ def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
         held=held.dense + held.experts,
         parameters=params,
         gradients=grads,
-        optimizer=optimizer,
-        fp8_weights=fp8_weights(plan, held),
+        optimizer=optimizer - away,
+        fp8_weights=copies,
         gathered=gathered(plan, held, PARAM_BYTES),
         activations=found.on_gpu,
         loss=loss(plan) if last else 0.0,
         replayed=found.again,
         workspace=WORKSPACE_BYTES,
-        host=found.host,
+        host=found.host + host,
     )
+
+
+HOST_BYTES = 16
+"""Per parameter of an optimizer on the host: float32 weight, gradient and both moments.
+
+Source: Megatron-LM, `megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py`."""
+
+
+def _on_host(plan: Plan, optimizer: float) -> tuple[float, float]:
+    """Bytes of the optimizer's state that leave the GPU, and those that they take on the host.
+
+    The float32 master weights stay, unless the optimizer is the precision-aware one. Source: as for the trainer's own
+    `playbook_trainer.megatron.memory`; Megatron Bridge's card on offload measured 15.2 GB less of 47.2 where this says 15.3.
+    """
+    share, each = plan.options.optimizer_offload / 100, plan.master_bytes + 2 * plan.moment_bytes
+    leaves = each if plan.options.precision_aware else 2 * plan.moment_bytes
+    return optimizer * share * leaves / each, HOST_BYTES * optimizer / each * share
 
 
 def fp8_weights(plan: Plan, held: Weights) -> float:
     """Bytes of the copies of a rank's weights for 8-bit products; full sharding shards them too."""
     copies = fp8_copies(plan.options.fp8)
-    return copies * held.linear * state_bytes(plan, held)[0] / (PARAM_BYTES * max(1, held.dense + held.experts)) if copies else 0.0
+    each = plan.master_bytes if plan.options.backend == "torch" else PARAM_BYTES
+    return copies * held.linear * state_bytes(plan, held)[0] / (each * max(1, held.dense + held.experts)) if copies else 0.0
 
 
 def fp8_copies(recipe: str) -> float:
@@ -232,6 +269,10 @@ def fp8_copies(recipe: str) -> float:
 def gathered(plan: Plan, held: Weights, width: float) -> float:
     """Bytes of the two layers that full sharding gathers at once: the one that computes and the next. `width` is in bytes per weight.
 
+    In a pipeline the torch backend keeps all of them gathered between micro-batches.
+
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """
+    if plan.options.backend == "torch" and plan.pp > 1 and plan.options.sharding == "fsdp2":
+        return width * (held.dense + held.experts)
     return 2 * width * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 FLEX = frozenset({"flex", "deepep", "hybridep", "ncclep"})
 DISPATCHERS = frozenset({"allgather", "alltoall"}) | FLEX
-RECOMPUTE = frozenset({"full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"})
+BACKENDS = frozenset({"megatron", "torch"})
+FROZEN = frozenset({"decoder", "vision"})
+RECOMPUTE = frozenset({"full", "selective", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"})
 GRAPH_MODULES = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
 CP_COMM = frozenset({"p2p", "all_gather", "a2a", "a2a+p2p"})
 SHARDING = frozenset({"none", "optimizer", "fsdp", "fsdp2"})
 OFFLOAD_MODULES = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"})
 FP8 = frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})
 LABELS: Mapping[str, frozenset[str]] = {
+    "backend": BACKENDS,
+    "frozen": FROZEN,
     "dispatcher": DISPATCHERS,
     "cp_comm": CP_COMM,
     "sharding": SHARDING,
@@ -32,8 +36,13 @@ class Options:
     `sharding` says what data parallelism shards: `none`, the `optimizer` state, or everything by Megatron-FSDP (`fsdp`) or torch's
     `fsdp2`. `uneven` is a pipeline layout that lists the layers of each
     stage; unless it is refused, one is found where the layers do not divide. `graphs` are modules; `full_iteration` stands alone.
+    The backend `torch` is FSDP2 as torchtitan has it: float32 weights, gathered in bf16; recompute `selective` keeps the outputs of attention and
+    of every second matrix product. `offload` sends activations of whole layers to the host, `offload_percent` says of how many; of the optimizer's
+    state `optimizer_offload` percent live there. `fp8_params` leaves no bf16 copy of 8-bit weights. `lora` is the rank of adapters beside
+    frozen weights; `frozen` parts are not trained at all.
     """
 
+    backend: str = "megatron"
     sp: bool | None = None
     uneven: bool | None = None
     overlap_p2p: bool = True
@@ -51,5 +60,10 @@ class Options:
     delay_wgrad: bool = False
     shared_overlap: bool = False
     fp8: str = ""
+    fp8_params: bool = False
+    lora: int = 0
+    frozen: tuple[str, ...] = ()
+    optimizer_offload: int = 0
     offload: bool = False
+    offload_percent: int = 100
     offload_modules: tuple[str, ...] = ()

@@ -66,6 +66,25 @@ def expert(shape: Shape) -> int:
     return (shape.up + 1) * shape.expert_hidden * shape.expert_ffn + bias
 
 
+def adapters(shape: Shape, index: int, rank: int) -> int:
+    """Parameters of low-rank adapters beside a layer's matrices; the experts of a layer share one for each matrix.
+
+    Source: Megatron Bridge, `peft/lora.py` (its default targets and its grouped linear layers).
+    """
+    mixer, ffn = parts(shape, index)
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = 0
+    if mixer == "attention" and shape.mla is not None:
+        mla, n = shape.mla, shape.heads
+        sides = (h + mla.q_rank + n * (mla.nope_dim + mla.rope_dim)) + (h + 2 * mla.kv_rank + mla.rope_dim + n * (mla.nope_dim + mla.v_dim))
+        sides += mla.q_rank + n * mla.v_dim + h
+    elif mixer:
+        sides = (h + q + 2 * kv) + (q + h)
+    width = {"": 0, "mlp": shape.ffn, "experts": shape.expert_ffn}[ffn]
+    sides += (2 * (shape.hidden if ffn == "mlp" else shape.expert_hidden) + (shape.up + 1) * width) if ffn else 0
+    return rank * sides
+
+
 def embedding(shape: Shape) -> int:
     """Parameters of the token embedding; the output layer has as many, and where the two are tied, the same."""
     return shape.vocab * shape.hidden

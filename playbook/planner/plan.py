@@ -19,9 +19,11 @@ _DECIMAL = re.compile(r"(?=\.?[0-9])[0-9]{0,10}\.?[0-9]{0,30}\Z", re.ASCII)
 WIDTHS = {"grad_bytes": (2, 4), "master_bytes": (2, 4), "moment_bytes": (1, 2, 4)}
 """Bytes that a state may take. Source: Megatron-LM, `megatron/core/optimizer/optimizer_config.py` (types of the states)."""
 
-LOSSES = {"te": 2, "native": 6}
+LOSSES = {"te": 2, "native": 6, "compiled": 4, "torch": 14}
 """Bytes per logit that the loss holds: Transformer Engine writes the gradient over the bf16 logits; Megatron's own fused loss adds an
-fp32 softmax. Source: Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`."""
+fp32 softmax; torch's, compiled, has the logits and their gradient in bf16, and otherwise three fp32 tensors beside the logits.
+Source: Transformer Engine, `pytorch/cross_entropy.py`; Megatron-LM, `megatron/core/fusions/fused_cross_entropy.py`; torchtitan,
+`components/loss.py`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     if layers is not None:
         dense = layers if shape.dense_layers == shape.layers else min(layers, shape.dense_layers)
         shape = replace(shape, layers=layers, dense_layers=dense, blocks=(shape.blocks * layers)[:layers])
-    loss, imbalance = values.get("loss", "te"), _ratio(values.get("imbalance", "1"))
+    if options.backend == "torch" and "sharding" not in values:
+        options = replace(options, sharding="fsdp2")
+    loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
     return Plan(shape, model, loss=loss, imbalance=imbalance, options=options, **numbers)

@@ -365,7 +365,7 @@ FEATURES = (
         "set {set[optimizer_instances=1]}, or change {ep} or {etp}",
     ),
     Rule(
-        "fsdp2-degrees", lambda c: c.o.sharding == "fsdp2" and (c.pp > 1 or c.ep > 1), "sharding pp ep",
+        "fsdp2-degrees", lambda c: c.o.sharding == "fsdp2" and c.o.backend != "torch" and (c.pp > 1 or c.ep > 1), "sharding pp ep",
         lambda c: f"torch FSDP2 in megatron needs pp 1 and ep 1, found pp {c.pp} and ep {c.ep}", "set {set[sharding=fsdp]} or change the degrees",
     ),
     Rule(

@@ -49,11 +49,16 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
         "States and precision",
         False,
         [
+            ("backend", "Backend"),
             ("sharding", "Sharding over data parallelism"),
             ("grad_bytes", "Gradient bytes"),
             ("master_bytes", "Master bytes"),
             ("moment_bytes", "Bytes of each moment"),
             ("fp8", "FP8 recipe"),
+            ("fp8_params", "No BF16 copy of FP8 weights"),
+            ("lora", "Rank of LoRA adapters"),
+            ("frozen", "Frozen parts"),
+            ("optimizer_offload", "Optimizer on the host, percent"),
             ("loss", "Loss"),
             ("precision_aware", "Precision-aware optimizer"),
             ("optimizer_instances", "Optimizer instances"),
@@ -66,6 +71,7 @@ _FORM: Sequence[tuple[str, bool, Sequence[tuple[str, str]]]] = (
             ("recompute", "Recompute"),
             ("graphs", "CUDA graphs of"),
             ("offload", "Offload layers"),
+            ("offload_percent", "Of the layers, percent"),
             ("offload_modules", "Offload inputs of"),
             ("capacity", "Pad experts to capacity"),
         ],
@@ -121,6 +127,7 @@ def tables() -> dict[str, Any]:
         "resident_layers": memory.RESIDENT_LAYERS,
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
+        "host_bytes": memory.HOST_BYTES,
         "workspace_bytes": memory.WORKSPACE_BYTES,
         "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,
@@ -174,7 +181,7 @@ def _group(title: str, opened: bool, keys: Sequence[tuple[str, str]], known: Map
 
 def _control(key: str, label: str, known: Mapping[str, Any]) -> str:
     option = known["options"].get(key)
-    if key in ("recompute", "graphs", "offload_modules"):
+    if key in ("recompute", "graphs", "offload_modules", "frozen"):
         boxes = "".join(f'<label><input type="checkbox" name="{key}" value="{v}">{v}</label>' for v in known["labels"][key])
         return f'<fieldset class="pb-boxes"><legend>{html.escape(label)}</legend>{boxes}</fieldset>'
     if key == "model":

@@ -76,8 +76,13 @@ def values(rng: random.Random) -> dict[str, str]:
         "cp_sizes": lambda: "2,2",
         "rank_order": lambda: rng.choice(["tp-cp-ep-pp-dp", "tp-dp"]),
         "optimizer_instances": lambda: rng.choice([2, 3]),
+        "backend": lambda: "torch",
+        "lora": lambda: rng.choice([8, 16]),
+        "frozen": lambda: rng.choice(["vision", "decoder"]),
+        "optimizer_offload": lambda: rng.choice([50, 100]),
+        "offload_percent": lambda: rng.choice([50, 101]),
     }
-    switches = ("uneven", "ep_overlap", "delay_wgrad", "shared_overlap", "capacity", "offload", "precision_aware", "sp", "overlap_p2p")
+    switches = ("uneven", "ep_overlap", "delay_wgrad", "shared_overlap", "capacity", "offload", "precision_aware", "sp", "overlap_p2p", "fp8_params")
     found |= {k: options[k]() for k in options if rng.random() < 0.12}
     found |= {k: rng.choice(["true", "false"]) for k in switches if rng.random() < 0.12}
     return {k: str(v) for k, v in found.items()}
