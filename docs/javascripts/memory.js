@@ -284,7 +284,7 @@ var PlaybookMemory = (function (layout) {
     const sizes = chunked.map((chunk) => sum(chunk.map((x) => x.stays)));
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
     const over = (field) => sum(alive.map((n, i) => n * sum(chunked[i].map((x) => x[field]))));
-    const away = over("sent"), resident = Math.min(away, t.resident_layers * Math.max(0, ...all.map((x) => x.sent)));
+    const away = over("sent"), most = Math.max(0, ...all.map((x) => x.sent)), resident = Math.min(away, t.resident_layers * most);
     const o = p.options, whole = o.backend === "torch" && p.pp > 1 && o.sharding === "fsdp2";
     const gathered = whole ? t.param_bytes * (held.dense + held.experts) : ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
     const state = states(t, p, held), each = o.backend === "torch" ? p.master_bytes : t.param_bytes;
@@ -296,7 +296,7 @@ var PlaybookMemory = (function (layout) {
       stage, layers: chunks.flat().length, in_flight: alive, ...state,
       fp8_weights: copies, gathered, activations: over("stays") + resident,
       loss: last ? (t.losses[p.loss] + (p.loss === "torch" && p.tp > 1 ? t.fp32 : 0)) * (1 + p.shape.mtp) * tokens(p) * p.shape.vocab / p.tp : 0,
-      replayed: Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident + onHost,
+      replayed: Math.min(away - resident, t.returning_layers * most) + Math.max(0, ...all.map((x) => x.again)), workspace: t.workspace_bytes, host: away - resident + onHost,
     };
     found.transient = Math.max(found.loss, found.replayed);
     found.states = found.parameters + found.gradients + found.optimizer + found.fp8_weights;

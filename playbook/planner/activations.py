@@ -82,7 +82,11 @@ def layer(plan: Plan, index: int) -> Kept:
         return Kept(stays, 0.0, sum(found.values()) - stays)
     stay = {name: size for name, size in found.items() if name not in freed(plan)}
     whole = sum(stay.values())
-    sent = whole * plan.options.offload_percent / 100 if plan.options.offload else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
+    sent = (
+        whole * plan.options.offload_percent / 100
+        if plan.options.offload
+        else sum(stay.get(OFFLOADED[m], 0.0) for m in plan.options.offload_modules)
+    )
     return Kept(whole - sent, sent, sum(found.values()) - whole)
 
 

@@ -64,7 +64,7 @@ class StageBytes:
     """Upper bound of the vision tower's activations: as if every token of a row belonged to an image."""
     loss: float = 0.0
     replayed: float = 0.0
-    """Activations of a layer while it is run again; never held at the same time as the loss."""
+    """Activations of a layer while it is run again or comes back from the host; never held at the same time as the loss."""
     workspace: float = 0.0
     """Workspaces and communication buffers, where a backend's were measured."""
     host: float = 0.0
@@ -92,7 +92,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Alive:
-    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that recompute of one layer brings back (`again`)."""
+    """Activations of a stage at its peak, in bytes: on the GPU, in host memory, and the most that offload and recompute bring back (`again`)."""
 
     in_flight: list[int]
     on_gpu: float
@@ -100,11 +100,14 @@ class Alive:
     again: float
 
 
-RESIDENT_LAYERS = 3
-"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way."""
+RESIDENT_LAYERS = 1
+"""Layers whose offloaded tensors are on the GPU while the loss is: the last. Four rows of `docs/experiments/megatron-switches.md` bear it out."""
+
+RETURNING_LAYERS = 2
+"""Layers whose offloaded tensors come back in the backward pass, beside the one that computes."""
 
 
-def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]]) -> Alive:
+def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]], resident_layers: int = RESIDENT_LAYERS) -> Alive:
     """What the layers of a stage keep, over all its chunks and all micro-batches in flight."""
     flying = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
@@ -112,9 +115,11 @@ def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]]) -> Alive:
     )  # fmt: skip
     layers = [(n, layer) for n, chunk in zip(flying, chunks, strict=True) for layer in chunk]
     away = sum(n * layer.sent for n, layer in layers)
-    resident = min(away, RESIDENT_LAYERS * max((layer.sent for _, layer in layers), default=0.0))
+    most = max((layer.sent for _, layer in layers), default=0.0)
+    resident = min(away, resident_layers * most)
+    returning = min(away - resident, RETURNING_LAYERS * most)
     stays = sum(n * layer.stays for n, layer in layers)
-    return Alive(flying, stays + resident, away - resident, max((layer.again for _, layer in layers), default=0.0))
+    return Alive(flying, stays + resident, away - resident, returning + max((layer.again for _, layer in layers), default=0.0))
 
 
 def estimate(plan: Plan) -> list[StageBytes]:

@@ -62,8 +62,9 @@ def find(model: str) -> Shape:
         return from_file(path)
     if (path / "config.json").is_file():
         return from_file(path / "config.json")
+    names = ", ".join(MODELS)
     raise ConfigError(
-        f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS)}; or give the path of a Hugging Face config.json"
+        f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS) or f'; expected one of {names}'}; or give the path of a Hugging Face config.json"
     )
 
 

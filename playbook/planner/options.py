@@ -9,7 +9,9 @@ FLEX = frozenset({"flex", "deepep", "hybridep", "ncclep"})
 DISPATCHERS = frozenset({"allgather", "alltoall"}) | FLEX
 BACKENDS = frozenset({"megatron", "torch"})
 FROZEN = frozenset({"decoder", "vision"})
-RECOMPUTE = frozenset({"full", "selective", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"})
+RECOMPUTE = frozenset(
+    {"full", "selective", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
+)
 GRAPH_MODULES = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"})
 CP_COMM = frozenset({"p2p", "all_gather", "a2a", "a2a+p2p"})
 SHARDING = frozenset({"none", "optimizer", "fsdp", "fsdp2"})

@@ -125,6 +125,7 @@ def tables() -> dict[str, Any]:
         "chunk": activations.CHUNK,
         "offloaded": activations.OFFLOADED,
         "resident_layers": memory.RESIDENT_LAYERS,
+        "returning_layers": memory.RETURNING_LAYERS,
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
         "host_bytes": memory.HOST_BYTES,

@@ -82,7 +82,18 @@ def values(rng: random.Random) -> dict[str, str]:
         "optimizer_offload": lambda: rng.choice([50, 100]),
         "offload_percent": lambda: rng.choice([50, 101]),
     }
-    switches = ("uneven", "ep_overlap", "delay_wgrad", "shared_overlap", "capacity", "offload", "precision_aware", "sp", "overlap_p2p", "fp8_params")
+    switches = (
+        "uneven",
+        "ep_overlap",
+        "delay_wgrad",
+        "shared_overlap",
+        "capacity",
+        "offload",
+        "precision_aware",
+        "sp",
+        "overlap_p2p",
+        "fp8_params",
+    )
     found |= {k: options[k]() for k in options if rng.random() < 0.12}
     found |= {k: rng.choice(["true", "false"]) for k in switches if rng.random() < 0.12}
     return {k: str(v) for k, v in found.items()}

@@ -99,7 +99,7 @@ def test_block_recompute_leaves_multi_token_prediction_as_it_is():
 def test_offload_moves_bytes_to_the_host():
     plain = report().stages[0]
     away = report(**{"megatron.offload_modules": ["expert_fc1", "moe_act"]}).stages[0]
-    layer = away.host / 21  # all but three of 24
+    layer = away.host / 23  # all but one of 24
     assert away.activations + away.host == pytest.approx(plain.activations)
     assert layer == pytest.approx(4 * 4096 * 8 * (2048 + 2 * 768) * 2)
     half = report(**{"megatron.optimizer_offload_fraction": 0.5}).stages[0]

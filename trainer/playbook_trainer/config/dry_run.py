@@ -24,6 +24,9 @@ from playbook_trainer.megatron import memory as arithmetic
 MASTER_BYTES = 4
 """Bytes per float32 master weight; also when stored as a bf16 weight plus a 16-bit remainder."""
 
+_RESIDENT_LAYERS = 3
+"""Layers whose offloaded tensors are on the GPU at once: one computes, its neighbours are on their way. Source: `playbook_trainer.torch`."""
+
 _LOGIT_BYTES = {"fp32": 8, "bf16": 6}
 """Per logit of a chunk: the product's output and its float32 softmax."""
 
@@ -106,7 +109,7 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     width = WIDTH[config.train.dtype]
     sent = config.offload.activations
     kept = [[activations.kept(plan, i) * width / activations.BF16 for i in chunk] for chunk in chunks]
-    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept])
+    alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
     states = {"parameters": MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
     last = stage == plan.pp - 1
