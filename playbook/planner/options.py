@@ -8,7 +8,6 @@ from dataclasses import dataclass
 FLEX = frozenset({"flex", "deepep", "hybridep", "ncclep"})
 DISPATCHERS = frozenset({"allgather", "alltoall"}) | FLEX
 BACKENDS = frozenset({"megatron", "torch"})
-FROZEN = frozenset({"decoder", "vision"})
 RECOMPUTE = frozenset(
     {"full", "selective", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
 )
@@ -19,7 +18,7 @@ OFFLOAD_MODULES = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"
 FP8 = frozenset({"blockwise", "mxfp8", "tensorwise", "delayed"})
 LABELS: Mapping[str, frozenset[str]] = {
     "backend": BACKENDS,
-    "frozen": FROZEN,
+    "frozen": frozenset({"decoder", "vision"}),
     "dispatcher": DISPATCHERS,
     "cp_comm": CP_COMM,
     "sharding": SHARDING,
