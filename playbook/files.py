@@ -25,8 +25,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """The file's bytes, one more than `limit` at most: a device or a file that never ends is too large, and not the end of the machine.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read; a named pipe, in which nobody may ever write, is not waited for.
     """
+    if path.is_fifo():
+        raise OSError(errno.EINVAL, "a named pipe; expected a file")
     with path.open("rb") as f:
         return f.read(limit + 1)
 

@@ -390,7 +390,14 @@ def test_the_slow_rank_is_named(forks: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> None:
-    words = ["tracker.tensorboard=true", "tracker.wandb=true", "tracker.offline=true", "tracker.name=a run", f"output={tmp_path}"]
+    words = [
+        "tracker.tensorboard=true",
+        "tracker.wandb=true",
+        "tracker.offline=true",
+        "tracker.name=a run",
+        "eval.every=3",
+        f"output={tmp_path}",
+    ]
     assert forks.run([TEXT, *QUICK, *words], 2, free_port()) == [0, 0], forks.text(0)
     resolved, rows = yaml.safe_load((tmp_path / "config.yaml").read_text()), steps(tmp_path)
     assert (resolved["tracker"]["name"], resolved["train"]["steps"], resolved["optimizer"]["lr"]) == ("a run", 6, 0.0003)
@@ -404,6 +411,7 @@ def test_trackers_hold_the_whole_configuration(forks: Forks, tmp_path: Path) -> 
     losses = events.Scalars("loss")
     assert [e.step for e in losses] == [r["step"] for r in rows]
     assert [e.value for e in losses] == pytest.approx([r["loss"] for r in rows])
+    assert [e.step for e in events.Scalars("eval_loss")] == [3, 6]
     assert events.Scalars("summary/skipped_steps")[0].value == 0
 
     config, history = offline_run(tmp_path / "wandb")

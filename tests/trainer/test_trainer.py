@@ -51,6 +51,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert all(0 < r["useful_tokens"] <= r["raw_tokens"] == 1024 for r in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
     s = summary(out)
+    assert {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r} == {e["step"]: e["loss"] for e in s["eval"]}
     assert s["window"] == {"first": 3, "last": 6}
     assert [e["step"] for e in s["eval"]] == [3, 6]
     assert s["seconds"]["timed"] == pytest.approx(sum(r["seconds"] for r in rows if r["timed"]))

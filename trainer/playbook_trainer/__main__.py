@@ -14,10 +14,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from playbook import files
 from playbook.errors import ConfigError, PlaybookError
-from playbook_trainer.exit_codes import OF_OUTCOME, OUT_OF_MEMORY, REFUSED
+from playbook_trainer.exit_codes import ERROR, OF_OUTCOME, OK, OUT_OF_MEMORY, REFUSED, RunError
+
+if TYPE_CHECKING:
+    from playbook_trainer.config.tree import TrainerConfig
 
 USAGE = "usage: playbook train CONFIG [key.path=value ...]"
 
@@ -37,15 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif os.environ.get("LOCAL_RANK") == "0":
             # Data or packages may be missing on this machine alone.
             sys.stderr.write(f"rank {rank}: error: {e}\n")
-        return REFUSED
+        return _code(e)
+
+
+def _code(e: PlaybookError) -> int:
+    return ERROR if isinstance(e, RunError) else REFUSED
 
 
 def _place() -> tuple[int, int]:
     """This rank and the number of ranks, by the launcher's variables."""
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     words = [given["RANK"] or ("0" if given["WORLD_SIZE"] in (None, "1") else ""), given["WORLD_SIZE"] or "1"]
-    if all(w.isascii() and w.isdigit() for w in words) and int(words[0]) < int(words[1]):
-        return int(words[0]), int(words[1])
+    if all(w.isascii() and w.isdigit() and len(w) < 10 for w in words) and int(words[0]) < int(words[1]):
+        rank, world = int(words[0]), int(words[1])
+        port = os.environ.get("MASTER_PORT", "")
+        if world > 1 and not (os.environ.get("MASTER_ADDR") and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
+            raise ConfigError(
+                f"WORLD_SIZE is {world}, MASTER_ADDR {os.environ.get('MASTER_ADDR')!r} and MASTER_PORT {port!r}; expected the host of rank 0 and a "
+                "free port on it, the same for all ranks, as torchrun sets them"
+            )
+        return rank, world
     found = ", ".join(f"{name} {'is not set' if value is None else repr(value)}" for name, value in given.items())
     raise ConfigError(f"{found} in the environment; expected both, counted from 0, as torchrun sets them, or neither for a run of one rank")
 
@@ -62,13 +77,25 @@ def _run(words: list[str], rank: int, world: int) -> int:
         raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
 
     with _uncollected():
-        import torch
+        import playbook_trainer.loop  # noqa: F401  everything that the functions below import
+        from playbook_trainer.checkpoint_files import is_finished
 
-        from playbook_trainer.checkpoint_files import hold
-        from playbook_trainer.data import loader
-        from playbook_trainer.huggingface import weights
-        from playbook_trainer.loop import train
-        from playbook_trainer.observe import trackers
+    if is_finished(config):
+        if rank == 0:
+            sys.stdout.write(
+                f"finished before, says checkpoint.dir {config.checkpoint.dir}: nothing is left to do; raise train.steps to go on\n"
+            )
+        return OK
+    _check_files(config, rank)
+    return _train(config, rank, world)
+
+
+def _check_files(config: TrainerConfig, rank: int) -> None:
+    """Refuse data and weights that cannot be read and folders that cannot be written, before anything is built; rank 0 takes the folders."""
+    from playbook_trainer.checkpoint_files import hold
+    from playbook_trainer.data import loader
+    from playbook_trainer.huggingface import weights
+    from playbook_trainer.observe import trackers
 
     trackers.check(config)
     loader.check(config)
@@ -78,24 +105,51 @@ def _run(words: list[str], rank: int, world: int) -> int:
         weights.refuse_to_overwrite(Path(config.checkpoint.export))
         if rank == 0:
             weights.refuse_unwritable(Path(config.checkpoint.export))
-    if config.checkpoint.every and config.checkpoint.dir and rank == 0:
+    if rank > 0:
+        return
+    if config.checkpoint.every and config.checkpoint.dir:
         weights.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
-    if rank == 0:
-        _take_output(Path(config.output))
-        if config.checkpoint.dir:
-            traced = config.profile.nvtx or config.profile.kineto
-            hold(Path(config.checkpoint.dir), None if traced else config.train.steps)
+    _take_output(Path(config.output))
+    if config.checkpoint.dir:
+        traced = config.profile.nvtx or config.profile.kineto
+        hold(Path(config.checkpoint.dir), None if traced else config.train.steps)
+
+
+def _train(config: TrainerConfig, rank: int, world: int) -> int:
+    from playbook_trainer.checkpoint_files import mark_finished
+    from playbook_trainer.loop import train
+
     try:
-        return OF_OUTCOME[train(config, rank, world)]
+        outcome = train(config, rank, world)
+        if outcome == "ok" and rank == 0:
+            mark_finished(config)
+        return OF_OUTCOME[outcome]
     except PlaybookError as e:
         if rank == 0:
             raise
         # It may be about what this rank alone has read; the others would only say that they have lost it.
         sys.stderr.write(f"rank {rank}: error: {e}\n")
-        return REFUSED
-    except torch.cuda.OutOfMemoryError as e:
-        sys.stderr.write(f"rank {rank}: out of memory: {str(e).splitlines()[0]}\n")
-        return OUT_OF_MEMORY
+        return _code(e)
+    except (RuntimeError, MemoryError) as e:
+        line = (str(e).splitlines() or [type(e).__name__])[0]
+        if _is_out_of_memory(e):
+            sys.stderr.write(f"rank {rank}: out of memory: {line}\n")
+            return OUT_OF_MEMORY
+        if not any(said in str(e) for said in _LOST_PEER):
+            raise
+        sys.stderr.write(f"rank {rank}: error: lost another rank, whose own log says why it has ended ({line})\n")
+        return ERROR
+
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed", "sendBytes failed")
+"""What gloo and torch's store say of a rank that has gone."""
+
+
+def _is_out_of_memory(e: BaseException) -> bool:
+    """Whether the GPU's or the host's memory could not be had; torch has a type of error for the first alone."""
+    import torch
+
+    return isinstance(e, torch.cuda.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(e)
 
 
 @contextmanager

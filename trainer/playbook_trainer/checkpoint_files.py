@@ -19,11 +19,13 @@ import re
 import shutil
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
 import torch.distributed as dist
+import yaml
 from pydantic import Field, ValidationError, model_validator
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
@@ -42,9 +44,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from playbook import files
 from playbook.errors import ConfigError
 from playbook.yaml_files import Strict
+from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
+_FINISHED = ".finished"
+"""In a folder of checkpoints, the resolved configuration of the run that has come to its end there."""
 _FULL = ("unexpected pos", "iostream error")
 """What torch's writer of archives says where a disk is full."""
 _NOT_PLAIN = "Weights only load failed"
@@ -173,6 +178,31 @@ def hold(root: Path, last_step: int | None) -> None:
             f"checkpoint.dir {root} is in use by {who}, and two runs would mix their checkpoints; wait until that has ended, or choose another folder "
             f"(if its machine has died, remove {root / files.LOCK})"
         )
+
+
+def is_finished(config: TrainerConfig) -> bool:
+    """Whether a run of this very configuration has come to its end, by the mark that it has left in the folder of checkpoints, and these are still there.
+
+    All ranks see that folder, so all agree.
+    """
+    if not config.checkpoint.dir or not config.checkpoint.resume:
+        return False
+    root = Path(config.checkpoint.dir)
+    try:
+        return (root / _FINISHED).read_text(encoding="utf-8") == _mark(config) and bool(complete(root) or not config.checkpoint.every)
+    except (OSError, ValueError):
+        return False
+
+
+def mark_finished(config: TrainerConfig) -> None:
+    """Leave word that a run of this configuration needs not be run again: a job that is queued anew after its end has nothing to do."""
+    if config.checkpoint.dir and Path(config.checkpoint.dir).is_dir() and not (config.profile.nvtx or config.profile.kineto):
+        with suppress(OSError):  # the job would look at its checkpoints again, no more
+            files.replace(Path(config.checkpoint.dir) / _FINISHED, _mark(config))
+
+
+def _mark(config: TrainerConfig) -> str:
+    return yaml.safe_dump(dump(config), sort_keys=False)
 
 
 def read_index(folder: Path) -> Index:

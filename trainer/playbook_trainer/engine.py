@@ -56,8 +56,8 @@ class Engine(Protocol):
     def drop_gradients(self) -> None:
         """Set all gradients to None, without an update."""
 
-    def evaluate(self, batches: list[Any]) -> float:
-        """Mean loss per label over `batches` of all ranks, without building a graph; NaN where no row has a label."""
+    def evaluate(self, batches: list[Any]) -> Tensor:
+        """Summed loss and number of labels of `batches`, of which this rank counts its share, without building a graph; float64 [2] on its device."""
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them."""

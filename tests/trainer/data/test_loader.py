@@ -22,6 +22,7 @@ from playbook.paths import data_root, repo_root
 from playbook_trainer.config.tree import TrainerConfig, load
 from playbook_trainer.data.batch import IGNORE, Batch
 from playbook_trainer.data.loader import build_loader
+from playbook_trainer.exit_codes import RunError
 
 TEXT, VL = "qwen3_moe_tiny", "qwen3_vl_moe_tiny"
 
@@ -225,7 +226,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     next(iterator)
     (worker,) = set(children(os.getpid())) - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="worker"):
+    with pytest.raises(RunError, match="worker"):
         list(itertools.islice(iterator, 20))
     loader.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from playbook.errors import ConfigError
 from playbook.planner import layout
+from playbook.planner.parameters import total
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.shape import shape_of
@@ -111,9 +112,28 @@ def _context_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+_MOST_PARAMETERS = 10**14
+"""A hundred times the largest model that anybody has trained; a typing error, and no machine holds it."""
+_MOST_TOKENS = 2**31
+"""Places in a micro-batch are counted in 32 bits."""
+
+
+def _size_problems(config: TrainerConfig) -> list[str]:
+    """Sizes, each possible by itself, that together no machine could serve."""
+    problems, parameters = [], total(shape_of(config.model))
+    if parameters > _MOST_PARAMETERS:
+        problems.append(f"the model has {parameters:.1e} parameters; expected at most {_MOST_PARAMETERS:.0e}: lower its sizes")
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    if tokens >= _MOST_TOKENS:
+        problems.append(
+            f"a micro-batch has {tokens} tokens; expected less than {_MOST_TOKENS}: lower data.seq_len or train.micro_batch_size"
+        )
+    return problems
+
+
 def feature_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that its backend does not support."""
-    problems = _data_problems(config)
+    problems = _data_problems(config) + _size_problems(config)
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"

@@ -35,15 +35,15 @@ class GeneratedConfig(Strict):
     """Made-up data with natural statistics (`data.source: generated`); sample i is a function of `seed` and i alone."""
 
     seed: int = Field(default=0, ge=0)
-    num_samples: int = Field(default=1_000_000, gt=0)
+    num_samples: int = Field(default=1_000_000, gt=0, le=2**40)
     """Documents, or image-question-answer samples, of one epoch."""
-    mean_tokens: float = Field(default=427, gt=0)
+    mean_tokens: float = Field(default=427, gt=0, le=2**24)
     """Mean length of a text document; lengths are log-normal."""
-    sigma: float = Field(default=1.1, ge=0)
+    sigma: float = Field(default=1.1, ge=0, le=5)
     """Standard deviation of the logarithm of a document's length."""
-    pool_images: int = Field(default=256, gt=0)
+    pool_images: int = Field(default=256, gt=0, le=1_000_000)
     """Distinct JPEG files; each is made once, on first use, and kept in `data.path` (or a cache folder of the user)."""
-    images_per_sample: list[float] = Field(default_factory=lambda: [1.0])
+    images_per_sample: list[float] = Field(default_factory=lambda: [1.0], max_length=1000)
     """Weights of one, two, three ... images per sample; VQAv2 has one."""
 
 
@@ -63,25 +63,26 @@ class DataConfig(Strict):
     generated: GeneratedConfig = Field(default_factory=GeneratedConfig)
     tokenizer: str = "byte"
     """`byte`, or the path of a tokenizer.json."""
-    seq_len: int = Field(default=256, gt=0)
+    seq_len: int = Field(default=256, gt=0, le=2**24)
     pack: bool = True
     """Fill each row with several samples (block-diagonal attention); without it a row holds one sample, padded to seq_len where pad is set."""
-    pack_buffer: int = Field(default=32, gt=0)
+    pack_buffer: int = Field(default=32, gt=0, le=2**16)
     """Samples among which first-fit packing chooses."""
     pad: bool = True
     """Pad every row to seq_len, so that shapes stay static."""
     pad_to_multiple: int | None = Field(default=None, gt=0)
     """With `pad: false`, pad every row to a multiple of this many tokens."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int = Field(default=0, ge=0, le=1024)
+    """Processes of each rank that read data; 0 reads in the rank itself."""
     images: Literal["variable", "fixed"] = "variable"
     """Image sizes as they come, or every image resized to one size (fixed_image_size)."""
     fixed_image_size: list[int] = Field(default_factory=lambda: [128, 128])
     """Height and width in pixels, used with `images: fixed`."""
-    max_image_pixels: int = Field(default=65_536, gt=0)
+    max_image_pixels: int = Field(default=65_536, gt=0, le=2**28)
     """Larger images are scaled down to at most this many pixels, aspect ratio kept."""
-    max_source_pixels: int = Field(default=64_000_000, gt=0)
+    max_source_pixels: int = Field(default=64_000_000, gt=0, le=2**31)
     """A file that claims more pixels is bad: a few kilobytes can unfold into gigabytes."""
-    max_images_per_sample: int = Field(default=3, gt=0)
+    max_images_per_sample: int = Field(default=3, gt=0, le=2**16)
     """A sample with more is too long."""
     on_long_sample: Literal["drop", "cut"] = "drop"
     """An image-question-answer sample that is longer than a row, with its images scaled down as far as they may be. drop: it is left out, and counted.
@@ -233,9 +234,9 @@ class TrainConfig(Strict):
     steps: int = Field(default=20, gt=0)
     warmup_steps: int = Field(default=3, ge=0)
     """Steps before the timed window. They train, but are not timed."""
-    micro_batch_size: int = Field(default=1, gt=0)
+    micro_batch_size: int = Field(default=1, gt=0, le=2**20)
     """Rows of seq_len tokens per rank and micro-batch."""
-    global_batch_size: int = Field(default=2, gt=0)
+    global_batch_size: int = Field(default=2, gt=0, le=2**20)
     """Rows per optimizer step over all data-parallel ranks."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -251,7 +252,7 @@ class TrainConfig(Strict):
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
     """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
-    loss_chunk: int = Field(default=4096, gt=0, json_schema_extra=TORCH_ONLY)
+    loss_chunk: int = Field(default=4096, gt=0, le=2**31, json_schema_extra=TORCH_ONLY)
     """Tokens whose logits exist at once."""
     fused_loss: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
     """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
@@ -262,7 +263,7 @@ class TrainConfig(Strict):
     gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     deterministic: bool = False
-    log_every: int = Field(default=1, gt=0)
+    log_every: int = Field(default=1, gt=0, le=10_000)
     """Steps between reads of the loss from the device; each read waits for the device."""
     on_nan: Literal["stop", "continue", "skip"] = "stop"
     """After a loss or gradient norm that is not finite: end the run; go on; or leave out the update on every rank (skip), which waits for

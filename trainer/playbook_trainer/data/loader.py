@@ -32,6 +32,7 @@ from playbook_trainer.data.resume import identity, other_stream
 from playbook_trainer.data.rows import Lost, Rows, check_data, make_rows
 from playbook_trainer.data.sources.streams import Split
 from playbook_trainer.data.tokenizer import refuse_bytes
+from playbook_trainer.exit_codes import RunError
 
 _PREFETCH = 2
 """Micro-batches that each worker makes ahead."""
@@ -80,6 +81,16 @@ def build_loader(
             "be read twice and others never; put the data back as it was, or choose another checkpoint.dir to start anew"
         )
     return Loader(config, rows, dp_rank, dp_size, start_row)
+
+
+def worker_death(e: BaseException) -> RunError | None:
+    """What to say where torch found a data worker dead, which it does in a signal's handler, so anywhere in the program; None for other errors."""
+    if "DataLoader worker" not in str(e):
+        return None
+    return RunError(
+        f"a data worker died: {str(e).splitlines()[0]} Most often it ran out of memory: lower data.num_workers or data.cache_gib; "
+        "a checkpoint resumes where the run stood"
+    )
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -207,12 +218,9 @@ class Loader:
         try:
             packet: _Packet = next(self._iterator)
         except RuntimeError as e:
-            if "DataLoader worker" not in str(e):
-                raise
-            raise RuntimeError(
-                f"a data worker died: {str(e).splitlines()[0]} Most often it ran out of memory: lower data.num_workers or data.cache_gib; "
-                "a checkpoint resumes where the run stood"
-            ) from e
+            if died := worker_death(e):
+                raise died from e
+            raise
         if packet.batch is None:
             raise DataError(packet.error)
         for name, count in packet.counts.items():

@@ -250,6 +250,7 @@ class Files:
             pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
             hint = f"; {pickles[0]} is a pickle, which can run code and is never read: convert it to safetensors" if pickles else ""
             raise ConfigError(f"{folder} lacks {', '.join(absent[:SHOWN])}; expected {SINGLE}, or {INDEX} with all its shards{hint}")
+        self._folder = folder
         self.bytes_read = self.largest_read = 0
         shapes: dict[str, Shape] = {}
         self.shapes: Mapping[str, Shape] = shapes
@@ -269,8 +270,16 @@ class Files:
             raise ConfigError(f"{folder / INDEX} places {lost[0]} (and {len(lost) - 1} others) in files that do not hold them")
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor, and of the file no more than that."""
+        """A part of a tensor, and of the file no more than that.
+
+        Raises:
+            ConfigError: a value of it is not finite; training would end on NaN and not say where it came from.
+        """
         part: Tensor = self._file[name].get_slice(name)[where]
+        if not bool(part.isfinite().all()):
+            raise ConfigError(
+                f"{self._folder}: tensor {name} holds values that are not finite; these weights are damaged, fetch them again"
+            )
         self.bytes_read += part.nbytes
         self.largest_read = max(self.largest_read, part.nbytes)
         return part

@@ -14,7 +14,6 @@ from typing import Any
 
 import megatron.core
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -121,8 +120,8 @@ class MegatronEngine:
         """Do nothing: the next step begins by setting all gradients to zero."""
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Inputs]) -> float:
-        """Mean loss per label over `batches` of all ranks, without building a graph; NaN where no row has a label."""
+    def evaluate(self, batches: list[Inputs]) -> Tensor:
+        """This rank's share of summed loss and number of labels over `batches`, without building a graph."""
         for chunk in self.chunks:
             chunk.eval()
         loss = self._run(batches, torch.ones((), device=self.device), forward_only=True)
@@ -132,9 +131,7 @@ class MegatronEngine:
         counted = once and self.axes.cp.rank == 0 and self.axes.is_last_stage
         sums = torch.tensor([0.0, float(sum(b.num_loss for b in batches)) if counted else 0.0], device=self.device, dtype=torch.float64)
         sums[0] = loss.double() if once else 0.0
-        dist.all_reduce(sums)
-        total, labels = sums.tolist()
-        return float(total / labels) if labels else math.nan
+        return sums
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""

@@ -106,9 +106,11 @@ class Recorder:
             self.out = Path(self.config.output)
             with writing(self.out):
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
-                (self.out / "summary.json").unlink(missing_ok=True)  # of a run before this one, which may crash
+                if not self.first_step and (aside := _set_aside(self.out)):
+                    self.say(f"output {self.out} held the files of an earlier run; they are in {aside} now")
+                (self.out / "summary.json").unlink(missing_ok=True)  # of this run until it was stopped, and it may crash now
                 _keep_until(self.out / "metrics.jsonl", self.first_step)
+                (self.out / "config.yaml").write_text(yaml.safe_dump(dump(self.config), sort_keys=False), encoding="utf-8")
             self.trackers = tracker.start(self.config, self.out)
 
     def begin_timed(self) -> None:
@@ -118,19 +120,19 @@ class Recorder:
         self.phases["warm_up"] = time.time() - self.began
         self._restart()
 
-    def add(self, stats: StepStats) -> None:
-        """Record a step that the host has issued; the device may still be running it."""
+    def add(self, stats: StepStats, *, flush: bool = True) -> None:
+        """Record a step that the host has issued; the device may still be running it. Every `log_every` steps, wait and write, unless not to `flush`."""
         counters = compile_counters()
         compiled = {k: counters[k] - self._compiled[k] for k in counters}
         self._compiled = counters
         self.pending.append((stats, self._now(), compiled))
-        if stats.step % self.config.train.log_every == 0:
+        if flush and stats.step % self.config.train.log_every == 0:
             self.flush()
 
     def note_eval(self, step: int, loss: float) -> None:
-        """Record the mean loss per label of an evaluation. Its time counts for no step."""
-        self.flush()
+        """Record the mean loss per label of an evaluation, in the line of its step too. Its time counts for no step."""
         self.evals[step] = loss
+        self.flush()
         self.say(f"step {step}  eval loss {loss:.4f}{' (its rows have no label, or it is not finite)' if math.isnan(loss) else ''}")
         self._restart()
 
@@ -190,10 +192,11 @@ class Recorder:
         return {
             "step": stats.step,
             "timed": self._timed,
-            "loss": None if not math.isfinite(loss) else loss,
-            "grad_norm": None if not math.isfinite(norm) else norm,
+            "loss": _finite(loss),
+            "grad_norm": _finite(norm),
             **({"nan": True} if bad else {}),
             **({"skipped": True} if stats.skipped else {}),
+            **({"eval_loss": _finite(self.evals[stats.step])} if stats.step in self.evals else {}),
             **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
             "lr": stats.lr,
             "seconds": seconds,
@@ -274,13 +277,43 @@ def writing(folder: Path) -> Iterator[None]:
         ) from e
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _set_aside(out: Path) -> Path | None:
+    """Move the files of an earlier run into a folder of their own, the first that is free; None where there are none."""
+    there = [out / name for name in ("metrics.jsonl", "summary.json", "config.yaml", "trace.json") if (out / name).is_file()]
+    if not {"metrics.jsonl", "summary.json"} & {p.name for p in there}:
+        return None
+    folder = next(f for n in itertools.count(1) if not (f := out / f"earlier-{n}").exists())
+    folder.mkdir()
+    for path in there:
+        path.rename(folder / path.name)
+    return folder
+
+
+def _step_of(line: str, place: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise DataError(
+            f"{place}: no line of a run's metrics ({line[:60].strip()!r}); take it out, or choose another output: the run goes on from its checkpoint"
+        ) from e
+
+
 def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`: a resumed run does them again."""
+    """Drop the lines of steps after `step`: a resumed run does them again.
+
+    Raises:
+        DataError: a line is of something else.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if step and path.is_file() else []
     # A killed run may have left half a line at the end, a machine that lost power anything.
     whole = [line for line in lines if line.endswith("\n")]
     # Under another name first: a full disk, or an end in between, must not take what it held.
-    files.replace(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
+    kept = [line for n, line in enumerate(whole, start=1) if _step_of(line, f"{path}:{n}") <= step]
+    files.replace(path, "".join(kept))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -387,7 +420,7 @@ def write_summary(
             "total": now - recorder.began + recorder.phases["start_up"],
         },
         "window": {"first": timed[0]["step"], "last": timed[-1]["step"]} if timed else None,
-        "eval": [{"step": s, "loss": v if math.isfinite(v) else None} for s, v in recorder.evals.items()],
+        "eval": [{"step": s, "loss": _finite(v)} for s, v in recorder.evals.items()],
         "data": extra.get("data", {}),
         "metrics": metrics,
         "flops": flops,

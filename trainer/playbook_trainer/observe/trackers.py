@@ -58,7 +58,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             found |= {f"{key}/{k}": v for k, v in figures(value).items()}
-        elif value is None and key in ("loss", "grad_norm"):
+        elif value is None and key in ("loss", "grad_norm", "eval_loss"):
             found[key] = math.nan
         elif isinstance(value, int | float) and key != "step":
             found[key] = float(value)

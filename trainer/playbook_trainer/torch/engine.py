@@ -70,8 +70,8 @@ class TorchEngine:
         """Set all gradients to None."""
         optimizer.drop_gradients(self.parts)
 
-    def evaluate(self, batches: list[Batch]) -> float:
-        """Mean loss per label over `batches` of all ranks, without building a graph."""
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """This rank's share of summed loss and number of labels over `batches`, without building a graph."""
         return evaluate(self.model, batches, self.axes)
 
     def export(self, folder: Path) -> None:

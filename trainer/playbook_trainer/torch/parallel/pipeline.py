@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 import torch
@@ -139,14 +138,11 @@ def _losses(model: Decoder, batches: list[Batch], axes: Axes) -> list[Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> float:
-    """Mean loss per label over the batches of all ranks; NaN, not 0, where no row has a label."""
+def evaluate(model: Decoder, batches: list[Batch], axes: Axes) -> Tensor:
+    """Summed loss and number of labels of the batches, each counted by one of the ranks that share it; float64 [2]."""
     sums = torch.zeros(2, device=batches[0].tokens_N.device, dtype=torch.float64)
     for batch, loss in zip(batches, _losses(model, batches, axes), strict=axes.is_last_stage):
         if axes.tp.rank == 0:
             sums[0] += loss.double()
             sums[1] += batch.num_loss if axes.cp.rank == 0 else 0
-    if axes.world.size > 1:
-        dist.all_reduce(sums)
-    loss, labels = sums.tolist()
-    return float(loss / labels) if labels else math.nan
+    return sums

@@ -1,0 +1,196 @@
+"""What goes wrong around a run ends it with one line and the documented code, and takes nothing with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+from forking import Forks
+from ranks import free_port, steps, summary
+from safetensors.torch import load_file, save_file
+
+from playbook.paths import data_root
+from playbook_trainer.__main__ import main
+from playbook_trainer.config.tree import load
+from playbook_trainer.huggingface import weights
+
+TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_tiny.yaml"
+DENSE = "trainer/configs/qwen3_tiny.yaml"
+QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=4", "data.seq_len=64", "model.num_layers=1", "data.num_workers=0"]
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
+    yield forks
+    forks.close()
+
+
+def said(forks: Forks, rank: int, before: int) -> list[str]:
+    """The lines of a rank since it had printed so many, without those of torch's own network code."""
+    return [line for line in forks.text(rank)[before:].splitlines() if not line.startswith("[")]
+
+
+def length(forks: Forks, rank: int) -> int:
+    log = Path(f"{forks.log}.{rank}")
+    return len(log.read_text()) if log.exists() else 0
+
+
+def test_foreign_lines_in_the_metrics_are_named(forks: Forks, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [TEXT, *QUICK, f"output={out}", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    with (out / "metrics.jsonl").open("a") as f:
+        f.write("[1, 2]\n")
+    held, before = (out / "metrics.jsonl").read_bytes(), length(forks, 0)
+    assert forks.run([*words, "train.steps=6"], 1, free_port()) == [2]
+    assert said(forks, 0, before)[-1].startswith(f"error: {out}/metrics.jsonl:5: no line of a run's metrics ('[1, 2]'); take it out")
+    assert "Traceback" not in forks.text(0)
+    assert (out / "metrics.jsonl").read_bytes() == held
+
+
+KILLED_WORKER = """
+import multiprocessing, os, signal
+from playbook_trainer.torch import engine
+real, calls = engine.forward_backward, []
+def planted(*args):
+    calls.append(1)
+    if len(calls) == 3:
+        [os.kill(p.pid, signal.SIGKILL) for p in multiprocessing.active_children()]
+    return real(*args)
+engine.forward_backward = planted
+"""
+NO_MEMORY = """
+import torch
+from playbook_trainer.torch import engine
+engine.forward_backward = lambda *args: torch.empty(2**55)
+"""
+
+
+@pytest.mark.parametrize(
+    ("plant", "more", "code", "expected"),
+    [
+        (KILLED_WORKER, ["data.num_workers=1"], 1, "error: a data worker died: "),
+        (NO_MEMORY, [], 4, "rank 0: out of memory: "),
+    ],
+    ids=["killed worker", "no memory"],
+)
+def test_one_line_and_the_documented_code(plant: str, more: list[str], code: int, expected: str, forks: Forks, tmp_path: Path) -> None:
+    before = length(forks, 0)
+    assert forks.run([TEXT, *QUICK, "train.steps=40", *more, f"output={tmp_path}"], 1, free_port(), plant) == [code]
+    lines = [line for line in said(forks, 0, before) if not line.startswith("step ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(expected)
+
+
+def test_a_port_in_use_is_said(forks: Forks, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, before = taken.getsockname()[1], length(forks, 0)
+        codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, port, "import os; os.environ['RANK'] == '1' and os._exit(9)")
+    assert codes == [2, 9]
+    assert said(forks, 0, before)[-1].startswith(
+        f"error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1, port {port} (the address is in use)"
+    )
+    assert "Traceback" not in forks.text(0)
+
+
+IMPATIENT = "import os; from playbook_trainer import join; join._SAY_S, join._GIVE_UP_S = 0.5, 1.0; os.environ['RANK'] == '{absent}' and os._exit(9)"
+
+
+@pytest.mark.parametrize(
+    ("absent", "there", "expected"), [(1, 0, "no word from rank 1 of 2 in "), (0, 1, "no answer from rank 0 at 127.0.0.1:")]
+)
+def test_an_absent_peer_is_named(absent: int, there: int, expected: str, forks: Forks, tmp_path: Path) -> None:
+    before = length(forks, there)
+    codes = forks.run([TEXT, *QUICK, f"output={tmp_path}"], 2, free_port(), IMPATIENT.format(absent=absent))
+    assert (codes[absent], codes[there]) == (9, 1)
+    lines = said(forks, there, before)
+    assert lines[0].startswith(f"rank {there}: {expected}")
+    assert lines[-1].startswith("error: " if there == 0 else f"rank {there}: error: ")
+    assert "look at its log" in lines[-1]
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_launcher_that_names_no_host_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for host, port in ((None, "29500"), ("node", None), ("node", "0"), ("node", "99999"), ("node", "http")):
+        for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        assert main([TEXT]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: WORLD_SIZE is 2, MASTER_ADDR ")
+        assert line.count("\n") == 1
+
+
+def test_weights_that_are_not_finite_name_their_tensor(forks: Forks, tmp_path: Path) -> None:
+    model = load(data_root("configs") / "qwen3_tiny.yaml").model
+    folder = tmp_path / "given"
+    weights.save_safetensors(model, parity.random_state(model), folder)
+    tensors = load_file(folder / weights.SINGLE)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, folder / weights.SINGLE)
+    words = [DENSE, "train.receipt=false", f"init.weights={folder}", f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 1, free_port()) == [2]
+    assert f"{folder}: tensor {name} holds values that are not finite" in forks.text(0).splitlines()[-1]
+
+
+def test_an_output_that_is_used_again_keeps_what_it_held(forks: Forks, tmp_path: Path) -> None:
+    words, out = [TEXT, *QUICK, f"output={tmp_path / 'out'}"], tmp_path / "out"
+    held = []
+    for n in (0, 1, 2):
+        assert forks.run([*words, f"seed={n}"], 1, free_port()) == [0], forks.text(0)
+        held.append((out / "metrics.jsonl").read_bytes())
+        assert [(out / f"earlier-{i + 1}" / "metrics.jsonl").read_bytes() for i in range(n)] == held[:n]
+    assert f"output {out} held the files of an earlier run; they are in {out / 'earlier-2'} now" in forks.text(0)
+    assert [r["step"] for r in steps(out)] == [1, 2, 3, 4]
+
+
+def test_a_finished_command_that_is_queued_again_ends_well_and_changes_nothing(forks: Forks, tmp_path: Path) -> None:
+    out, export = tmp_path / "out", tmp_path / "export"
+    words = [TEXT, *QUICK, f"output={out}", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", f"checkpoint.export={export}"]
+    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    held = {p: p.read_bytes() for folder in (out, export) for p in folder.iterdir() if p.is_file()}
+    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    assert forks.text(0).splitlines()[-1].startswith("finished before, says checkpoint.dir")
+    assert {p: p.read_bytes() for folder in (out, export) for p in folder.iterdir() if p.is_file()} == held
+    assert forks.run([*words[:-1], "train.steps=6"], 1, free_port()) == [0], forks.text(0)
+    assert [r["step"] for r in steps(out)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.full
+def test_memory_is_flat_with_full_recompute(forks: Forks, tmp_path: Path) -> None:
+    """Recomputation leaves cycles of 0.2 MB a step, which nobody collected."""
+    words = [TEXT, *QUICK, "train.steps=260", "train.recompute=full", "train.log_every=20", f"output={tmp_path}"]
+    assert forks.run(words, 1, free_port()) == [0], forks.text(0)
+    peak = {r["step"]: r["peak_memory_bytes"] for r in steps(tmp_path)}
+    assert peak[260] < 1.01 * peak[80]
+
+
+@pytest.mark.full
+def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> None:
+    peaks = []
+    for batches in (2, 40):
+        words = [
+            VISION,
+            "train.receipt=false",
+            "train.warmup_steps=0",
+            "train.steps=1",
+            "data.num_workers=0",
+            "eval.every=1",
+            f"eval.batches={batches}",
+        ]
+        plant = "import resource, os, atexit; end = os._exit; os._exit = lambda c: (print('peak', resource.getrusage(0).ru_maxrss, flush=True), end(c))"
+        assert forks.run([*words, f"output={tmp_path / str(batches)}"], 1, free_port(), plant) == [0], forks.text(0)
+        peaks.append(int(forks.text(0).rpartition("peak ")[2]))
+    assert peaks[1] < 1.05 * peaks[0]
+    assert summary(tmp_path / "40")["eval"][0]["loss"] > 0
+    assert json.loads((tmp_path / "40" / "metrics.jsonl").read_text())["eval_loss"] == summary(tmp_path / "40")["eval"][0]["loss"]
