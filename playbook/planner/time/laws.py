@@ -44,7 +44,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Laws:
-    """What kernels reach. `attention` has for each head size and pass the lengths and the shares of the peak at them."""
+    """What kernels reach. `attention` has for each kernel, head size and pass the lengths and the shares of the peak at them."""
 
     forward: Product
     input_gradient: Product
@@ -53,7 +53,7 @@ class Laws:
     grouped_forward: Product
     grouped_backward: Product
     loss_share: float
-    attention: Mapping[tuple[int, str], tuple[tuple[float, ...], tuple[float, ...]]]
+    attention: Mapping[tuple[str, int, str], tuple[tuple[float, ...], tuple[float, ...]]]
     attention_fixed: float
     memory_share: float
     optimizer_share: float
@@ -76,10 +76,10 @@ class Laws:
             attention=attention,
         )
 
-    def attention_share(self, head_dim: int, phase: str, length: float) -> float:
+    def attention_share(self, kernel: str, head_dim: int, phase: str, length: float) -> float:
         """The share of the peak that causal attention reaches at a length, between measured ones by its logarithm."""
         size = 64 if head_dim <= 96 else 128
-        lengths, shares = self.attention[size, phase]
+        lengths, shares = self.attention[kernel, size, phase]
         x = log(max(length, 1.0))
         i = bisect(lengths, x)
         if i == 0:
@@ -107,7 +107,7 @@ def calibrated(path: Path, peak: float, bandwidth: float) -> Laws:
         grouped_forward=_grouped(rows, "forward", peak, bandwidth),
         grouped_backward=_grouped(rows, "backward", peak, bandwidth),
         loss_share=_rate(_kind(rows, "loss"), "flops_per_s") / peak,
-        attention={(d, p): _attention(rows, d, p, peak) for d in (64, 128) for p in ("forward", "backward")},
+        attention={(k, d, p): _attention(rows, k, d, p, peak) for k in ("cudnn", "flash") for d in (64, 128) for p in ("forward", "backward")},
         attention_fixed=_shortest(rows, "linear"),
         memory_share=_rate([r for r in rows if r["kind"] in ("norm", "swiglu", "copy", "permute", "unpermute") and _moved(r) > _LARGE_BYTES], "bytes_per_s") / bandwidth,
         optimizer_share=_rate(_kind(rows, "optimizer"), "bytes_per_s") / bandwidth,
@@ -156,8 +156,8 @@ def _grouped(rows: Rows, phase: str, peak: float, bandwidth: float) -> Product:
     return Product(max(fixed, 0.0) / times, share, memory)
 
 
-def _attention(rows: Rows, head_dim: int, phase: str, peak: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    found = [r for r in rows if r["kind"] == "attention" and r["kernel"] == "cudnn" and (r["head_dim"], r["phase"]) == (head_dim, phase)]
+def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    found = [r for r in rows if r["kind"] == "attention" and (r["kernel"], r["head_dim"], r["phase"]) == (kernel, head_dim, phase)]
     lengths = sorted({int(r["length"]) for r in found})
     mean: Callable[[int], float] = lambda n: median(r["flops_per_s"] for r in found if r["length"] == n) / peak  # noqa: E731
     return tuple(log(n) for n in lengths), tuple(mean(n) for n in lengths)

@@ -7,17 +7,35 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from playbook.planner.options import FLEX
+from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import EP_HIDDEN, HOST_ATTENTION, HOST_COMPILED, HOST_EXPERT, HOST_GRAPHED, HOST_MLP, HOST_MOE, IN_STEP
+from playbook.planner.time.constants import (
+    EP_HIDDEN,
+    HOST_ATTENTION,
+    HOST_COMPILED,
+    HOST_EXPERT,
+    HOST_FP8,
+    HOST_GRAPHED,
+    HOST_MLP,
+    HOST_MOE,
+    IN_STEP,
+    SCAN_SHARE,
+)
 from playbook.planner.time.laws import TILE, Product
 
 BF16 = 2
 _FP32 = 4
-_CAST_BYTES = 4
-"""Bytes that quantising one value moves: two read, one written for each direction of the product."""
+_CASTS = {"mxfp8": (2, 4), "blockwise": (4, 4)}
+_SCALED_CASTS = (6, 6)
+"""Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read where no norm or
+activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
+_SORTS = {"hybridep": 0, "flex": 1, "deepep": 1, "ncclep": 1}
+"""Times that each copy of a token is read and written one way, beside the dispatch: into the order of ranks, and into that of experts."""
+_SCAN_PASSES = 12
+"""Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 
 
 class Work(NamedTuple):
@@ -41,10 +59,10 @@ class Work(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What tells a layer from others of its model."""
+    """What tells a layer from others of its model: its two halves, and whether its attention has a window."""
 
-    dense: bool
-    linear: bool
+    mixer: str
+    ffn: str
     windowed: bool
 
 
@@ -77,6 +95,9 @@ class Cost(NamedTuple):
     backward: Parts
 
 
+_NOTHING = Cost(Parts(), Parts())
+
+
 def work(plan: Plan) -> Work:
     """The part of a plan that a layer's time depends on."""
     o = plan.options
@@ -89,14 +110,16 @@ def work(plan: Plan) -> Work:
 def kind(shape: Shape, index: int) -> Kind:
     """The kind of the layer with this index."""
     full = shape.window_every and (index + 1) % shape.window_every == 0
-    linear = shape.linear is not None and (index + 1) % shape.linear.full_every != 0
-    return Kind(index < shape.dense_layers, linear, bool(shape.window) and not full)
+    return Kind(*parts(shape, index), bool(shape.window) and not full)
 
 
 @lru_cache(maxsize=200_000)
 def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     """Seconds of one layer of a kind for one micro-batch."""
-    blocks = [_attention(cluster, shape, kind, w), _mlp(cluster, shape, w) if kind.dense else _moe(cluster, shape, w)]
+    blocks = [
+        _attention(cluster, shape, kind, w) if kind.mixer else _NOTHING,
+        _moe(cluster, shape, w) if kind.ffn == "experts" else _mlp(cluster, shape, w) if kind.ffn else _NOTHING,
+    ]
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
     again = _again(cluster, shape, kind, w, blocks)
@@ -111,11 +134,12 @@ def _waited(parts: Parts, w: Work) -> Parts:
     if "full_iteration" in w.graphs:
         return parts._replace(host=0.0)
     host = parts.host * (HOST_GRAPHED.value if w.graphs else 1.0) * (HOST_COMPILED.value if w.compiled else 1.0)
+    host *= HOST_FP8.value if w.fp8 not in ("", "mxfp8") else 1.0
     device = parts.device
     return parts._replace(host=(device**2 + host**2) ** 0.5 - device)
 
 
-def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: bool) -> Cost:
+def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: str) -> Cost:
     """One matrix product with its two gradients; 8-bit products have their casts among the elementwise kernels."""
     flops, weight = 2.0 * rows * wide_in * wide_out, wide_in * wide_out
     moved = BF16 * (rows * (wide_in + wide_out) + weight)
@@ -133,11 +157,13 @@ def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: 
     backward = Parts(products=one(laws.input_gradient, moved) + one(laws.weight_gradient, moved + 2 * _FP32 * weight))
     if not fp8:
         return Cost(forward, backward)
-    cast_in, cast_out = (_bytes(cluster, _CAST_BYTES * rows * width) for width in (wide_in, wide_out))
+    cast_in, cast_out = (
+        _bytes(cluster, b * rows * width) for b, width in zip(_CASTS.get(fp8, _SCALED_CASTS), (wide_in, wide_out), strict=True)
+    )
     return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
 
 
-def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, fp8: bool) -> Cost:
+def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, fp8: str) -> Cost:
     """One product for each local expert, with its gradients; an expert's rows are rounded up to whole tiles."""
     padded = max(TILE, -(-rows // TILE) * TILE) if rows < 8 * TILE else rows
     flops, weight = 2.0 * padded * experts * wide_in * wide_out, experts * wide_in * wide_out
@@ -153,7 +179,9 @@ def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide
     backward = Parts(grouped=one(laws.grouped_backward, moved) + one(laws.grouped_backward, moved + 2 * _FP32 * weight))
     if not fp8:
         return Cost(forward, backward)
-    cast_in, cast_out = (_bytes(cluster, _CAST_BYTES * rows * experts * width) for width in (wide_in, wide_out))
+    cast_in, cast_out = (
+        _bytes(cluster, b * rows * experts * width) for b, width in zip(_CASTS.get(fp8, _SCALED_CASTS), (wide_in, wide_out), strict=True)
+    )
     return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
 
 
@@ -175,10 +203,13 @@ def _tokens(w: Work) -> tuple[float, float]:
     return all_, all_ / (w.tp if w.sp else 1)
 
 
-def _projections(shape: Shape, linear: bool, tp: int) -> list[tuple[str, float, float]]:
+def _projections(shape: Shape, mixer: str, tp: int) -> list[tuple[str, float, float]]:
     """The matrix products around one layer's attention on a TP rank: what recomputes them, width in, width out."""
     h, n, d = shape.hidden, shape.heads / tp, shape.head_dim
-    if linear and shape.linear is not None:
+    if mixer == "mamba" and shape.mamba is not None:
+        ssm, inner = shape.mamba, shape.mamba.heads * shape.mamba.head_dim
+        return [("", h, (2 * inner + 2 * ssm.groups * ssm.state + ssm.heads) / tp), ("", inner / tp, h)]
+    if mixer == "linear" and shape.linear is not None:
         gdn = shape.linear
         qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
         return [("", h, (2 * qk + 2 * v + 2 * gdn.value_heads) / tp), ("", v / tp, h)]
@@ -196,11 +227,11 @@ def _projections(shape: Shape, linear: bool, tp: int) -> list[tuple[str, float, 
 
 def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     rows, local = _tokens(w)
-    found = _sum(_dense(cluster, rows, i, o, bool(w.fp8)) for _, i, o in _projections(shape, kind.linear, w.tp))
+    found = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
-    heads = sum(o for _, i, o in _projections(shape, kind.linear, w.tp) if i != o) * (2 if shape.qk_norm else 1)
+    heads = sum(o for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1]) * (2 if shape.qk_norm else 1)
     moved = BF16 * (5 * local * h + 2 * rows * heads)
     forward = found.forward._replace(
         attention=core[0], elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, HOST_ATTENTION[0].value)
@@ -231,22 +262,28 @@ def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, f
     """Attention itself, both passes."""
     rows = w.seq_len * w.mbs / w.cp
     peak, laws = cluster.bf16_flops_per_s, cluster.laws
-    if kind.linear and shape.linear is not None:
+    if kind.mixer == "mamba" and shape.mamba is not None:
+        inner = shape.mamba.heads * shape.mamba.head_dim
+        return _scan(cluster, rows / w.tp, inner, inner * shape.mamba.state)
+    if kind.mixer == "linear" and shape.linear is not None:
         gdn = shape.linear
-        qk, v = gdn.key_heads * gdn.head_dim, gdn.value_heads * gdn.head_dim
-        seconds = _bytes(
-            cluster, 12 * BF16 * rows * (2 * qk + 2 * v) / w.tp
-        )  # a chunked recurrence passes over its inputs and states several times
-        return seconds, 2 * seconds
+        return _scan(cluster, rows / w.tp, (gdn.value_heads + gdn.key_heads) * gdn.head_dim, gdn.value_heads * gdn.head_dim**2)
     context = w.seq_len / 2
     if kind.windowed and w.seq_len > shape.window:
         context = shape.window - shape.window * (shape.window - 1) / (2 * w.seq_len)
     width = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim
     flops = 2.0 * rows * shape.heads * width * context / w.tp
     length = 2 * context / (1 if kind.windowed else w.cp)
-    slower = 1 / IN_STEP.value
-    forward = laws.attention_fixed + slower * flops / (laws.attention_share(shape.head_dim, "forward", length) * peak)
-    return forward, laws.attention_fixed + slower * 2.5 * flops / (laws.attention_share(shape.head_dim, "backward", length) * peak)
+    slower, kernel = 1 / IN_STEP.value, "flash" if w.compiled and cluster.has_fp8 else "cudnn"
+    forward = laws.attention_fixed + slower * flops / (laws.attention_share(kernel, shape.head_dim, "forward", length) * peak)
+    return forward, laws.attention_fixed + slower * 2.5 * flops / (laws.attention_share(kernel, shape.head_dim, "backward", length) * peak)
+
+
+def _scan(cluster: Cluster, rows: float, width: float, states: float) -> tuple[float, float]:
+    """A chunked recurrence, both passes: passes over its inputs, and small products with the state and within chunks."""
+    moved = _bytes(cluster, _SCAN_PASSES * BF16 * rows * width)
+    multiplied = 2.0 * 4 * rows * states / (SCAN_SHARE.value * cluster.bf16_flops_per_s)
+    return moved + multiplied, 2 * (moved + multiplied)
 
 
 def _tensor(cluster: Cluster, shape: Shape, w: Work) -> float:
@@ -265,7 +302,7 @@ def _context(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> float:
     else:
         keys = 2 * max(shape.kv_heads, w.tp) * shape.head_dim / w.tp
         queries = 2 * shape.heads * shape.head_dim / w.tp
-    if w.cp_comm == "a2a" or kind.linear:
+    if w.cp_comm == "a2a" or kind.mixer != "attention":
         return collectives.all_to_all(cluster, w.cp, w.tp, BF16 * rows * (keys + queries))
     return collectives.ring(cluster, w.cp, w.tp, BF16 * rows * keys * w.cp)
 
@@ -286,7 +323,7 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 
 def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) -> Cost:
     """A dense MLP: up, activation, down."""
-    up, fp8 = shape.up, bool(w.fp8)
+    up, fp8 = shape.up, w.fp8
     found = _sum(iter([_dense(cluster, rows, shape.hidden, up * width, fp8), _dense(cluster, rows, width, shape.hidden, fp8)]))
     act = _bytes(cluster, BF16 * rows * width * (up + 1))
     return Cost(
@@ -297,15 +334,17 @@ def _swiglu(cluster: Cluster, shape: Shape, rows: float, width: float, w: Work) 
 
 def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     rows, local = _tokens(w)
-    routed, fp8, h = local * shape.top_k * w.imbalance, bool(w.fp8), shape.hidden
-    experts = shape.experts / w.ep
+    routed, fp8, h = local * shape.top_k * w.imbalance, w.fp8, shape.hidden
+    experts, wide = shape.experts / w.ep, shape.expert_hidden
     per_expert = routed * w.etp / experts  # a rank gets as many copies as it sends
     width = shape.expert_ffn / w.etp
     products = [
-        _grouped(cluster, per_expert, experts, h, shape.up * width, fp8),
-        _grouped(cluster, per_expert, experts, width, h, fp8),
-        _dense(cluster, local, h, shape.experts, fp8=False),
+        _grouped(cluster, per_expert, experts, wide, shape.up * width, fp8),
+        _grouped(cluster, per_expert, experts, width, wide, fp8),
+        _dense(cluster, local, h, shape.experts, fp8=""),
     ]
+    if shape.latent:
+        products += [_dense(cluster, local, h, wide, fp8), _dense(cluster, local, wide, h, fp8)]
     if shape.shared_ffn:
         products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
     found = _sum(iter(products))
@@ -330,7 +369,7 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 def _dispatch(cluster: Cluster, shape: Shape, w: Work) -> float:
     """Seconds of one dispatch or combine over EP, and over ETP within it."""
     _, local = _tokens(w)
-    token_bytes = BF16 * local * shape.hidden
+    token_bytes = BF16 * local * shape.expert_hidden
     if w.dispatcher == "allgather":
         return collectives.ring(cluster, w.ep * w.etp, 1, token_bytes * w.ep * w.etp)
     copies = token_bytes * shape.top_k * w.imbalance
@@ -352,11 +391,11 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     if "core_attn" in names:
         found = found.plus(Parts(attention=blocks[0].forward.attention, cp=blocks[0].forward.cp))
     if "mla_up_proj" in names:
-        ups = [(i, o) for name, i, o in _projections(shape, kind.linear, w.tp) if name == "mla_up_proj"]
-        found = found.plus(_sum(_dense(cluster, rows, i, o, bool(w.fp8)) for i, o in ups).forward)
+        ups = [(i, o) for name, i, o in _projections(shape, kind.mixer, w.tp) if name == "mla_up_proj"]
+        found = found.plus(_sum(_dense(cluster, rows, i, o, w.fp8) for i, o in ups).forward)
     if "layernorm" in names:
         found = found.plus(Parts(elementwise=_bytes(cluster, 2 * 2 * BF16 * local * shape.hidden)))
-    if kind.dense:
+    if kind.ffn != "experts":
         return found.plus(blocks[1].forward) if "mlp" in names else found
     if "moe" in names:
         return found.plus(blocks[1].forward)

@@ -104,7 +104,7 @@ def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ..
 @lru_cache(maxsize=65536)
 def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
     """Parameters of a layer: those that TP splits, those that it repeats, those of experts."""
-    index = next(i for i in range(shape.layers) if layer.kind(shape, i) == kind)
+    index = next((i for i in range(shape.layers) if layer.kind(shape, i) == kind), shape.layers)
     found = parameters.layer(shape, index)
     return found.sharded, found.repeated, found.experts
 
@@ -118,7 +118,7 @@ def _timed_stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple
     forward, backward, dense, experts = Parts(), Parts(), 0.0, 0.0
     placed = list(counts)
     if last and shape.mtp:
-        placed.append((layer.kind(shape, shape.layers - 1), shape.mtp))
+        placed.append((layer.kind(shape, shape.layers), shape.mtp))
     for kind, number in placed:
         cost = layer.cost(cluster, shape, kind, work)
         forward, backward = forward.plus(cost.forward, number), backward.plus(cost.backward, number)

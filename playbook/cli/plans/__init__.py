@@ -1,0 +1,1 @@
+"""`playbook plan`: one module for each of its commands."""

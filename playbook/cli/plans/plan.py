@@ -1,0 +1,80 @@
+"""`playbook plan`: predictions of step time and memory, and how they compare with runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from playbook.cli.options import AsJson, commands
+from playbook.cli.output import print_json, print_table, say
+from playbook.text import count
+
+if TYPE_CHECKING:
+    from playbook.planner.runs.check import Row
+
+app = commands()
+_plan_app = commands()
+app.add_typer(_plan_app, name="plan")
+
+_Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
+_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
+_LeaveOut = Annotated[
+    bool, typer.Option("--leave-one-out", help="Scale each row to the other rows (of --anchor, if given), its own configuration left out.")
+]
+
+
+@_plan_app.callback()
+def plan() -> None:
+    """Predictions of step time and memory, and how they compare with runs."""
+
+
+@_plan_app.command("check")
+def plan_check(runs: _Runs, anchor: _Anchor = None, leave_one_out: _LeaveOut = False, as_json: AsJson = False) -> None:
+    """Predict every row of a table of runs, and compare with what was measured: errors by group, order of layouts, what cannot be told.
+
+    Errors count the newest release of each configuration. No prediction reads what its row measured.
+    """
+    from playbook.planner.runs.check import check, document
+
+    rows = check(runs, anchor=anchor, leave_one_out=leave_one_out)
+    if as_json:
+        print_json(document(rows))
+    else:
+        _show(rows)
+
+
+def _show(rows: list[Row]) -> None:
+    from playbook.planner.runs.check import groups, impossible, ranking, total
+
+    told = [r for r in rows if r.prediction]
+    say(
+        f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
+    )
+    whole = total(rows)
+    if whole:
+        figures = [*groups(rows), whole]
+        print_table([_line(g) for g in figures], tuple(_line(whole)))
+    order = ranking(rows)
+    if order:
+        say(
+            f"order of layouts in {count(order['groups'], 'group')} of 3 or more: the choice is within 5 % of the best in"
+            f" {order['winner_within_5_percent']:.0%}, {order['mean_regret']:.1%} slower on average; correlation of ranks {order['order']:.2f} within"
+            f" groups, {order['spearman']:.2f} over all rows"
+        )
+    over = impossible(rows)
+    if over:
+        say(f"ran, but do not fit by the planner: {', '.join(r.run.id for r in over)}")
+    for why, number in Counter(r.why for r in rows if r.why).most_common():
+        say(f"{number} not predicted: {why}")
+
+
+def _line(group: dict[str, Any]) -> dict[str, str]:
+    constant = group["constant_mfu"]
+    return {
+        "group": group["group"], "runs": str(group["runs"]), "median error": f"{group['median_error']:.1%}", "p90": f"{group['p90_error']:.1%}",
+        "bias": f"{group['bias']:+.1%}", "in 80 % interval": f"{group['covered']:.0%}", "high / low": f"{group['width']:.2f}",
+        "constant MFU": f"{constant['median_error']:.1%}", "its p90": f"{constant['p90_error']:.1%}",
+    }  # fmt: skip
