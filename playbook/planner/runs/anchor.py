@@ -1,0 +1,80 @@
+"""Scaling predictions to runs that were measured: the nearer in kind, the more a run counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from playbook.planner.runs.table import Run
+
+_CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
+_TIERS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("hardware",),
+    ("hardware", "precision"),
+    ("source_group", "hardware", "precision"),
+    ("model", "hardware", "precision"),
+    ("source_group", "model", "hardware", "precision"),
+)
+"""Kinds of runs, from any to the same model on the same hardware in the same precision by the same people."""
+_PRIOR = 1.0
+"""Runs that what is known of the wider kind counts for."""
+_KNOWN = (1.0, 0.95, 0.9, 0.85, 0.75, 0.7)
+"""What is left of a prediction's spread once runs of a kind have scaled it, tier by tier; from the published runs, each left out in turn."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The logarithm of a scale, and what it leaves of the spread."""
+
+    log: float
+    left: float
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Runs with the logarithm of measured over predicted speed."""
+
+    runs: Sequence[tuple[Run, float]]
+
+    def scale(self, run: Run, *, leave_out: bool = False) -> Scale:
+        """The scale for a run: in each kind, the median of its runs together with that of the wider kind.
+
+        With `leave_out`, runs of the same configuration do not count.
+        """
+        own = configuration(run)
+        counted = [(r, e) for r, e in self.runs if not (leave_out and configuration(r) == own)]
+        found, left = 0.0, 1.0
+        for tier, columns in enumerate(_TIERS):
+            same = _same(run, columns)
+            errors = [e for r, e in counted if same(r)]
+            if not errors:
+                continue
+            found = (len(errors) * median(errors) + _PRIOR * found) / (len(errors) + _PRIOR) if tier else median(errors)
+            left = _KNOWN[tier]
+        return Scale(found, left)
+
+
+def configuration(run: Run) -> tuple[str, ...]:
+    """What makes two runs the same configuration, whoever ran it and when."""
+    return tuple(run.word(c).lower() for c in _CONFIGURATION)
+
+
+def newest(runs: Iterable[Run]) -> set[str]:
+    """Ids of the runs that are the newest release of their configuration in their source; those of one release all count."""
+    latest: dict[tuple[str, ...], str] = {}
+    kept: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        key = (run.word("source_group"), run.word("task"), run.word("routing").partition(",")[2], *configuration(run))
+        release = run.word("release_or_date")
+        if release > latest.get(key, ""):
+            latest[key], kept[key] = release, []
+        if release == latest.get(key, ""):
+            kept.setdefault(key, []).append(run.id)
+    return {i for ids in kept.values() for i in ids}
+
+
+def _same(run: Run, columns: tuple[str, ...]) -> Callable[[Run], bool]:
+    wanted = [run.word(c).lower() for c in columns]
+    return lambda other: [other.word(c).lower() for c in columns] == wanted

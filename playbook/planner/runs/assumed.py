@@ -1,0 +1,269 @@
+"""Plans of a run whose table leaves things open: what is unknown is assumed or tried in several ways, and said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.planner import memory
+from playbook.planner.models import find, published
+from playbook.planner.options import GRAPH_MODULES, RECOMPUTE, Options
+from playbook.planner.plan import Plan
+from playbook.planner.runs.table import Run
+from playbook.planner.shapes import DEEPEST, Shape
+from playbook.planner.time.cluster import Cluster, cluster
+
+_GIB = 1 << 30
+_VOCAB = 51200
+"""Words of a GPT of stated sizes: those of GPT-2, padded."""
+_PRECISIONS = {"bf16": "", "mxfp8": "mxfp8", "nvfp4": "mxfp8", "fp8": "tensorwise", "fp8_cs": "tensorwise", "fp8_blockwise": "blockwise", "fp8_sc": "blockwise"}
+_FROZEN = ("peft", "lora")
+_SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
+_RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full",))
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A run as plans that are equally likely, the cluster, and what was taken for granted."""
+
+    plans: tuple[Plan, ...]
+    cluster: Cluster
+    words: tuple[str, ...]
+
+
+class Unexpressed(Exception):
+    """A run that no plan stands for; the message says why."""
+
+
+def assumed(run: Run) -> Assumed:
+    """The plans that a run may have been.
+
+    Raises:
+        ConfigError: a cell is not what its column holds.
+        Unexpressed: something that a plan has no word for.
+    """
+    words: list[str] = []
+    machine = _cluster(run)
+    shape = _shape(run)
+    task = run.word("task")
+    if any(word in task for word in _FROZEN):
+        raise Unexpressed("adapters on frozen weights: their passes are not modelled")
+    if task.startswith("sft"):
+        raise Unexpressed("fine-tuning: the table has no lengths of samples, which decide attention and padding")
+    if "VL" in run.word("model") or "multimodal" in task:
+        raise Unexpressed("images: the table has no sizes of images")
+    fp8 = _precision(run, machine, words)
+    counts = _degrees(run, shape, words)
+    sharding = _sharding(run, counts["gpus"])
+    base = Plan(
+        shape,
+        run.word("model"),
+        gpus=counts["gpus"],
+        tp=counts["tp"],
+        cp=counts["cp"],
+        pp=counts["pp"],
+        ep=counts["ep"],
+        etp=counts["etp"],
+        seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
+        imbalance=1.2 if run.word("routing") == "natural" else 1.0,
+        options=Options(sharding=sharding, fp8=fp8),
+    )
+    plans = _open_batch(run, base, words)
+    plans = [p for plan in plans for p in _open_options(run, plan, machine, words)]
+    plans = [_recomputed(run, plan, machine) for plan in plans]
+    if not run.word("recompute") and any(p.options.recompute for p in plans):
+        words.append("recompute unknown: the least that fits")
+    return Assumed(tuple(dict.fromkeys(plans)), machine, tuple(words))
+
+
+def _cluster(run: Run) -> Cluster:
+    name = run.word("hardware")
+    if not name:
+        raise Unexpressed("no hardware is named")
+    try:
+        return cluster(name)
+    except ConfigError as e:
+        raise Unexpressed(str(e)) from e
+
+
+def _shape(run: Run) -> Shape:
+    if run.word("hidden"):
+        return _gpt(run)
+    name = run.word("model")
+    if not name:
+        raise Unexpressed("no model is named")
+    return _found(name, str(run.folder))
+
+
+@lru_cache(maxsize=256)
+def _found(name: str, folder: str) -> Shape:
+    if re.search(r"\.(json|ya?ml)\Z|/", name):
+        return find(f"{folder}/{name}")
+    try:
+        return published(name)
+    except ConfigError as e:
+        raise Unexpressed(str(e)) from e
+
+
+@lru_cache(maxsize=4096)
+def _gpt_shape(layers: int, heads: int, hidden: int, positions: int) -> Shape:
+    return Shape(
+        layers, heads, heads, 0, "a GPT of stated sizes", hidden, _VOCAB, head_dim=hidden // heads, ffn=4 * hidden, dense_layers=layers, gated=False,
+        tied=True, positions=positions, norm_bias=True, mlp_bias=True, attention_bias=True, output_bias=True,
+    )  # fmt: skip
+
+
+def _gpt(run: Run) -> Shape:
+    layers, heads, hidden, positions = (run.count(c) or 0 for c in ("layers", "heads", "hidden", "seq_len"))
+    if not (layers and heads and positions and hidden) or hidden % heads or layers > DEEPEST:
+        raise Unexpressed("layers, heads and hidden size are not those of a GPT")
+    return _gpt_shape(layers, heads, hidden, positions)
+
+
+def _precision(run: Run, machine: Cluster, words: list[str]) -> str:
+    said = run.word("precision").lower()
+    name = next((k for k in sorted(_PRECISIONS, key=len, reverse=True) if said.startswith(k)), None)
+    if name is None and said:
+        raise Unexpressed(f"precision '{said[:40]}' is not known; expected one of {', '.join(_PRECISIONS)}")
+    if not said:
+        words.append("precision unknown: bf16")
+    if name == "nvfp4":
+        words.append("nvfp4 as mxfp8")
+    if "+" in said:
+        words.append(f"{said} as {name} throughout")
+    found = _PRECISIONS[name or "bf16"]
+    if found and not machine.has_fp8:
+        raise Unexpressed(f"{machine.name} has no 8-bit products")
+    return found
+
+
+def _assume(words: list[str], column: str, value: int) -> int:
+    words.append(f"{column} unknown: {value}")
+    return value
+
+
+def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
+    given = {k: run.count(k) for k in ("gpus", "tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
+    found = {k: given[k] or 1 for k in ("tp", "cp", "pp")}
+    gpus = given["gpus"] or (given["dp"] * found["tp"] * found["cp"] * found["pp"] if given["dp"] else None)
+    if gpus is None:
+        raise Unexpressed("the number of GPUs is unknown")
+    silent = [k for k in ("tp", "cp", "pp") if given[k] is None]
+    if silent:
+        words.append(f"{', '.join(silent)} unknown: 1")
+    ep = given["ep"]
+    if ep is None:
+        ep = 1
+        if shape.experts:
+            ep = max(n for n in (1, 2, 4, 8) if shape.experts % n == 0 and gpus % (n * found["pp"]) == 0)
+            words.append(f"ep unknown: {ep}")
+    etp = given["etp"]
+    if etp is None:
+        etp = found["tp"] if shape.experts and gpus % (found["tp"] * ep * found["pp"]) == 0 else 1
+        if found["tp"] > 1 and shape.experts:
+            words.append(f"etp unknown: {etp}, as megatron-core takes it")
+    return {**found, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
+
+
+def _sharding(run: Run, gpus: int) -> str:
+    said = run.word("fsdp").lower()
+    if said.isdigit() and int(said) > 1 or said.startswith("fsdp"):
+        return "fsdp2" if run.word("source_group") in ("torchtitan_dense", "torchtitan_blog") or said == "fsdp" else "fsdp"
+    found = _SHARDING.get(said)
+    if found is None:
+        raise Unexpressed(f"fsdp '{said[:40]}' is not known; expected nothing, 0, optimizer, zero3, fsdp or a degree")
+    return found or "optimizer"
+
+
+def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
+    """Batches and chunks that a run may have had."""
+    mbs = run.count("mbs") or _assume(words, "mbs", 1)
+    gbs, vpp = run.count("gbs"), run.count("vpp")
+    dp = max(plan.dp, 1)
+    if gbs is None and plan.options.sharding == "fsdp2" and plan.pp == 1:
+        gbs = mbs * dp
+        words.append(f"gbs unknown: {gbs}, one micro-batch")
+    batches = [gbs] if gbs else [mbs * dp * plan.pp * n for n in (1, 4, 16)]
+    if gbs is None:
+        words.append("gbs unknown: 1, 4 or 16 micro-batches for each stage")
+    if plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
+        words.append(f"mbs {mbs} is all of a rank's batch: micro-batches of 1 through the pipeline")
+        mbs = 1
+    if gbs is not None and mbs * dp > gbs:
+        mbs = max(1, gbs // dp)
+        words.append(f"mbs {run.word('mbs')} is more than the global batch holds: {mbs}")
+    chunks = [vpp or 1]
+    if plan.pp > 1 and vpp is None:
+        most = max(v for v in range(1, max(2, plan.shape.layers // plan.pp) + 1) if plan.shape.layers % (plan.pp * v) == 0 or v == 1)
+        chunks = sorted({1, most})
+        if most > 1:
+            words.append(f"vpp unknown: 1 or {most}")
+    return [replace(plan, mbs=mbs, gbs=g, vpp=v) for g, v in product(batches, chunks)]
+
+
+def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
+    """Dispatchers and graphs that a run may have had."""
+    options: dict[str, Any] = {"recompute": _recompute(run), "offload": "100%" in run.word("offload") or "cpu_offload" in run.word("offload")}
+    dispatchers = [run.word("dispatcher")]
+    if not dispatchers[0] and plan.ep > 1:
+        dispatchers = ["alltoall", "hybridep"]
+        _once(words, "dispatcher unknown: alltoall or hybridep")
+    if dispatchers == ["custom"]:
+        dispatchers = ["deepep"]
+    graphs = [_graphs(run)]
+    said = run.word("cuda_graph")
+    if not said and plan.options.sharding not in ("fsdp2", "none") and plan.shape.experts:
+        graphs = [(), ("full_iteration",)]
+        _once(words, "CUDA graphs unknown: none or the whole step")
+    overlaps = [False]
+    near = plan.ep * plan.etp <= machine.domain
+    if plan.ep > 1 and not near and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
+        overlaps = [False, True]
+        _once(words, "overlap of expert communication unknown: with and without")
+    return [
+        replace(plan, options=replace(plan.options, dispatcher=d, graphs=g, ep_overlap=e, **options))
+        for d, g, e in product(dispatchers, graphs, overlaps)
+    ]
+
+
+def _once(words: list[str], word: str) -> None:
+    if word not in words:
+        words.append(word)
+
+
+def _recompute(run: Run) -> tuple[str, ...]:
+    said = [w for w in re.split(r"[+,]", run.word("recompute")) if w and w != "none"]
+    names = {"rmsnorm": "layernorm", "selective": "core_attn"}
+    found = tuple(names.get(w, w) for w in said)
+    unknown = [w for w in found if w not in RECOMPUTE]
+    if unknown:
+        raise Unexpressed(f"recompute '{unknown[0][:40]}' is not known; expected {', '.join(sorted(RECOMPUTE))}")
+    return found
+
+
+def _graphs(run: Run) -> tuple[str, ...]:
+    said = run.word("cuda_graph")
+    if said.startswith("full_iteration"):
+        return ("full_iteration",)
+    modules = tuple(m for m in said.partition(":")[2].split("+") if m in GRAPH_MODULES)
+    return modules or (("attn",) if said == "on" else ())
+
+
+def _recomputed(run: Run, plan: Plan, machine: Cluster) -> Plan:
+    """The plan, with the least recompute that fits where the table says nothing."""
+    if run.word("recompute"):
+        return plan
+    tries = [replace(plan, options=replace(plan.options, recompute=r)) for r in _RECOMPUTE if plan.shape.experts or "moe_act" not in r]
+    return next((p for p in tries if _fits(p, machine)), plan)
+
+
+@lru_cache(maxsize=8192)
+def _fits(plan: Plan, machine: Cluster) -> bool:
+    try:
+        return memory.peak(plan) <= machine.memory_gib * _GIB
+    except ConfigError:
+        return True  # no rule of a layout says how long a step takes

@@ -1,0 +1,236 @@
+"""A table of runs against the planner: each row's prediction, errors by group, order of layouts, and what cannot be told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from playbook.planner.runs.anchor import Anchors, Scale, newest
+from playbook.planner.runs.predict import Prediction, predict, quantile, speed
+from playbook.planner.runs.table import Measured, Run, read_runs
+
+_GIB = 1 << 30
+_LAYOUT = ("mbs", "tp", "cp", "pp", "vpp", "ep", "etp", "fsdp", "dispatcher", "recompute")
+_PROBLEM = ("source_group", "model", "hardware", "gpus", "precision", "seq_len", "gbs", "layers", "hidden", "heads", "task")
+_NEAR = 0.05
+"""A choice is right if it is this close to the best."""
+_LAYOUTS = 3
+"""Layouts that a group must have for its order to count."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run with its prediction, or why there is none; `counts` if it is its configuration's newest release and was measured."""
+
+    run: Run
+    measured: Measured
+    prediction: Prediction | None
+    why: str | None
+    scale: Scale = Scale(0.0, 1.0)
+    counts: bool = False
+
+    @property
+    def error(self) -> float:
+        """The logarithm of measured over predicted speed; 0 where either is missing."""
+        found = self.prediction.error(self.measured) if self.prediction else None
+        return 0.0 if found is None else found - self.scale.log
+
+    @property
+    def relative(self) -> float:
+        """How far the prediction is off, as a share of what was measured."""
+        return abs(exp(-self.error) - 1)
+
+    @property
+    def covered(self) -> bool:
+        """Whether the interval holds what was measured."""
+        if self.prediction is None:
+            return False
+        interval, shown = self.interval, speed(self.prediction, self.measured)
+        return shown is not None and interval.low <= shown <= interval.high
+
+    @property
+    def interval(self) -> Any:
+        """Tokens per second and GPU, with the interval."""
+        assert self.prediction is not None
+        return self.prediction.interval(exp(self.scale.log), self.prediction.spread * self.scale.left)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the peak that was measured."""
+        assert self.prediction is not None
+        return (speed(self.prediction, self.measured) or 0.0) * self.prediction.flops_per_token / 1e12 / self.prediction.peak_tflops
+
+
+def check(path: Path, *, anchor: Path | None = None, leave_one_out: bool = False) -> list[Row]:
+    """The rows of a table with their predictions, scaled to another table's runs or, each left out in turn, to the table's own.
+
+    Raises:
+        ConfigError: a file is no table of runs.
+    """
+    rows = _rows(path)
+    if anchor is not None:
+        rows = _scaled(rows, Anchors([(r.run, r.error) for r in _rows(anchor) if r.counts]), leave_out=leave_one_out)
+    elif leave_one_out:
+        rows = _scaled(rows, Anchors([(r.run, r.error) for r in rows if r.counts]), leave_out=True)
+    return rows
+
+
+def _rows(path: Path) -> list[Row]:
+    table = read_runs(path)
+    latest = newest(run for run, _ in table)
+    found = []
+    for run, measured in table:
+        prediction = predict(run)
+        if isinstance(prediction, str):
+            found.append(Row(run, measured, None, prediction))
+            continue
+        shown = prediction.error(measured) is not None
+        found.append(Row(run, measured, prediction, None, counts=shown and run.id in latest))
+    return found
+
+
+def _scaled(rows: list[Row], anchors: Anchors, *, leave_out: bool) -> list[Row]:
+    return [replace(r, scale=anchors.scale(r.run, leave_out=leave_out)) if r.prediction else r for r in rows]
+
+
+def groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Errors by hardware and precision, those of one constant utilisation beside them."""
+    counted = [r for r in rows if r.counts]
+    constant = _constant(rows)
+    named: dict[str, list[Row]] = defaultdict(list)
+    for row in counted:
+        named[f"{row.run.word('hardware')} {row.run.word('precision')}".strip()].append(row)
+    return [_summary(name, found, constant) for name, found in sorted(named.items(), key=lambda item: -len(item[1]))]
+
+
+def total(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """The errors of all rows that count; None where none was measured."""
+    counted = [r for r in rows if r.counts]
+    return _summary("all", counted, _constant(rows)) if counted else None
+
+
+def _constant(rows: Sequence[Row]) -> Callable[[Row], float]:
+    """The error of a constant utilisation: the median of the table's other configurations, or as the anchors make it."""
+    counted = [r for r in rows if r.counts]
+    logs = [(r.run, log(r.utilisation)) for r in counted]
+    if any(r.scale.log for r in rows):
+        anchors = Anchors(logs)
+        return lambda row: log(row.utilisation) - anchors.scale(row.run, leave_out=True).log
+    middle = median(e for _, e in logs) if logs else 0.0
+    return lambda row: log(row.utilisation) - middle
+
+
+def _summary(name: str, rows: Sequence[Row], constant: Callable[[Row], float]) -> dict[str, Any]:
+    errors = [r.relative for r in rows]
+    others = [abs(exp(-constant(r)) - 1) for r in rows]
+    return {
+        "group": name,
+        "runs": len(rows),
+        "median_error": quantile(errors, 0.5),
+        "p90_error": quantile(errors, 0.9),
+        "bias": exp(-median(r.error for r in rows)) - 1,
+        "covered": fmean(r.covered for r in rows),
+        "width": median(r.interval.high / r.interval.low for r in rows),
+        "constant_mfu": {"median_error": quantile(others, 0.5), "p90_error": quantile(others, 0.9)},
+    }
+
+
+def ranking(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """How well the planner chooses between layouts of one model on one cluster; None without a group of three.
+
+    `regret` is how much slower the choice is than the best; `spearman` is of all rows' speeds, `order` the mean of it within the groups.
+    """
+    counted = [r for r in rows if r.counts]
+    problems: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in counted:
+        problems[tuple(row.run.word(c).lower() for c in _PROBLEM)].append(row)
+    tried = [found for found in problems.values() if len({tuple(r.run.word(c) for c in _LAYOUT) for r in found}) >= _LAYOUTS]
+    if not tried:
+        return None
+    regrets = []
+    for found in tried:
+        best = max(_speeds(found))
+        chosen = max(found, key=lambda r: r.interval.value)
+        regrets.append(best / _speeds([chosen])[0] - 1)
+    return {
+        "groups": len(tried),
+        "winner_within_5_percent": sum(r <= _NEAR for r in regrets) / len(tried),
+        "mean_regret": fmean(regrets),
+        "order": fmean(_spearman(_speeds(found), [r.interval.value for r in found]) for found in tried),
+        "spearman": _spearman(_speeds(counted), [r.interval.value for r in counted]),
+    }
+
+
+def _speeds(rows: Iterable[Row]) -> list[float]:
+    return [speed(r.prediction, r.measured) or 0.0 for r in rows if r.prediction]
+
+
+def _spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Correlation of ranks; equal values share theirs."""
+    x, y = _ranks(a), _ranks(b)
+    mx, my = fmean(x), fmean(y)
+    top = sum((i - mx) * (j - my) for i, j in zip(x, y, strict=True))
+    bottom = (sum((i - mx) ** 2 for i in x) * sum((j - my) ** 2 for j in y)) ** 0.5
+    return top / bottom if bottom else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks, i = [0.0] * len(values), 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in range(i, j + 1):
+            ranks[order[k]] = (i + j) / 2
+        i = j + 1
+    return ranks
+
+
+def document(rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything as one document, `plan-check/1`."""
+    return {
+        "schema": "plan-check/1",
+        "rows": [_entry(row) for row in rows],
+        "groups": groups(rows),
+        "total": total(rows),
+        "ranking": ranking(rows),
+        "impossible": [r.run.id for r in impossible(rows)],
+    }
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    found = row.prediction
+    if found is None:
+        return {"id": row.run.id, "predicted": None, "why": row.why}
+    interval, held = row.interval, found.memory_bytes
+    return {
+        "id": row.run.id,
+        "predicted": {
+            "tokens_per_s_per_gpu": {"value": interval.value, "low": interval.low, "high": interval.high},
+            "tflops_per_gpu": interval.value * found.flops_per_token / 1e12,
+            "memory_gib": None if held is None else held / _GIB,
+            "fits": _fits(row),
+        },
+        "why": None,
+        "assumed": list(found.words),
+    }
+
+
+def _fits(row: Row) -> bool | None:
+    """Whether the run fits its GPU by the planner; None where memory has no estimate."""
+    found = row.prediction
+    if found is None or found.memory_bytes is None:
+        return None
+    return found.memory_bytes <= found.cluster.memory_gib * _GIB
+
+
+def impossible(rows: Sequence[Row]) -> list[Row]:
+    """Rows that ran and that the planner says cannot."""
+    return [r for r in rows if r.measured.ran and _fits(r) is False]
+

@@ -1,0 +1,108 @@
+"""What a run of a table should have shown, from what was set alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, hypot, log
+from statistics import fmean, pstdev
+
+from playbook.errors import ConfigError, FileError
+from playbook.planner import flops, memory
+from playbook.planner.plan import Plan
+from playbook.planner.runs.assumed import Unexpressed, assumed
+from playbook.planner.runs.table import Measured, Run
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.spread import QUANTILE
+from playbook.planner.time.step import Estimate, step_time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it."""
+
+    tokens_per_s_per_gpu: float
+    flops_per_token: float
+    spread: float
+    plan: Plan
+    cluster: Cluster
+    words: tuple[str, ...]
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """1e12 model FLOPs per second."""
+        return self.tokens_per_s_per_gpu * self.flops_per_token / 1e12
+
+    @property
+    def peak_tflops(self) -> float:
+        """The peak that utilisation is a share of: that of the products' precision."""
+        return (self.cluster.fp8_flops_per_s if self.plan.options.fp8 else self.cluster.bf16_flops_per_s) / 1e12
+
+    def interval(self, scale: float = 1.0, spread: float | None = None) -> Estimate:
+        """Tokens per second and GPU with their 80 % interval, scaled by an anchor."""
+        wide = exp(QUANTILE * (self.spread if spread is None else spread))
+        value = self.tokens_per_s_per_gpu * scale
+        return Estimate(value, value / wide, value * wide)
+
+    @cached_property
+    def memory_bytes(self) -> float | None:
+        """Peak bytes of the fullest rank; None where the plan breaks a rule of memory."""
+        try:
+            return memory.peak(self.plan)
+        except ConfigError:
+            return None
+
+    def error(self, measured: Measured) -> float | None:
+        """The logarithm of what was measured over what was predicted: by tokens, else by step time, else by model FLOPs."""
+        shown = speed(self, measured)
+        return None if shown is None else log(shown / self.tokens_per_s_per_gpu)
+
+
+def predict(run: Run) -> Prediction | str:
+    """The prediction for a run, or why there is none.
+
+    Raises:
+        ConfigError: a cell is not what its column holds.
+    """
+    try:
+        found = assumed(run)
+        times = [step_time(plan, found.cluster) for plan in found.plans]
+    except Unexpressed as e:
+        return str(e)
+    except FileError as e:
+        return f"its model cannot be read: {e}"
+    except ConfigError as e:
+        return str(e)
+    logs = [log(t.tokens_per_s_per_gpu.value) for t in times]
+    between = pstdev(logs) if len(logs) > 1 else 0.0
+    shape = found.plans[0].shape
+    return Prediction(
+        exp(fmean(logs)),
+        flops.per_token(shape, found.plans[0].seq_len),
+        hypot(fmean(t.spread for t in times), between),
+        found.plans[0],
+        found.cluster,
+        tuple(dict.fromkeys((*found.words, *times[0].assumptions))),
+    )
+
+
+def speed(prediction: Prediction, measured: Measured) -> float | None:
+    """Tokens per second and GPU that were measured, as far as the table lets them follow."""
+    if measured.tokens_per_s_per_gpu:
+        return measured.tokens_per_s_per_gpu
+    plan = prediction.plan
+    if measured.tflops_per_gpu:
+        return measured.tflops_per_gpu * 1e12 / prediction.flops_per_token
+    if measured.step_time_s and plan.gbs:
+        return plan.gbs * plan.seq_len / plan.gpus / measured.step_time_s
+    return None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so large a share lies at or below, between neighbours by distance."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,165 @@
+"""A table of runs as people keep it: one row a run, empty cells unknown, what was measured apart from what was set."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from playbook.errors import ConfigError
+from playbook.files import read_bytes
+from playbook.yaml_files import did_you_mean
+
+_MAX_BYTES = 20_000_000
+_MAX_ROWS = 20_000
+_MAX_CELL = 2_000
+_MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct", "mem_gb")
+_ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
+_SET = (
+    "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing",
+)  # fmt: skip
+_NEEDED = ("model", "hardware", "gpus")
+_VTRAIN = {
+    "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads", "# layers": "layers",
+    "sequence length": "seq_len", "tensor parallelism": "tp", "data parallelism": "dp", "pipeline parallelism": "pp",
+    "iteration time (ms)": "step_time_ms",
+}  # fmt: skip
+"""Columns of the vTrain project's table of timed iterations: GPTs of stated sizes on A100s, every layer recomputed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was set for one run, by column; cells that say nothing are left out. Nothing that was measured is in it."""
+
+    id: str
+    line: int
+    said: Mapping[str, str]
+    folder: Path
+
+    def word(self, column: str) -> str:
+        """A cell's words; empty where it is unknown."""
+        return self.said.get(column, "")
+
+    def count(self, column: str) -> int | None:
+        """A cell's whole number; None where it is unknown.
+
+        Raises:
+            ConfigError: it is something else, or not in 1 to 2 ** 30.
+        """
+        text = self.word(column)
+        if not text:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= 1 << 30):
+            raise ConfigError(f"line {self.line}: {column} is '{text[:40]}'; expected a whole number from 1, or nothing where it is unknown")
+        return int(text)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run showed; None where the table does not say. Units: tokens per second and GPU, 1e12 FLOP/s per GPU, seconds, GB or GiB as stated."""
+
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    step_time_s: float | None = None
+    memory_gib: float | None = None
+    ran: bool = True
+
+
+Table = list[tuple[Run, Measured]]
+
+
+def read_runs(path: Path) -> Table:
+    """The runs of a CSV file, in its order.
+
+    Raises:
+        ConfigError: the file is no such table; the message names the line.
+    """
+    rows = _rows(path)
+    header, *body = rows or [(1, [])]
+    names = [name.strip() for name in header[1]]
+    vtrain = set(_VTRAIN) <= set(names)
+    _check_header(path, names, vtrain)
+    if not body:
+        raise ConfigError(f"{path}: a header and no run; add a row for each run")
+    found = [_run(path, names, line, cells, vtrain) for line, cells in body]
+    seen: dict[str, int] = {}
+    for run, _ in found:
+        if seen.setdefault(run.id, run.line) != run.line:
+            raise ConfigError(f"{path}: line {run.line}: id '{run.id[:40]}' stands in line {seen[run.id]} too; give each run its own")
+    return found
+
+
+def _rows(path: Path) -> list[tuple[int, list[str]]]:
+    try:
+        data = read_bytes(path, _MAX_BYTES)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_BYTES // 1_000_000} MB; expected a table of runs")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 at byte {e.start}; save it as CSV in UTF-8") from e
+    if "\0" in text:
+        raise ConfigError(f"{path}: holds a zero byte; expected text")
+    return list(_parsed(path, text))
+
+
+def _parsed(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for number, cells in enumerate(reader):
+            if number > _MAX_ROWS:
+                raise ConfigError(f"{path}: more than {_MAX_ROWS} runs; split the table")
+            if any(len(cell) > _MAX_CELL for cell in cells):
+                raise ConfigError(f"{path}: line {reader.line_num}: a cell has more than {_MAX_CELL} characters; is a quote missing?")
+            if any(cell.strip() for cell in cells):
+                yield reader.line_num, cells
+    except csv.Error as e:
+        raise ConfigError(f"{path}: line {reader.line_num}: {e}; expected comma-separated values") from e
+
+
+def _check_header(path: Path, names: list[str], vtrain: bool) -> None:
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ConfigError(f"{path}: column '{twice[0][:40]}' stands twice in the header")
+    if vtrain:
+        return
+    missing = [n for n in _NEEDED if n not in names]
+    if missing:
+        near = next((f"; '{n[:40]}' is not a column{did_you_mean(n[:40], _SET)}" for n in names if n not in (*_SET, *_MEASURED, *_ABOUT)), "")
+        raise ConfigError(f"{path}: no column {', '.join(missing)}{near}; expected columns of {', '.join((*_SET, *_MEASURED))}")
+
+
+def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool) -> tuple[Run, Measured]:
+    if len(cells) != len(names):
+        raise ConfigError(f"{path}: line {line}: {len(cells)} cells; expected {len(names)}, as in the header")
+    row = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
+    if vtrain:
+        row = {_VTRAIN[k]: v for k, v in row.items() if k in _VTRAIN}
+        milliseconds = _number(path, line, "iteration time (ms)", row.pop("step_time_ms", ""))
+        row |= {"id": f"line{line}", "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "source_group": "vTrain"}
+        return Run(row["id"], line, row, path.parent), Measured(step_time_s=milliseconds and milliseconds / 1e3)
+    numbers = {name: _number(path, line, name, row.get(name, "")) for name in _MEASURED}
+    gib = numbers["mem_gb"] and numbers["mem_gb"] * (1e9 / 2**30 if row.get("mem_unit") == "GB" else 1.0)
+    said = {k: v for k, v in row.items() if k in _SET}
+    shown = Measured(
+        numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
+    )
+    return Run(row.get("id", f"line{line}"), line, said, path.parent), shown
+
+
+def _number(path: Path, line: int, name: str, text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        value = float(text) if len(text) < 40 else math.nan
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and 0 < value < 1e15):
+        raise ConfigError(f"{path}: line {line}: {name} is '{text[:40]}'; expected a number above 0, or nothing where it is unknown")
+    return value

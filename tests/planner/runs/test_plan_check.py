@@ -1,0 +1,158 @@
+"""Tables of runs: read whatever they hold, predicted from what was set, compared with what was measured."""
+
+import csv
+import json
+from itertools import islice
+
+import pytest
+from typer.testing import CliRunner
+
+from playbook.cli.app import app
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.planner.runs.check import check, document, ranking, total
+from playbook.planner.runs.table import read_runs
+
+PUBLISHED = data_root("tables") / "published_runs.csv"
+RESULTS = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct", "mem_gb", "mem_unit", "mem_kind", "status", "quality")
+HEADER = "id,model,hardware,gpus,precision,seq_len,mbs,gbs,tp,pp,ep,tokens_per_s_per_gpu"
+RUN = "a,Qwen3-30B-A3B,H100,16,bf16,4096,1,1024,1,1,16,13011"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*lines, name="runs.csv"):
+        path = tmp_path / name
+        path.write_bytes("\n".join(lines).encode() if all(isinstance(x, str) for x in lines) else lines[0])
+        return path
+
+    return write
+
+
+def rows_of(path):
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def test_a_prediction_never_reads_what_was_measured(tmp_path):
+    rows = rows_of(PUBLISHED)[::7]
+    blank = tmp_path / "blank.csv"
+    full = tmp_path / "full.csv"
+    for path, keep in ((full, True), (blank, False)):
+        with path.open("w", newline="") as f:
+            out = csv.DictWriter(f, rows[0])
+            out.writeheader()
+            out.writerows(row if keep else row | dict.fromkeys(RESULTS, "") for row in rows)
+    predicted = [{e["id"]: e["predicted"] for e in document(check(path))["rows"]} for path in (full, blank)]
+    assert predicted[0] == predicted[1]
+    assert sum(p is not None for p in predicted[0].values()) > len(rows) / 2
+
+
+def test_every_published_run_is_predicted_or_says_why_not():
+    found = check(PUBLISHED)
+    assert len(found) == len(rows_of(PUBLISHED))
+    for row in found:
+        assert (row.prediction is None) != (row.why is None)
+        if row.prediction:
+            assert row.interval.low < row.interval.value < row.interval.high
+            assert row.prediction.tflops_per_gpu < row.prediction.peak_tflops
+    assert total(found)["median_error"] < total(found)["constant_mfu"]["median_error"]
+
+
+def test_an_anchor_takes_a_constant_error_away(write):
+    runs = [f"r{i},Qwen3-30B-A3B,H100,16,bf16,4096,{i},{64 * i},1,1,16," for i in range(1, 6)]
+    first = check(write(HEADER, *(r + "1000" for r in runs)))
+    twice = write(HEADER, *(f"{r}{2 * p.prediction.tokens_per_s_per_gpu}" for r, p in zip(runs, first, strict=True)))
+    assert total(check(twice))["median_error"] == pytest.approx(0.5)
+    assert total(check(twice, leave_one_out=True))["median_error"] < 0.02
+    assert total(check(twice, anchor=twice))["median_error"] < 0.02
+
+
+def test_layouts_are_ranked_within_their_problem(write):
+    runs = [f"t{tp},Mixtral-8x7B,H100,64,bf16,4096,1,256,{tp},1,8,{1000 / tp}" for tp in (1, 2, 4)]
+    found = ranking(check(write(HEADER, *runs)))
+    assert found["groups"] == 1
+    assert found["mean_regret"] == 0
+    assert found["order"] == pytest.approx(1)
+
+
+def test_a_model_may_be_a_file_beside_the_table(write, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192, "vocab_size": 32000,
+    }))  # fmt: skip
+    found = check(write(HEADER, "a,config.json,H100,8,bf16,4096,1,64,1,1,,50000"))
+    assert found[0].prediction
+    assert found[0].prediction.plan.shape.layers == 8
+
+
+def test_timed_iterations_of_vtrain_are_taken(write):
+    header = "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
+    (row,) = check(write(header, "2,16,8,1024,16,24,1024,1,1,2,372.16"))
+    assert row.measured.step_time_s == pytest.approx(0.37216)
+    assert row.prediction.plan.options.recompute == ("full",)
+
+
+def test_unknown_cells_are_said_and_widen_the_interval(write):
+    stated, unknown = check(write(HEADER + ",dispatcher,cuda_graph", RUN + ",alltoall,none", RUN.replace("a,", "b,", 1) + ",,"))
+    assert unknown.prediction.spread > stated.prediction.spread
+    assert any("dispatcher unknown" in w for w in unknown.prediction.words)
+    assert not any("dispatcher unknown" in w for w in stated.prediction.words)
+
+
+HOSTILE = {
+    "no file": (None, "cannot be read"),
+    "empty": ("", "no column model, hardware, gpus"),
+    "a header alone": (HEADER, "no run"),
+    "other columns": ("modle,hardware,gpus\nx,y,1", "'modle' is not a column; did you mean 'model'"),
+    "a column twice": (HEADER + ",tp\n" + RUN + ",1", "'tp' stands twice"),
+    "a short row": (HEADER + "\na,b", "line 2: 2 cells; expected 12"),
+    "an id twice": (f"{HEADER}\n{RUN}\n{RUN}", "line 3: id 'a' stands in line 2 too"),
+    "no number": (HEADER + "\n" + RUN.replace("13011", "fast"), "tokens_per_s_per_gpu is 'fast'"),
+    "not a number": (HEADER + "\n" + RUN.replace("13011", "nan"), "tokens_per_s_per_gpu is 'nan'"),
+    "an open quote": (HEADER + '\n"' + RUN, "expected comma-separated values"),
+    "binary": (b"\xff\xfe\x00", "not UTF-8"),
+    "a zero byte": (b"a\0b", "zero byte"),
+    "a long cell": (HEADER + "\n" + "x" * 5000, "more than 2000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_is_no_table_gets_one_message(tmp_path, name):
+    content, message = HOSTILE[name]
+    path = tmp_path / "runs.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match="(?s)" + message.replace("(", r"\(")):
+        read_runs(path)
+
+
+@pytest.mark.parametrize("cell", ["0", "-1", "1.5", "x", "9" * 40, "²"])
+def test_a_degree_that_is_no_count_is_refused_in_its_row(write, cell):
+    (row,) = check(write(HEADER, RUN.replace(",16,13011", f",{cell},13011")))
+    assert "line 2: ep is" in row.why
+
+
+def test_the_command_prints_a_table_or_one_document(write):
+    path = write(HEADER, RUN, "b,NoSuchModel,H100,8,bf16,4096,1,8,1,1,1,5")
+    shown = CliRunner().invoke(app, ["plan", "check", str(path)])
+    assert shown.exit_code == 0
+    assert "2 runs: 1 predicted" in shown.output
+    assert "not predicted: model 'NoSuchModel' is not known" in shown.output
+    found = json.loads(CliRunner().invoke(app, ["plan", "check", str(path), "--json"]).output)
+    assert found["schema"] == "plan-check/1"
+    first, second = found["rows"]
+    assert set(first["predicted"]) == {"tokens_per_s_per_gpu", "tflops_per_gpu", "memory_gib", "fits"}
+    assert second["predicted"] is None
+    assert "NoSuchModel" in second["why"]
+
+
+def test_the_newest_release_counts(write):
+    header = HEADER.replace("id,", "id,source_group,release_or_date,")
+    old, new = (RUN.replace("a,", f"{r},us,{r},", 1) for r in ("26.04", "26.08"))
+    assert [r.counts for r in check(write(header, old, new))] == [False, True]
+
+
+def test_published_runs_name_their_source_and_date():
+    for row in islice(rows_of(PUBLISHED), None):
+        assert row["source"]
+        assert row["release_or_date"] or row["source_group"] == "llm-foundry"
