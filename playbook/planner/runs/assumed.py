@@ -20,7 +20,15 @@ from playbook.planner.time.cluster import Cluster, cluster
 _GIB = 1 << 30
 _VOCAB = 51200
 """Words of a GPT of stated sizes: those of GPT-2, padded."""
-_PRECISIONS = {"bf16": "", "mxfp8": "mxfp8", "nvfp4": "mxfp8", "fp8": "tensorwise", "fp8_cs": "tensorwise", "fp8_blockwise": "blockwise", "fp8_sc": "blockwise"}
+_PRECISIONS = {
+    "bf16": "",
+    "mxfp8": "mxfp8",
+    "nvfp4": "mxfp8",
+    "fp8": "tensorwise",
+    "fp8_cs": "tensorwise",
+    "fp8_blockwise": "blockwise",
+    "fp8_sc": "blockwise",
+}
 _FROZEN = ("peft", "lora")
 _SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
 _RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full",))
@@ -171,7 +179,7 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
 
 def _sharding(run: Run, gpus: int) -> str:
     said = run.word("fsdp").lower()
-    if said.isdigit() and int(said) > 1 or said.startswith("fsdp"):
+    if (said.isdigit() and int(said) > 1) or said.startswith("fsdp"):
         return "fsdp2" if run.word("source_group") in ("torchtitan_dense", "torchtitan_blog") or said == "fsdp" else "fsdp"
     found = _SHARDING.get(said)
     if found is None:
@@ -207,7 +215,10 @@ def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
-    options: dict[str, Any] = {"recompute": _recompute(run), "offload": "100%" in run.word("offload") or "cpu_offload" in run.word("offload")}
+    options: dict[str, Any] = {
+        "recompute": _recompute(run),
+        "offload": "100%" in run.word("offload") or "cpu_offload" in run.word("offload"),
+    }
     dispatchers = [run.word("dispatcher")]
     if not dispatchers[0] and plan.ep > 1:
         dispatchers = ["alltoall", "hybridep"]

@@ -31,7 +31,7 @@ class Row:
     measured: Measured
     prediction: Prediction | None
     why: str | None
-    scale: Scale = Scale(0.0, 1.0)
+    scale: Scale = field(default_factory=lambda: Scale(0.0, 1.0))
     counts: bool = False
 
     @property
@@ -233,4 +233,3 @@ def _fits(row: Row) -> bool | None:
 def impossible(rows: Sequence[Row]) -> list[Row]:
     """Rows that ran and that the planner says cannot."""
     return [r for r in rows if r.measured.ran and _fits(r) is False]
-

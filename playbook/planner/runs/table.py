@@ -54,7 +54,9 @@ class Run:
         if not text:
             return None
         if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= 1 << 30):
-            raise ConfigError(f"line {self.line}: {column} is '{text[:40]}'; expected a whole number from 1, or nothing where it is unknown")
+            raise ConfigError(
+                f"line {self.line}: {column} is '{text[:40]}'; expected a whole number from 1, or nothing where it is unknown"
+            )
         return int(text)
 
 
@@ -131,7 +133,9 @@ def _check_header(path: Path, names: list[str], vtrain: bool) -> None:
         return
     missing = [n for n in _NEEDED if n not in names]
     if missing:
-        near = next((f"; '{n[:40]}' is not a column{did_you_mean(n[:40], _SET)}" for n in names if n not in (*_SET, *_MEASURED, *_ABOUT)), "")
+        near = next(
+            (f"; '{n[:40]}' is not a column{did_you_mean(n[:40], _SET)}" for n in names if n not in (*_SET, *_MEASURED, *_ABOUT)), ""
+        )
         raise ConfigError(f"{path}: no column {', '.join(missing)}{near}; expected columns of {', '.join((*_SET, *_MEASURED))}")
 
 
