@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from playbook_bench.logs import parsers
+from playbook_bench.logs import events, parsers
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,14 @@ class Adapter:
     name: str
     reads: str
     files: tuple[str, ...]
-    """Names of the files that it reads in a folder."""
+    """Names of the files that it reads in a folder, as patterns."""
     parse: parsers.Parser
     each_step: str
     timed: str
+    printed: bool = True
+    """Whether lines appear as the run goes, so that their arrival can be a clock."""
+    binary: bool = False
+    """Whether `parse` takes the file's name rather than its text."""
 
 
 _ARRIVAL = "`playbook ab` and cases of kind `command` time each line as it arrives"
@@ -71,5 +75,16 @@ ADAPTERS: tuple[Adapter, ...] = (
         parsers.lightning,
         "Trainer(log_every_n_steps=1)",
         "Log `step_time` in seconds in the module, or add the ThroughputMonitor callback",
+        printed=False,
+    ),
+    Adapter(
+        "tensorboard",
+        "TensorBoard's event files, given as a path",
+        ("events.out.tfevents.*",),
+        events.read,
+        "write scalars at each step",
+        "The moments at which scalars were written are the clock",
+        printed=False,
+        binary=True,
     ),
 )

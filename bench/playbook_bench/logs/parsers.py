@@ -86,16 +86,21 @@ def _trainer_state(text: str) -> Iterator[Row]:
 
 
 def _trainer_console(found: Lines) -> Iterator[Row]:
+    began = ended = False
     for number, line in found:
         start = line.find("{'")
         body = line[start:].rstrip()
         if start < 0 or not body.endswith("}"):
             continue
         items = [_HF_ITEM.fullmatch(item) for item in body[1:-1].split(", ")]
+        ended = ended or line.startswith("{'train_runtime'", start)
         # What the console shows of `train_runtime` has four digits: no clock.
         row = {item[1]: item[2] for item in items if item and item[1] != "train_runtime"}
         if all(items) and "loss" in row:
+            began = True
             yield number, row
+    if began and not ended:
+        raise LogError("hf: the Trainer's closing line {'train_runtime': ...} is missing; expected it after the steps. The run ended early")
 
 
 def lightning(text: str) -> Iterator[Row]:
@@ -106,7 +111,11 @@ def lightning(text: str) -> Iterator[Row]:
         return
     try:
         for number, cells in enumerate(csv.DictReader(line for _, line in found), start=2):
-            row = {name: cell for name, cell in cells.items() if isinstance(name, str) and isinstance(cell, str) and cell}
+            if None in cells or None in cells.values():
+                raise LogError(
+                    f"lightning: row {number} of metrics.csv has other columns than its header; the file is damaged, or still being written"
+                )
+            row = {name: cell for name, cell in cells.items() if cell}
             now, before = figures(row), figures(pending[1]) if pending else {}
             if not now.keys() - {"epoch", "step"}:
                 continue
@@ -132,12 +141,14 @@ def torchtitan(text: str) -> Iterator[Row]:
         names, values = words[::2], words[1::2]
         if len(names) != len(values) or not all(n.endswith(":") for n in names) or len(set(names)) < len(names):
             continue
+        if names[-1] != "mfu:":
+            continue  # cut off, perhaps inside a number
         row: dict[str, Any] = {n[:-1]: v for n, v in zip(names, values, strict=True)}
         if memory := _TITAN_MEMORY.fullmatch(row.pop("memory", "")):
             row["memory_gib"] = memory[1]
         row |= {n: row[n].replace(",", "") for n in ("tps", "wps", "tflops") if n in row}
-        if at := _TITAN_TIME.search(line[: start.start()]):
-            row["timestamp"] = _moment(at[1])
+        if moments := _TITAN_TIME.findall(line[: start.start()]):
+            row["timestamp"] = _moment(moments[-1])
         yield number, row
 
 

@@ -31,33 +31,52 @@ def read(
     Raises:
         LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
     """
-    content = _content(text_or_path) if isinstance(text_or_path, Path) else text_or_path
-    if len(content) > text.MAX_BYTES:
+    content = _file(text_or_path) if isinstance(text_or_path, Path) else text_or_path
+    chosen = _chosen(adapter, content)
+    source = _source(chosen, content)
+    return step_log(
+        chosen.parse(source), Wanted(chosen.name, steps, first, arrivals if chosen.printed else None, chosen.each_step, chosen.timed)
+    )
+
+
+def _file(path: Path) -> Path:
+    """The file itself, or the one in a folder that an adapter reads."""
+    if not path.is_dir():
+        return path
+    patterns = [name for each in ADAPTERS for name in each.files]
+    known = [found for name in patterns for found in sorted(path.glob(name))]
+    if len(known) != 1:
+        raise LogError(
+            f"{path}: holds {len(known)} files that an adapter reads; expected one of {', '.join(patterns)}, or name the file itself"
+        )
+    return known[0]
+
+
+def _source(adapter: Adapter, content: str | Path) -> str:
+    if adapter.binary:
+        if isinstance(content, str):
+            raise LogError(f"{adapter.name}: reads {adapter.reads}; expected a path, and found what a command printed. Name the file")
+        return str(content)
+    found = text.load(content) if isinstance(content, Path) else content
+    if len(found) > text.MAX_BYTES:
         raise LogError(
             f"the log is longer than {text.MAX_BYTES >> 20} MiB; expected the log of one run. Let one rank write it, or run fewer steps"
         )
-    chosen = _chosen(adapter, content)
-    return step_log(chosen.parse(content), Wanted(chosen.name, steps, first, arrivals, chosen.each_step, chosen.timed))
+    return found
 
 
-def _content(path: Path) -> str:
-    if not path.is_dir():
-        return text.load(path)
-    known = [path / name for each in ADAPTERS for name in each.files if (path / name).is_file()]
-    if len(known) != 1:
-        names = ", ".join(name for each in ADAPTERS for name in each.files)
-        raise LogError(f"{path}: holds {len(known)} files that an adapter reads; expected one of {names}, or name the file itself")
-    return text.load(known[0])
-
-
-def _chosen(name: str | None, content: str) -> Adapter:
+def _chosen(name: str | None, content: str | Path) -> Adapter:
+    """The adapter of that name; without a name, the one that reads files of this name, or the first that knows a line."""
     if name is not None and name.startswith(_PATTERN):
         parse = parsers.by_pattern(name.removeprefix(_PATTERN))
-        return Adapter("regex", "", (), parse, "print one line for each step", "Name a group `seconds` or `ms`")
+        return Adapter("regex", "lines that a pattern finds", (), parse, "print one line for each step", "Name a group `seconds` or `ms`")
     if name is not None:
         found = next((each for each in ADAPTERS if each.name == name), None)
+    elif isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):
+        found = binary[0]
     else:
-        found = next((each for each in ADAPTERS if _knows(each, content)), None)
+        whole = text.load(content) if isinstance(content, Path) else content
+        found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
     if found is None:
         known = ", ".join([*(each.name for each in ADAPTERS), f"{_PATTERN}PATTERN"])
         what = "no adapter knows a line of this log" if name is None else f"there is no adapter {text.shown(name)}"

@@ -12,6 +12,8 @@ MAX_BYTES = 64 * 1024 * 1024
 _MAX_LINE = 16 * 1024
 """Characters; no line about a step is longer, and longer ones are passed over."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)")
+_CLOSED = ("}", "|")
+"""How the last line of a log may end without a line break, and is whole nevertheless."""
 
 Lines = list[tuple[int, str]]
 """Lines with their numbers from 1 on. Text that a carriage return overwrote on a terminal is a line with the same number."""
@@ -35,13 +37,11 @@ def load(path: Path) -> str:
 
 
 def lines(text: str) -> Lines:
-    """The lines of a log, without colours."""
-    return [
-        (number, part)
-        for number, whole in enumerate(_ESCAPES.sub("", text).split("\n"), start=1)
-        for part in whole.split("\r")
-        if part and len(part) <= _MAX_LINE
-    ]
+    """The lines of a log, without colours, and without a last one that was cut off: half a number is a number too."""
+    whole = _ESCAPES.sub("", text).split("\n")
+    if not whole[-1].rstrip().endswith(_CLOSED):
+        whole[-1] = ""
+    return [(number, part) for number, line in enumerate(whole, start=1) for part in line.split("\r") if part and len(part) <= _MAX_LINE]
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,120 @@
+"""A log that something has damaged gives a clear error or the same steps; only where a digit itself changed may a figure change."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+
+import log_excerpts as logs
+import pytest
+
+from playbook.errors import LogError
+from playbook_bench.logs import LoggedStep, StepLog, read
+
+LOGS: dict[str, tuple[str, str | None]] = {
+    "jsonl": (logs.json_lines(), None),
+    "playbook": (logs.playbook(), None),
+    "megatron": (logs.megatron(skipped=(2,)), None),
+    "bridge": (logs.megatron_bridge(), None),
+    "torchtitan": (logs.torchtitan(), None),
+    "state": (logs.trainer_state(), None),
+    "console": (logs.trainer_console(), None),
+    "lightning": (logs.lightning(), None),
+    "monitor": (logs.lightning(monitor=True), None),
+    "regex": (logs.own_format(), logs.OWN_PATTERN),
+}
+NUMBER = re.compile(r"[\w+.\-]*\d[\w+.\-]*")
+JUNK = "x|:,'\"{}[]\x00\x1b\r\n\t \x0b\u2028é0"
+
+
+def change_character(rng: random.Random, text: str) -> str:
+    i = rng.randrange(len(text))
+    return text[:i] + rng.choice(["", rng.choice(JUNK), rng.choice(JUNK) + text[i]]) + text[i + 1 :]
+
+
+def insert_junk(rng: random.Random, text: str) -> str:
+    i = rng.randrange(len(text))
+    return text[:i] + rng.choice(["\x1b[31m", "WARNING: slow\n", "\x00" * 5, "}{", "\r", "=" * 20_000]) + text[i:]
+
+
+def cut(rng: random.Random, text: str) -> str:
+    return text[: rng.randrange(len(text))]
+
+
+def lines_changed(rng: random.Random, text: str) -> str:
+    rows = text.split("\n")
+    i, j = rng.randrange(len(rows)), rng.randrange(len(rows))
+    match rng.randrange(4):
+        case 0:
+            del rows[i]
+        case 1:
+            rows.insert(j, rows[i])
+        case 2:
+            rows[i], rows[j] = rows[j], rows[i]
+        case _:
+            rows[i : i + 2] = ["".join(rows[i : i + 2])]
+    return "\n".join(rows)
+
+
+MUTATIONS: list[Callable[[random.Random, str], str]] = [change_character, change_character, insert_junk, cut, lines_changed, lines_changed]
+
+
+def attempt(text: str, adapter: str | None) -> StepLog | str:
+    """The log as a launcher reads it, each line with its moment; or the message of the error."""
+    try:
+        return read(text, adapter, steps=len(logs.LOSSES), arrivals=[0.5 * i for i in range(text.count("\n") + 2)])
+    except LogError as e:
+        return str(e)
+
+
+@cache
+def original(kind: str) -> StepLog:
+    found = attempt(*LOGS[kind])
+    assert isinstance(found, StepLog)
+    return found
+
+
+def figures(log: StepLog) -> dict[str, list[object]]:
+    """Figure by figure. Where the arrival of lines is the clock, a line that was put between others moved it."""
+    names = [f.name for f in dataclasses.fields(LoggedStep) if not (f.name == "seconds" and log.clock == "arrival")]
+    return {name: [getattr(step, name) for step in log.steps] for name in names}
+
+
+def check(kind: str, seed: int) -> bool:
+    """Whether the mutation was noticed."""
+    text, adapter = LOGS[kind]
+    rng = random.Random(f"{kind} {seed}")
+    mutated = rng.choice(MUTATIONS)(rng, text)
+    found = attempt(mutated, adapter)
+    if isinstance(found, str):
+        assert len(found) > 30
+        assert found.isprintable()
+        return True
+    digits = sorted(NUMBER.findall(mutated)) != sorted(NUMBER.findall(text)) and mutated.count("\n") == text.count("\n")
+    if digits:
+        assert len(found.steps) == len(original(kind).steps)
+        assert all(s.seconds > 0 for s in found.steps)
+        return False
+    # A table names a figure once, in its header: where that is damaged, the figure is unknown, which the log says.
+    lost = set(found.unknown) - set(original(kind).unknown) if adapter is None and found.adapter == "lightning" else set()
+    before = figures(original(kind))
+    assert {name: values for name, values in figures(found).items() if name not in lost} == {
+        n: v for n, v in before.items() if n not in lost
+    }
+    return False
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_damage_is_an_error_or_changes_nothing(kind: str) -> None:
+    noticed = sum(check(kind, seed) for seed in range(40))
+    assert noticed > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", LOGS)
+def test_ten_thousand_mutations_are_errors_or_change_nothing(kind: str) -> None:
+    noticed = sum(check(kind, seed) for seed in range(1000))
+    assert 100 < noticed < 1000
