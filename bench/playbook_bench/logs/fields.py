@@ -23,7 +23,7 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     ),
     "tokens": tuple((n, 1.0) for n in ("useful_tokens", "tokens", "num_tokens", "tokens_per_step", "step_tokens")),
     "tokens_total": tuple((n, 1.0) for n in ("tokens_seen", "total_tokens", "consumed tokens", "num_input_tokens_seen", "ntokens_seen")),
-    "samples": (("global batch size", 1.0), ("samples", 1.0), ("num_samples", 1.0)),
+    "samples": (("global batch size", 1.0), ("samples_per_step", 1.0)),
     "loss": tuple((n, 1.0) for n in ("loss", "lm loss", "training_loss", "reduced_train_loss", "loss_metrics/global_avg_loss")),
     "grad_norm": tuple((n, 1.0) for n in ("grad_norm", "gnorm", "gradient_norm", "grad norm")),
     "memory_bytes": (
@@ -37,7 +37,7 @@ NAMES: dict[str, tuple[tuple[str, float], ...]] = {
     "epoch": (("epoch", 1.0),),
 }
 """For each figure, the names that are read as it, the first that a line holds counting, each with the factor to our unit.
-Capitals and punctuation do not matter, nor does a leading `train`. `time` and `throughput` are left out: they mean too many things."""
+Capitals and punctuation do not matter, nor does a leading `train`. `time`, `samples` and `throughput` are left out: they mean too many things."""
 
 _PUNCTUATION = re.compile(r"[^a-z0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,4})?|[+-]?(?:nan|inf(?:inity)?)", re.IGNORECASE)
@@ -50,8 +50,6 @@ def _plain(name: str) -> str:
 
 
 _BY_NAME = {_plain(name): (figure, rank, factor) for figure, names in NAMES.items() for rank, (name, factor) in enumerate(names)}
-_LIGHTNING_CLOCK = "train|time"
-"""Lightning's ThroughputMonitor: seconds since training began. Without its bar, the name could mean a step's time."""
 
 
 def number(value: Any) -> float | None:
@@ -79,8 +77,6 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _figure(name: str) -> tuple[str, int, float] | None:
-    if name == _LIGHTNING_CLOCK:
-        return _BY_NAME["elapsed"]
     plain = _plain(name)
     bare = plain.removesuffix("_step") if plain.endswith("loss_step") else plain
     return _BY_NAME.get(bare) or _BY_NAME.get(bare.removeprefix("train_"))

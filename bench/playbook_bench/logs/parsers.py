@@ -26,6 +26,8 @@ _LONGEST_PATTERN = 2000
 _HF_ITEM = re.compile(r"'([\w./|-]{1,100})': '?([^'\",{}]{0,100})'?")
 _MEGATRON = re.compile(r"\biteration\s+(\d{1,15})/\s*(\d{1,15}) \|")
 _MEGATRON_TIME = "elapsed time per iteration (ms):"
+_MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
+"""What Lightning's ThroughputMonitor counts from the start of training on, where others mean a step's."""
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
 _TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
@@ -115,7 +117,7 @@ def lightning(text: str) -> Iterator[Row]:
                 raise LogError(
                     f"lightning: row {number} of metrics.csv has other columns than its header; the file is damaged, or still being written"
                 )
-            row = {name: cell for name, cell in cells.items() if cell}
+            row = {_MONITORED.get(name, name): cell for name, cell in cells.items() if cell}
             now, before = figures(row), figures(pending[1]) if pending else {}
             if not now.keys() - {"epoch", "step"}:
                 continue

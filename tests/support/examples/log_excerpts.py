@@ -108,17 +108,15 @@ def trainer_console() -> str:
 
 
 def lightning(monitor: bool = False) -> str:
-    """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation in rows of its own."""
-    clock = "train|time" if monitor else "step_time"
-    names = ["epoch", "step", clock, "train_loss", "val_loss"] if not monitor else ["epoch", "step", "train_loss", clock, "val_loss"]
-    out = [",".join(names)]
-    for i, (s, at, x) in enumerate(zip(SECONDS, moments(), LOSSES, strict=True)):
-        if monitor:  # the callback logs in a row of its own
-            out += [f"0,{i},{x},,", f"0,{i},,{at},"]
-        else:
-            out.append(f"0,{i},{s},{x},")
-    out.append("0,7,,,2.2")
-    return "\r\n".join(out) + "\r\n"
+    """CSVLogger's `metrics.csv`: columns in order of the alphabet, validation and callbacks in rows of their own."""
+    if not monitor:
+        rows = [f"0,{i},{s},{x}," for i, (s, x) in enumerate(zip(SECONDS, LOSSES, strict=True))]
+        return "\r\n".join(["epoch,step,step_time,train_loss,val_loss", *rows, "0,7,,,2.2"]) + "\r\n"
+    pairs = [(f"0,{i},{8 * i + 8},{at},,", f"0,{i},,,{x},") for i, (at, x) in enumerate(zip(moments(), LOSSES, strict=True))]
+    return (
+        "\r\n".join(["epoch,step,train/samples,train/time,train_loss,val_loss", *(row for pair in pairs for row in pair), "0,7,,,,2.2"])
+        + "\r\n"
+    )
 
 
 def own_format() -> str:

@@ -1,0 +1,116 @@
+"""What the real packages wrote: short outputs kept beside the tests, and, in the full suite, made anew by the installed versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from playbook.errors import LogError
+from playbook.paths import repo_root
+from playbook_bench.logs import StepLog, read
+
+KEPT = repo_root() / "tests/fixtures/logs"
+SCRIPTS = repo_root() / "tests/support/examples"
+STEPS = 6
+
+
+def steps_of(log: StepLog) -> list[int]:
+    return [s.step for s in log.steps]
+
+
+def test_the_state_that_the_trainer_saved_holds_times_and_tokens() -> None:
+    log = read(KEPT / "trainer_state.json", steps=STEPS)
+    assert (log.adapter, log.clock, steps_of(log)) == ("hf", "differences", [2, 3, 4, 5, 6])
+    assert {s.tokens for s in log.steps} == {128}
+    assert log.steps[0].loss == pytest.approx(4.664, abs=1e-3)
+
+
+def test_what_the_trainer_printed_is_read_among_its_progress_bars() -> None:
+    text = (KEPT / "hf_console.txt").read_text()
+    log = read(text, steps=STEPS, arrivals=[0.1 * i for i in range(text.count("\n") + 1)])
+    assert (log.adapter, log.clock, steps_of(log)) == ("hf", "arrival", [2, 3, 4, 5, 6])
+    assert {s.tokens for s in log.steps} == {128}
+    with pytest.raises(LogError, match="include_num_input_tokens_seen"):
+        read(text, steps=STEPS)
+
+
+def test_lightnings_table_is_read_with_its_own_time_and_with_the_monitors() -> None:
+    own, monitor = read(KEPT / "lightning.csv", steps=STEPS), read(KEPT / "lightning_monitor.csv", steps=STEPS)
+    assert (own.clock, steps_of(own)) == ("logged", [0, 1, 2, 3, 4, 5])
+    assert (monitor.clock, steps_of(monitor)) == ("differences", [1, 2, 3, 4, 5])
+    assert monitor.steps[0].seconds == pytest.approx(0.0385165 - 0.0296239, abs=1e-6)
+    assert [s.loss for s in own.steps][1:] == [s.loss for s in monitor.steps]
+    assert monitor.steps[0].samples is None
+
+
+def run(script: str, *arguments: str, folder: Path) -> tuple[str, list[float]]:
+    """What a script printed, and when each line came."""
+    words = [sys.executable, str(SCRIPTS / script), "--steps", str(STEPS), *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        lines = [(line, time.monotonic()) for line in process.stdout]
+    assert process.returncode == 0
+    return "".join(line for line, _ in lines), [at for _, at in lines]
+
+
+@pytest.mark.full
+def test_the_installed_trainer_writes_what_is_read(tmp_path: Path) -> None:
+    text, arrivals = run("train_hugging_face.py", "--collate-ms", "30", folder=tmp_path)
+    printed, saved = read(text, "hf", steps=STEPS, arrivals=arrivals), read(tmp_path / "hf-run", steps=STEPS)
+    assert [(s.step, s.tokens) for s in printed.steps] == [(s.step, s.tokens) for s in saved.steps]
+    assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in saved.steps], rel=1e-3)
+    # Two clocks of the same steps, each of which holds a sleep of 30 ms.
+    assert sum(s.seconds for s in printed.steps) == pytest.approx(sum(s.seconds for s in saved.steps), rel=0.3)
+    assert min(s.seconds for s in saved.steps) > 0.025
+
+
+@pytest.mark.full
+def test_the_installed_lightning_writes_what_is_read(tmp_path: Path) -> None:
+    run("train_lightning.py", "--monitor", folder=tmp_path)
+    log = read(tmp_path / "lightning-run", steps=STEPS)
+    assert (log.adapter, log.clock, steps_of(log)[-1]) == ("lightning", "differences", STEPS - 1)
+    assert all(s.seconds > 0 and s.loss is not None for s in log.steps)
+
+
+def test_a_plain_loops_lines_are_read_without_options(tmp_path: Path) -> None:
+    text, _ = run("train_loop.py", folder=tmp_path)
+    log = read(text, steps=STEPS)
+    assert (log.adapter, log.clock, steps_of(log)) == ("jsonl", "logged", [1, 2, 3, 4, 5, 6])
+    assert {s.tokens for s in log.steps} == {128}
+
+
+def written(folder: Path, last: int = 5, tags: tuple[str, ...] = ("train/loss", "train/step_time")) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for step in range(1, last + 1):
+            for tag in tags:
+                writer.add_scalar(tag, 1 / (step + 1), step, walltime=1000 + step / 4)
+            writer.add_scalar("eval/loss", 9.0, step)
+    return next(folder.glob("events.out.tfevents.*"))
+
+
+def test_tensorboards_events_are_read_by_their_scalars_or_their_moments(tmp_path: Path) -> None:
+    log = read(written(tmp_path / "timed"), steps=5)
+    assert (log.adapter, log.clock, steps_of(log)) == ("tensorboard", "logged", [1, 2, 3, 4, 5])
+    assert [s.seconds for s in log.steps] == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6])
+    written(tmp_path / "untimed", tags=("train/loss",))
+    log = read(tmp_path / "untimed", steps=5)
+    assert (log.clock, [s.seconds for s in log.steps]) == ("differences", pytest.approx([0.25] * 4))
+
+
+def test_damaged_events_are_errors(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-7], whole[:200] + b"\xff" + whole[201:], whole + b"more", b"text\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(LogError, match=r"damaged|cannot be read"):
+            read(path, steps=5)
+    with pytest.raises(LogError, match="Name the file"):
+        read("text", "tensorboard")
