@@ -28,6 +28,7 @@ COMMANDS = {
     "train": ("train", "Train, or say what each rank would hold."),
     "demo": ("confirm", "See four claims tested on this machine's CPU in minutes."),
     "confirm": ("confirm", "Test claims by matched runs on this machine or a cluster."),
+    "ab": ("bench", "Compare two commands that log their steps: faster, slower, equivalent or undecided."),
     "bench": ("bench", "Cases: run one, replay a record, measure noise, trace."),
     "gate": ("gate", "Compare the working tree with a commit on one case."),
     "bisect": ("gate", "Find the commit that made a case slower or made it fail."),

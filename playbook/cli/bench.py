@@ -1,7 +1,8 @@
-"""`playbook bench`: list, run and trace cases, measure their noise, replay their records."""
+"""`playbook bench`: list, run and trace cases, measure their noise, replay their records. `playbook ab`: compare two commands without a case."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,19 @@ from playbook.cards.load import load_all
 from playbook.cli.confirm import show_outcomes
 from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, Seed, commands
 from playbook.cli.options import seconds as to_seconds
+from playbook.cli.options import share as to_share
 from playbook.cli.output import complain, print_json, print_table, print_trace, say
+from playbook.errors import LaunchError
 from playbook.records.case import list_cases, load_case
+from playbook.records.commands import Steps
+from playbook_bench.commands import ab as two_commands
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.machine import detect
 from playbook_bench.run import aa, prove, replay, report, store
 from playbook_bench.run import confirm as harness
 from playbook_bench.run.options import Options
+from playbook_bench.run.schedule import RunSpec
 from playbook_bench.run.store import DEFAULT_RESULTS
 from playbook_bench.run.targets import tasks_of_card
 
@@ -148,3 +155,91 @@ def bench_trace(
                 say(f"\n{variant}")
                 print_trace(traced.table.model_dump(mode="json"))
     raise typer.Exit(0 if result.ok else 5)
+
+
+# --- two commands, with no file ---------------------------------------------------------------------------------------------------
+
+
+class _Launches(report.TerminalProgress):
+    """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Show the launch."""
+        super().launch(number, total, spec)
+        if not self.out.is_terminal:
+            self.note(f"launch {number} of {total}: {spec.role.replace('_', '-')} {spec.variant}")
+
+    def finished(self, outcome: harness.Outcome) -> None:
+        """End the line."""
+        self.close()
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def ab(
+    words: Annotated[list[str], typer.Argument(metavar="-- CMD_A [--vs CMD_B]", help="The commands; no shell comes between.")],
+    metric: Annotated[
+        str, typer.Option(help="What to compare: step_time, tokens_per_s, memory, or a metric of the playbook.")
+    ] = "step_time",
+    margin: Annotated[str, typer.Option(metavar="PERCENT", help="Effects up to it count for nothing.")] = "2%",
+    log: Annotated[
+        str | None, typer.Option(help="Kind of the log, such as jsonl, hf, megatron or regex:PATTERN; found out, if not given.")
+    ] = None,
+    log_file: Annotated[
+        str | None, typer.Option("--log-file", help="File of the steps, if not printed; {run} is a new folder of the launch.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the candidate: another value of KEY or --KEY.")
+    ] = None,
+    variable: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Of the candidate: a variable.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps that each launch makes; as many as the first, if not given.")] = None,
+    warm_up: Annotated[int | None, typer.Option("--warm-up", help="Steps that are not timed; the first fifth, if not given.")] = None,
+    loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
+    timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
+    results: Results = None,
+    pairs: Pairs = None,
+    budget: Budget = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two commands that log their steps: B is faster, slower, equivalent, or it is undecided.
+
+    Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
+    """
+    asked = two_commands.question(
+        words,
+        setting or [],
+        variable or [],
+        metric=metric,
+        margin=to_share(margin, "--margin"),
+        steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
+        loss=None if loss == "any" else to_share(loss, "--loss"),
+        timeout_s=to_seconds(timeout) or 0.0,
+    )
+    machine = detect.detect()
+    out = report.console(sys.stderr if as_json else None)
+    progress = _Launches(out)
+    options = Options(
+        machine.name,
+        results or DEFAULT_RESULTS,
+        pairs,
+        to_seconds(budget),
+        seed,
+        settles=lambda derived: two_commands.answer(derived, asked.margin).verdict != "undecided",
+    )
+    try:
+        (outcome,) = harness.bench_run(
+            two_commands.case_of(asked, machine.name), options, progress, shlex.join(["playbook", *sys.argv[1:]])
+        )
+    except LaunchError as e:
+        complain(f"error: {e}")
+        if as_json:
+            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
+        raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
+    finally:
+        progress.close()
+    found = two_commands.answer(outcome.evidence.derived, asked.margin)
+    report.print_outcome(outcome, out, found.verdict)
+    report.print_summary([outcome], out)
+    if as_json:
+        print_json(two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence))
+    raise typer.Exit(two_commands.EXIT_CODES[found.verdict])

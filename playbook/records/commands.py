@@ -56,7 +56,7 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
     return _WORD.sub(lambda m: str(values[m[1]]) if m[1] in values else m[0], text)
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value must not be kept in a record."""
     return _SECRET.search(name) is not None
 
@@ -85,7 +85,7 @@ def delta_problems(where: Place, delta: Mapping[str, Any]) -> Iterator[tuple[Pla
         if not isinstance(value, wanted) or not all(isinstance(part, str) for part in parts):
             shape = {"list": "a list of texts", "dict": "a mapping of texts", "str": "a text"}[wanted.__name__]
             yield (*where, key), f"'{key}' is {type(value).__name__}; expected {shape}"
-        elif key == "environment" and (secret := next((name for name in list(value) if _is_secret(name)), None)):
+        elif key == "environment" and (secret := next((name for name in list(value) if is_secret(name)), None)):
             yield (*where, key), f"{secret} looks like a secret and would be kept in records; export it for both variants instead"
         elif key == "files" and (out := next((p for p in list(value) if p.startswith("/") or ".." in p.split("/")), None)):
             yield (*where, key), f"'{out}' leads out of the repository; expected a path inside it"

@@ -86,10 +86,9 @@ class Command:
         """0: while it runs, only the lines that it prints are counted."""
         return 0
 
-    @property
-    def timed_steps(self) -> None:
-        """Only a log tells them: a line of it may be of several steps."""
-        return
+    def timed_steps(self, first: int) -> int:
+        """As many as the first launch had; after a longer warm-up half of them. Only a log tells, since a line of it may be of several steps."""
+        return first - first // 2 if self.longer else first
 
     @property
     def host_works(self) -> bool:

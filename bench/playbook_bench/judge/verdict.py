@@ -118,7 +118,9 @@ class _Series:
             return None
         first = {v: ran[v] for v in self.case.variants}
         self.checks = receipt.judge_runs(self.case.activation, list(first.values()))
-        if unusable := _faulty([], self.metric, self.checks):
+        # A command's first launches are timed like the others, and may show already that its log lacks what is compared.
+        told = [r.model_copy(update={"role": "measure"}) for r in first.values()] if self.case.command else []
+        if unusable := _faulty(told, self.metric, self.checks):
             return Derived(receipts=self.checks, verdict=unusable)
         return self._incomparable(_block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
 

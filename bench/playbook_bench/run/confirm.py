@@ -25,7 +25,7 @@ from playbook_bench.launch.local import Launcher
 from playbook_bench.launch.slurm import SrunLauncher
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import aa, journal, schedule, series, store
+from playbook_bench.run import aa, checkout, journal, schedule, series, store
 from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
@@ -94,16 +94,22 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
     return _run_all(tasks, options, progress or Quiet(), command)
 
 
-def bench_run(case_id: str, options: Options | None = None, progress: Progress | None = None) -> list[Outcome]:
-    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does.
+def bench_run(
+    case_id: str | Case, options: Options | None = None, progress: Progress | None = None, command: str | None = None
+) -> list[Outcome]:
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is what repeats it.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
     """
     options = options or Options()
+    if isinstance(case_id, Case):
+        return _run_all([Task(None, case_id.id)], options, progress or Quiet(), command or "", {case_id.id: case_id})
     case = load_case(case_id)
     tasks = [t for card in validate.load_all().values() for t in tasks_of_card(card) if t.case == case.id] or [Task(None, case_id)]
-    return _run_all(tasks, options, progress or Quiet(), _words(["bench", "run", case_id], options), {case.id: case, case_id: case})
+    return _run_all(
+        tasks, options, progress or Quiet(), command or _words(["bench", "run", case_id], options), {case.id: case, case_id: case}
+    )
 
 
 def _words(command: Sequence[str], options: Options, limits: bool = True, fork: bool = True) -> str:
@@ -133,7 +139,7 @@ def _run_all(
         _check(task, loaded)
     by_default = options.journal is None
     if by_default:
-        options = replace(options, journal=_default_journal(tasks, options, command))
+        options = replace(options, journal=_default_journal(tasks, options, command, list(loaded.values())))
     outcomes: dict[int, Outcome] = {}
     goes_on, lost = False, ""
     with local.interruptible(), _closing(options.launcher):
@@ -174,10 +180,14 @@ def _run_case(
     return outcomes, goes_on, lost
 
 
-def _default_journal(tasks: Sequence[Task], options: Options, command: str) -> Journal | None:
+def _default_journal(tasks: Sequence[Task], options: Options, command: str, cases: Sequence[Case]) -> Journal | None:
     """The journal of an earlier, stopped command that asked for the same, with the same code on the same machine."""
     asked = [command, *sorted(_key(t) for t in tasks), options.profile, options.pairs, options.seed, options.forks]
     hosts = options.launcher.allocation.hosts if isinstance(options.launcher, SrunLauncher) else detect.place()
+    if any(case.command for case in cases):
+        asked.append(
+            checkout.source_of(Path.cwd()) or secrets.token_hex(8)
+        )  # without git, nobody can tell whether the files are as they were
     words = [str(w) for w in (*asked, *getattr(options.launcher, "command", ()), detect.trainer_digest())]
     return journal.of_command(options.results, words, [*hosts, *["fork"] * options.forks], detect.exported())
 
@@ -343,7 +353,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
 
     def judged() -> bool:
         for i, record in enumerate(records):
-            if i not in settled and (found := _judge(running, record))[1].verdict.reason not in ("budget", "power"):
+            if i not in settled and _settles(found := _judge(running, record), options):
                 settled[i] = found
         return len(settled) == len(records)
 
@@ -362,6 +372,11 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
         running.extend()
         running.expected = len(running.launched) + len(running.alive) * looks[0]
         series.measure_pairs(running, enough)
+
+
+def _settles(found: _Settled, options: Options) -> bool:
+    reason = found[1].verdict.reason
+    return options.settles(found[1]) if reason == "no_claim" else reason not in ("budget", "power")
 
 
 def _burn_in(running: Series) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.records.evidence import Derived
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
@@ -34,6 +36,8 @@ class Options:
     launcher: Launcher = field(default_factory=lambda: LocalLauncher())
     journal: Journal | None = None
     """What an earlier, stopped command with these options has left."""
+    settles: Callable[[Derived], bool] = lambda derived: True
+    """Whether an effect that no claim asks about is known well enough at a look."""
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

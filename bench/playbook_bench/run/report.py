@@ -79,7 +79,7 @@ class TerminalProgress:
 
     def step(self, step: int, steps: int) -> None:
         """Show the step."""
-        self._draw(f"step {step}/{steps}")
+        self._draw(f"step {step}/{steps}" if steps else f"{step} lines")
 
     def note(self, text: str) -> None:
         """Print a remark."""
@@ -108,11 +108,11 @@ class TerminalProgress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def print_outcome(outcome: Outcome, out: Console) -> None:
-    """A claim in one line where nothing was timed, else in three or four."""
+def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
+    """A claim in one line where nothing was timed, else in three or four. `said` stands for the status of what no claim asked."""
     evidence, status = outcome.evidence, outcome.status
     sentence = _sentence(outcome)
-    word = Text(WORDS.get(status, status), style=_COLOURS[status])
+    word = Text(said or WORDS.get(status, status), style=_COLOURS[status])
     found, curve = evidence.derived.comparison, evidence.derived.curve
     if curve is not None and evidence.measured.case is not None:
         _print_curve(outcome, curve, evidence.measured.case.content, out)
@@ -275,8 +275,13 @@ def _what(evidence: Evidence) -> str:
         return ""
     content = case.content
     keys = list(dict.fromkeys([*content.baseline, *content.candidate]))
-    one = f"{keys[0]} {content.baseline.get(keys[0])} -> {content.candidate.get(keys[0])}" if len(keys) == 1 else case.id
+    one = f"{keys[0]} {_words(content.baseline.get(keys[0]))} -> {_words(content.candidate.get(keys[0]))}" if len(keys) == 1 else case.id
     return one if len(one) <= 60 else case.id
+
+
+def _words(value: Any) -> str:
+    """A setting as a person writes it."""
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def _computing(evidence: Evidence) -> str:

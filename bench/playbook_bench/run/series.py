@@ -216,7 +216,7 @@ class Series:
             "started": _iso(result.started),
             "wall_s": result.wall_s,
             "ranks": resolved.ranks,
-            "steps_wanted": self._timed_steps(resolved),
+            "steps_wanted": resolved.timed_steps(next((r.steps_wanted for r in self.launched if r.outcome == "ok"), 0)),
             "config_sha": resolved.sha,
             "telemetry": meanwhile,
         }
@@ -236,11 +236,6 @@ class Series:
         sha = digest(strict, 16)
         self.strict[sha] = strict
         return Run(**base, outcome=result.outcome, returncode=result.returncode, message=result.message, strict_sha=sha, **seen.fields)
-
-    def _timed_steps(self, resolved: Runnable) -> int:
-        """Steps that a launch must have timed: what is declared, else what the first launch had; 0 before that."""
-        told = (r.steps_wanted for r in self.launched if r.outcome == "ok")
-        return next(told, 0) if resolved.timed_steps is None else resolved.timed_steps
 
 
 def _window(result: Result, folder: Path) -> tuple[str, float, float]:

@@ -60,9 +60,8 @@ class Runnable(Protocol):
         """Steps of a launch; 0 where only its log will tell."""
         ...
 
-    @property
-    def timed_steps(self) -> int | None:
-        """Those that are timed; None where only the log will tell."""
+    def timed_steps(self, first: int) -> int:
+        """Those that are timed, where the first launch of the series had timed `first`; 0 where that is not known yet and only a log will tell."""
         ...
 
     @property
@@ -124,8 +123,7 @@ class Resolved:
         """Steps of a launch, warm-up included."""
         return self.config.train.steps
 
-    @property
-    def timed_steps(self) -> int:
+    def timed_steps(self, first: int = 0) -> int:
         """Steps after the warm-up."""
         return self.config.train.steps - self.config.train.warmup_steps
 
@@ -149,7 +147,7 @@ class Resolved:
 
     def extended(self) -> Resolved:
         """The variant with its former timed window added to the warm-up, and a new window of the same length after it."""
-        train, window = self.config.train, self.timed_steps
+        train, window = self.config.train, self.timed_steps()
         longer = train.model_copy(update={"warmup_steps": train.steps, "steps": train.steps + window})
         return replace(self, config=self.config.model_copy(update={"train": longer}))
 

@@ -19,7 +19,7 @@ CASE = """
 id: foreign
 kind: command
 summary: A script of somebody else, with and without its fast path.
-command: [PYTHON, SCRIPT, --slower, "{slower}", --steps, "{steps}"]
+command: [PYTHON, SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"]
 baseline: {slower: 0.25}
 candidate: {slower: 0, arguments: [--fast]}
 steps: {log: jsonl, count: 20, warm_up: 4}
@@ -260,9 +260,9 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
         "import os, json\nprint('threads', os.environ.get('OMP_NUM_THREADS'), os.environ['LAUNCH'])\n"
         "for i in range(10): print(json.dumps({'step': i, 'seconds': 1 + i % 3 / 100, 'loss': 1.0, 'tokens': 1}))\n"
     )
-    text = CASE.replace('SCRIPT, --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"').replace(
-        "count: 20, ", ""
-    )
+    text = CASE.replace(
+        'SCRIPT, --launch, "{run}", --slower, "{slower}", --steps, "{steps}"', f'{script}, "{{slower}}", "{{steps}}"'
+    ).replace("count: 20, ", "")
     text = text[: text.index("activation:")] + "activation: {every: {require: [{log: threads None x}]}}\nbudget: {pairs: [2]}\n"
     path = tmp_path / "foreign.yaml"
     path.write_text(text.replace("PYTHON", sys.executable))

@@ -1,0 +1,165 @@
+"""Two commands against each other without a file: the case that they make, and the answer of its series.
+
+The series is that of any case: discarded launches, A/A, then pairs in ABBA blocks with a look after 4, 8 and 12. It ends at the first look at which
+the interval gives an answer, and its record is kept like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from playbook.errors import ConfigError
+from playbook.records.case import Budget, Case, Guardrails, Loss
+from playbook.records.commands import Steps, is_secret
+from playbook.records.evidence import Derived
+from playbook_bench.judge import metrics
+
+Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
+EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}
+NAMES = {"step_time": "step_seconds", "tokens_per_s": "useful_tokens_per_s_per_gpu", "memory": "peak_memory_bytes"}
+"""Short names of metrics."""
+ID = "ab"
+_ALL_DAY_MINUTES = 1440.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: two commands, and how their logs are read and compared."""
+
+    baseline: Sequence[str]
+    candidate: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the candidate."""
+    metric: str = "step_time"
+    margin: float = 0.02
+    """Effects up to it count for nothing, as a share."""
+    steps: Steps = field(default_factory=Steps)
+    loss: float | None = 0.01
+    """How far mean losses may differ, as a share; None: by anything."""
+    timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What follows. Shares are positive where the candidate is better."""
+
+    verdict: Verdict
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+    pairs: int = 0
+    noise: float | None = None
+    """Deviation of a pair of launches of the baseline, as a share."""
+
+
+def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[str], **more: Any) -> Question:
+    """A question from the words of a command line: CMD_A, with `--vs` and CMD_B, or with settings or variables of the candidate.
+
+    Raises:
+        ConfigError: there is no second command, or a setting or variable is not NAME=VALUE.
+    """
+    split = words.index("--vs") if "--vs" in words else len(words)
+    first, second = list(words[:split]), list(words[split + 1 :])
+    if not first or (split < len(words) and not second):
+        raise ConfigError("a command is missing; write: playbook ab -- CMD_A --vs CMD_B")
+    if split == len(words) and not (settings or variables):
+        raise ConfigError("there is only one command; write CMD_A --vs CMD_B, or say what the other one changes by --set or --env")
+    candidate = second or first
+    for setting in settings:
+        candidate = _set(candidate, *_pair(setting, "--set"))
+    environment = dict(_pair(text, "--env") for text in variables)
+    if secret := next(filter(is_secret, environment), None):
+        raise ConfigError(f"--env {secret} looks like a secret and would be kept in the record; export it for both commands instead")
+    return Question(first, candidate, environment, **more)
+
+
+def case_of(asked: Question, profile: str) -> Case:
+    """The case of a question: words that both commands begin with are its command, the others are arguments.
+
+    Raises:
+        ConfigError: the metric is not known.
+    """
+    metric = metrics.get(NAMES.get(asked.metric, asked.metric)).name
+    a, b = list(asked.baseline), list(asked.candidate)
+    common = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
+    variants: list[dict[str, Any]] = [{"arguments": words[max(1, len(common)) :]} for words in (a, b)]
+    if not common:
+        variants = [{"program": words[0], **own} for words, own in zip((a, b), variants, strict=True)]
+    if asked.environment:
+        variants[1]["environment"] = dict(asked.environment)
+    elif a == b:
+        variants = [{"side": side, **own} for side, own in zip("AB", variants, strict=True)]  # one command against itself
+    return Case(
+        id=ID,
+        summary="Two commands, compared by playbook ab.",
+        command=common or ["{program}"],
+        baseline=variants[0],
+        candidate=variants[1],
+        steps=asked.steps,
+        metric=metric,
+        profiles={profile: {}},
+        guardrails=Guardrails(loss=Loss(relative=asked.loss, reason=None if asked.loss else "any loss was allowed by --loss any")),
+        budget=Budget(minutes=_ALL_DAY_MINUTES, launch_timeout_s=asked.timeout_s),
+    )
+
+
+def answer(derived: Derived, margin: float) -> Answer:
+    """The answer at a look; undecided between looks, where the intervals say neither, and where launches cannot be compared."""
+    found = derived.comparison
+    if found is None or derived.verdict.status != "measured":
+        return Answer("error" if derived.verdict.status == "error" else "undecided")
+    exact = found.design == "deterministic"
+    low, high = (found.effect, found.effect) if exact else (found.low, found.high)
+    settled = exact or found.look is not None
+    verdict = _verdict(low, high, margin) if settled and low is not None and high is not None else "undecided"
+    return Answer(verdict, found.effect, low, high, found.pairs, found.floor)
+
+
+def _verdict(low: float, high: float, margin: float) -> Verdict:
+    if -margin <= low and high <= margin:
+        return "equivalent"
+    return "faster" if low > 0 else "slower" if high < -margin else "undecided"
+
+
+def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:
+    """The answer as plain data."""
+
+    def percent(share: float | None) -> float | None:
+        return None if share is None else round(100 * share, 4)
+
+    return {
+        "schema": "ab/1",
+        "verdict": found.verdict,
+        "metric": asked.metric,
+        "effect_percent": {"value": percent(found.effect), "low": percent(found.low), "high": percent(found.high)},
+        "pairs": found.pairs,
+        "aa_percent": percent(found.noise),
+        "record": record,
+        "sentence": sentence,
+    }
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"{option} is '{text}'; expected {'NAME=VALUE' if option == '--env' else 'key=value'}")
+    return name, value
+
+
+def _set(words: Sequence[str], key: str, value: str) -> list[str]:
+    """The command with another value of `key`: in `key=`, `--key=`, or the word after `--key`; added where it has none."""
+    names = {key, f"--{key.lstrip('-')}", f"--{key.lstrip('-').replace('_', '-')}"}
+    out = list(words)
+    for i, word in enumerate(out):
+        name, equals, _ = word.partition("=")
+        if i and name in names and equals:
+            out[i] = f"{name}={value}"
+            return out
+        if i and word in names and i + 1 < len(out):
+            out[i + 1] = value
+            return out
+    flags = any(word.startswith("--") for word in words[1:]) or key.startswith("-")
+    return [*out, f"--{key.lstrip('-')}={value}" if flags else f"{key}={value}"]

@@ -1,0 +1,164 @@
+"""`playbook ab`: what two commands become, what the answer is, and how often equal commands are told apart. Most launches are invented here, for speed."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook.cli.app import main
+from playbook.errors import ConfigError
+from playbook_bench.commands import ab, variant
+from playbook_bench.launch.outcome import Result
+from playbook_bench.run import replay
+
+SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")
+COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    """Launches take no time: their steps are drawn, slower by `--slower`, by a launch noise of `noise`."""
+
+    def set_(seed=1, noise=0.003):
+        draw = random.Random(seed)
+
+        def start(program, folder, on_step=None):
+            slower = next((float(w.partition("=")[2]) for w in program.words if w.startswith("--slower=")), 0.0)
+            launch = 0.1 * (1 + slower) * (1 + draw.gauss(0, noise))
+            seconds = [launch * (1 + draw.gauss(0, 0.005)) for _ in range(20)]
+            rows = [
+                {"step": i, "timed": i >= 4, "seconds": s, "useful_tokens": 8, "raw_tokens": 8, "loss": 1.0} for i, s in enumerate(seconds)
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            env = {"strict": {"packages": {}, "world_size": 1}}
+            (folder / "summary.json").write_text(json.dumps({"outcome": "ok", "seconds": {"timed": sum(seconds[4:])}, "env": env}))
+            return Result("ok", 0, "", 1.0, 2.0)
+
+        monkeypatch.setattr(variant, "start", start)
+
+    return set_
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    def run_(*words):
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["ab", "--json", "--seed", "1", *words])
+        told = capsys.readouterr()
+        lines = told.out.splitlines()
+        assert len(lines) <= 1
+        return ended.value.code, json.loads(lines[0]) if lines else None, told.err
+
+    return run_
+
+
+def test_two_commands_with_nothing_installed_but_playbook(run):
+    """Real launches; the log is recognised, the record replays."""
+    code, found, err = run("--", *COMMAND, "--slower", "0.2", "--vs", *COMMAND)
+    assert (code, found["verdict"]) == (0, "faster"), err
+    assert found["effect_percent"]["low"] < 20 < found["effect_percent"]["high"]
+    assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
+    assert 0 < found["aa_percent"] < 2
+    assert replay.replay(Path(found["record"])) == (True, [])
+    assert "launch 18 of 18" in err
+    assert "faster  +" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "verdict"),
+    [
+        (["--slower=0.1"], 1, "slower"),
+        (["--slower=-0.1"], 0, "faster"),
+        (["--slower=0.005"], 0, "equivalent"),
+        ([], 0, "equivalent"),
+    ],
+)
+def test_planted_differences(run, invented, words, code, verdict):
+    invented()
+    got, found, err = run("--", *COMMAND, "--vs", *COMMAND, *words)
+    assert (got, found["verdict"]) == (code, verdict), err
+
+
+def test_a_slowdown_within_the_margin_is_equivalent(run, invented):
+    invented()
+    assert run("--margin", "15%", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")[1]["verdict"] == "equivalent"
+
+
+def test_noise_that_hides_the_answer_is_undecided(run, invented):
+    invented(noise=0.2)
+    code, found, _ = run("--pairs", "4", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.02")
+    assert (code, found["verdict"]) == (3, "undecided")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("noise", [0.003, 0.03])
+def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noise, tmp_path):
+    verdicts = []
+    for seed in range(20):
+        invented(seed, noise)
+        verdicts.append(run("--results", str(tmp_path / str(seed)), "--", *COMMAND, "--vs", *COMMAND)[1]["verdict"])
+    assert sum(v in ("faster", "slower") for v in verdicts) <= 1, verdicts
+
+
+@pytest.mark.parametrize("fault", ["ends early", "nan loss", "crash"])
+@pytest.mark.sample("ends early")
+def test_a_launch_that_fails_is_an_error(run, fault):
+    candidate = [sys.executable, "-c", "raise RuntimeError('broken')"] if fault == "crash" else [*COMMAND, "--fault", fault]
+    code, found, _ = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
+    assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
+    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"], found["sentence"]
+
+
+def test_a_command_that_does_not_exist_is_an_error(run):
+    code, found, err = run("--", "no-such-program", "--vs", *COMMAND)
+    assert (code, found["verdict"]) == (5, "error")
+    assert "could not be started" in err
+
+
+@pytest.mark.full
+def test_the_candidate_by_a_setting_and_a_variable(run):
+    code, found, err = run("--pairs", "2", "--set", "slower=0.5", "--env", "NCCL_ALGO=Ring", "--", *COMMAND, "--slower", "0.0")
+    record = json.loads(Path(found["record"]).read_text())["measured"]["case"]["content"]
+    assert code == 3, err
+    assert found["effect_percent"]["value"] == pytest.approx(-33, abs=2)
+    assert record["candidate"] == {"arguments": ["0.5"], "environment": {"NCCL_ALGO": "Ring"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value", "expected"),
+    [
+        (["a.py", "lr=1"], "lr", "2", ["a.py", "lr=2"]),
+        (["a.py", "--lr", "1"], "lr", "2", ["a.py", "--lr", "2"]),
+        (["a.py", "--micro-batch=1"], "micro_batch", "2", ["a.py", "--micro-batch=2"]),
+        (["a.py", "--x"], "lr", "2", ["a.py", "--x", "--lr=2"]),
+        (["a.py"], "train.lr", "2", ["a.py", "train.lr=2"]),
+    ],
+)
+def test_a_setting_takes_the_place_of_the_one_that_is_there(words, key, value, expected):
+    assert ab.question(words, [f"{key}={value}"], []).candidate == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "variables", "message"),
+    [
+        (["a"], [], [], "only one command"),
+        (["a", "--vs"], [], [], "a command is missing"),
+        (["--vs", "b"], [], [], "a command is missing"),
+        (["a"], ["lr"], [], "expected key=value"),
+        (["a"], [], ["X"], "expected NAME=VALUE"),
+        (["a"], [], ["WANDB_API_KEY=1"], "looks like a secret"),
+    ],
+)
+def test_mistakes_are_one_message(words, settings, variables, message):
+    with pytest.raises(ConfigError, match=message):
+        ab.question(words, settings, variables)
+
+
+def test_an_unknown_metric_is_a_mistake(run):
+    code, found, err = run("--metric", "step_tine", "--", *COMMAND, "--vs", *COMMAND)
+    assert (code, found) == (2, None)
+    assert "step_tine" in err
