@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Any
 
-from playbook.cards.model import Card, Claim
+from pydantic import BaseModel, Field
 
 
 class Standing(BaseModel):
@@ -62,7 +62,6 @@ class CardRow(BaseModel):
     summary: str
     phase: str
     wall: str
-    symptoms: list[str]
     claims: dict[str, list[str]]
     """Verdicts by claim id, each as `status on machine` or `status, stale on machine`; an empty list for a claim that was never tested."""
 
@@ -75,17 +74,19 @@ class CardList(BaseModel):
 
 
 class CardAnswer(BaseModel):
-    """One card with the verdicts on its claims."""
+    """A section of a card, as in its file, with the verdicts on its claims."""
 
-    card: Card
+    card: dict[str, Any]
     verdicts: dict[str, list[Standing]]
+    more: list[str]
+    """The card's other sections."""
 
 
 class ClaimAnswer(BaseModel):
-    """One claim, or the claim that a mechanism check belongs to."""
+    """One claim as in the card's file, or the claim that a mechanism check belongs to."""
 
     card_id: str
-    claim: Claim
+    claim: dict[str, Any]
     verdicts: dict[str, list[Standing]]
     """Verdicts by id: of the claim, and of its mechanism check."""
 

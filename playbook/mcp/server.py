@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import yaml
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.server.mcpserver.resources import FunctionResource
-from mcp.types import CallToolResult, InputRequiredResult, Tool, ToolAnnotations
+from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, ToolAnnotations
 from pydantic import BaseModel, Field
 
 from playbook.cards import search as engine
@@ -41,6 +42,7 @@ from playbook.mcp.answers import (
     StageMemory,
     Standing,
 )
+from playbook.mcp.brief import SUMMARIES, shallow, shortened
 from playbook.planner import layout, memory
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
@@ -55,6 +57,7 @@ MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
 MAX_ROWS = 100
 _MAX_TEXT = 600
+_MAX_LINE = 160
 
 _READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
 
@@ -67,10 +70,24 @@ _INSTRUCTIONS = (
 
 _CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]
 ClaimId = Annotated[str, Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$", description="A claim's id, such as W9 or W9.m.")]
-_Degree = Annotated[int, Field(ge=1, le=1_000_000)]
-Count = Annotated[int, Field(ge=0, le=1_000_000)]
-Tokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Model = Annotated[str | None, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}; or give the four counts.")]
+_EXAMPLES = "such as qwen3_30b_a3b or deepseek_v3"
+
+
+def _number(description: str, least: int = 1, most: int = 1_000_000) -> Any:
+    return Field(ge=least, le=most, description=description)
+
+
+_Gpus = Annotated[int, _number("GPUs of the whole job.")]
+_Micro = Annotated[int, _number("Rows of one micro-batch.")]
+_Global = Annotated[int, _number("Rows of one step over all GPUs.", most=1_000_000_000)]
+_Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
+_Tp = Annotated[int, _number("Tensor parallel.")]
+_Pp = Annotated[int, _number("Pipeline stages.")]
+_Cp = Annotated[int, _number("Context parallel.")]
+_Ep = Annotated[int, _number("Expert parallel.")]
+_Etp = Annotated[int, _number("Tensor parallel inside experts.")]
+_Vpp = Annotated[int, _number("Chunks of layers per stage.")]
+_Section = Literal["answer", "claims", "pitfalls", "families", "all"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 A = TypeVar("A", bound=BaseModel)
@@ -103,9 +120,17 @@ class Strict(MCPServer[Any]):
     """A server whose tools refuse unknown arguments. The base class drops them silently, and a misspelt degree would count as 1."""
 
     async def list_tools(self) -> list[Tool]:
-        """The tools; their schemas forbid additional arguments."""
+        """The tools; their schemas forbid additional arguments, and say nothing that their names say."""
         found = await super().list_tools()
-        return [t.model_copy(update={"input_schema": {**t.input_schema, "additionalProperties": False}}) for t in found]
+        return [
+            t.model_copy(
+                update={
+                    "input_schema": {**shortened(t.input_schema), "additionalProperties": False},
+                    "output_schema": shallow(t.output_schema) if t.output_schema else None,
+                }
+            )
+            for t in found
+        ]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Answer:
         """The tool's answer.
@@ -117,7 +142,11 @@ class Strict(MCPServer[Any]):
         unknown = sorted(set(arguments) - set(known)) if known is not None else []
         if known is not None and unknown:
             raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
-        return await super().call_tool(name, arguments, context)
+        result = await super().call_tool(name, arguments, context)
+        if name in SUMMARIES and isinstance(result, CallToolResult) and result.structured_content:
+            text = SUMMARIES[name](result.structured_content)
+            return result.model_copy(update={"content": [TextContent(type="text", text=text)]})
+        return result
 
 
 def server(library: Library) -> MCPServer[Any]:
@@ -138,13 +167,13 @@ def _search(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def search(
         query: Annotated[str, Field(min_length=1, max_length=engine.MAX_QUERY, description="A symptom, an error text or a goal.")],
-        hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
-        model: Annotated[str | None, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}.")] = None,
-        gpus: Annotated[int | None, Field(ge=0, le=1_000_000, description="How many GPUs.")] = None,
+        hardware: Annotated[str | None, Field(max_length=64, description="Where it runs, such as h200x4, gb200 or cpu.")] = None,
+        model: Annotated[str | None, Field(max_length=64, description=f"A preset, {_EXAMPLES}.")] = None,
+        gpus: Annotated[int | None, _number("How many GPUs.", least=0)] = None,
         status: Annotated[Status | None, Field(description="Only claims that stand so on some machine.")] = None,
-        limit: Annotated[int, Field(ge=1, le=20)] = 5,
+        limit: Annotated[int, _number("Cards at most.", most=20)] = 5,
     ) -> SearchAnswer:
-        """Cards that answer a question, best first, with the reason, the status of their claims, and whether they apply to the stated machine; no hits where none does."""
+        """Cards that answer a question, best first, with the reason, where their claims stand, and whether they apply to the stated machine; where none answers, why and what is nearest."""
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
@@ -164,16 +193,21 @@ def _search(out: MCPServer[Any], library: Library) -> None:
 def _cards(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def list_cards() -> CardList:
-        """Every card: id, title, summary, symptoms, and the status of its claims by machine."""
+        """Every card: id, title, summary, and the status of its claims by machine."""
         with _told():
             return _card_list(library)
 
     @out.tool(title="Get a card", annotations=ToolAnnotations(**_READ_ONLY))
-    def get_card(card_id: _CardId) -> CardAnswer:
-        """One card: claims, decision rules, configuration families, pitfalls, and the newest verdict of each machine."""
+    def get_card(
+        card_id: _CardId,
+        section: Annotated[_Section, Field(description="answer: what to set, because of which claims, and their verdicts.")] = "answer",
+    ) -> CardAnswer:
+        """One card: decision rules with the newest verdict of each machine on each claim, or another section of it."""
         with _told():
             card, stock = library.card(card_id), library.stock()
-            return bounded(CardAnswer(card=card, verdicts=_verdicts(card, claim_ids(card), stock)), "ask get_claim for one of its claims")
+            found = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+            more = [s for s in get_args(_Section) if s != section]
+            return bounded(CardAnswer(card=_part(card, section), verdicts=found, more=more), "ask for one of its sections")
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
@@ -184,7 +218,7 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
 
 def _evidence(out: MCPServer[Any], library: Library) -> None:
     @out.tool(title="List evidence", annotations=ToolAnnotations(**_READ_ONLY))
-    def list_evidence(claim_id: ClaimId, limit: Annotated[int, Field(ge=1, le=MAX_ROWS)] = 20) -> EvidenceList:
+    def list_evidence(claim_id: ClaimId, limit: Annotated[int, _number("Records at most.", most=MAX_ROWS)] = 20) -> EvidenceList:
         """The records on one claim, newest first: machine, verdict, date, whether it is stale, and the command that repeats it."""
         with _told():
             return evidence_list(library, claim_id, limit)
@@ -199,21 +233,21 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
 def _layout(out: MCPServer[Any]) -> None:
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def check_layout(
-        gpus: _Degree,
-        seq_len: Tokens,
-        micro_batch_size: _Degree,
-        global_batch_size: _Degree,
-        model: Model = None,
-        heads: _Degree | None = None,
-        kv_heads: _Degree | None = None,
-        layers: _Degree | None = None,
-        experts: Count | None = None,
-        tp: _Degree = 1,
-        pp: _Degree = 1,
-        cp: _Degree = 1,
-        ep: _Degree = 1,
-        etp: _Degree = 1,
-        vpp: _Degree = 1,
+        gpus: _Gpus,
+        seq_len: _Seq,
+        micro_batch_size: _Micro,
+        global_batch_size: _Global,
+        model: Annotated[str | None, Field(max_length=64, description=f"A preset, {_EXAMPLES}; or give the four counts.")] = None,
+        heads: Annotated[int | None, _number("Attention heads.")] = None,
+        kv_heads: Annotated[int | None, _number("Key-value heads.")] = None,
+        layers: Annotated[int | None, _number("Decoder layers.")] = None,
+        experts: Annotated[int | None, _number("Experts of a layer.", least=0)] = None,
+        tp: _Tp = 1,
+        pp: _Pp = 1,
+        cp: _Cp = 1,
+        ep: _Ep = 1,
+        etp: _Etp = 1,
+        vpp: _Vpp = 1,
     ) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
         with _told():
@@ -226,21 +260,23 @@ def _layout(out: MCPServer[Any]) -> None:
 def _memory(out: MCPServer[Any]) -> None:
     @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
     def estimate_memory(
-        model: Annotated[str, Field(max_length=64, description=f"One of {', '.join(sorted(MODELS))}.")],
-        gpus: _Degree,
-        seq_len: Tokens = 4096,
-        micro_batch_size: _Degree = 1,
-        global_batch_size: Annotated[int, Field(ge=0, le=1_000_000_000, description="0 stands for one pipeline's worth.")] = 0,
-        tp: _Degree = 1,
-        pp: _Degree = 1,
-        cp: _Degree = 1,
-        ep: _Degree = 1,
-        etp: _Degree = 1,
-        vpp: _Degree = 1,
-        sharding: Literal["none", "optimizer", "fsdp", "fsdp2"] = "optimizer",
-        recompute: Annotated[list[Module], Field(max_length=8)] = [],  # noqa: B006  (read only; None would widen the schema)
-        fp8: Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"] = "",
-        uneven: bool = False,
+        model: Annotated[str, Field(max_length=64, description=f"A preset, {_EXAMPLES}.")],
+        gpus: _Gpus,
+        seq_len: _Seq = 4096,
+        micro_batch_size: _Micro = 1,
+        global_batch_size: Annotated[int, _number("0 stands for one pipeline's worth.", 0, 1_000_000_000)] = 0,
+        tp: _Tp = 1,
+        pp: _Pp = 1,
+        cp: _Cp = 1,
+        ep: _Ep = 1,
+        etp: _Etp = 1,
+        vpp: _Vpp = 1,
+        sharding: Annotated[
+            Literal["none", "optimizer", "fsdp", "fsdp2"], Field(description="Of the state over data parallelism.")
+        ] = "optimizer",
+        recompute: Annotated[list[Module], Field(max_length=8, description="Modules made again in the backward pass.")] = [],  # noqa: B006  (read only; None would widen the schema)
+        fp8: Annotated[Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"], Field(description="Recipe; empty for BF16.")] = "",
+        uneven: Annotated[bool, Field(description="Allow stages of unequal length.")] = False,
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
         with _told():
@@ -257,18 +293,25 @@ def _memory(out: MCPServer[Any]) -> None:
 def _resources(out: MCPServer[Any], library: Library) -> None:
     """Register cards with their verdicts, and skills with the files that they link to. Every address is fixed; none is built from an argument."""
 
-    def cards(*ids: str) -> str:
-        return card_file(ids, library.stock())
+    def whole(card_id: str) -> str:
+        return card_file([card_id], library.stock())
+
+    def brief(*ids: str) -> str:
+        """What the cards say to do, with verdicts; the whole of each is a resource of its own."""
+        stock = library.stock()
+        cards = [library.card(i) for i in ids]
+        data = {"cards": [_part(c, "answer") for c in cards], "verdicts": {i: standing(c, i, stock) for c in cards for i in claim_ids(c)}}
+        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
     for card in library.cards.values():
-        _resource(out, f"card://{card.id}", card.id, card.summary, partial(cards, card.id))
+        _resource(out, f"card://{card.id}", card.id, card.title, partial(whole, card.id))
     for skill in library.skills.values():
         copies = attachments(skill)[0]
         parts: dict[str, Callable[[], str]] = {name: partial(copies.__getitem__, name) for name in copies}
-        parts[CARD_FILE] = partial(cards, *skill.cards)
+        parts[CARD_FILE] = partial(brief, *skill.cards)
         parts[FILE] = partial(_skill_now, skill, library)
         for name, read in parts.items():
-            description = skill.front.description if name == FILE else f"Part of the skill {skill.name}."
+            description = skill.front.description[:_MAX_LINE] if name == FILE else f"Part of the skill {skill.name}."
             _resource(out, f"skill://{skill.name}/{name}", f"{skill.name}/{name}", description, read)
 
 
@@ -294,10 +337,29 @@ def _card_list(library: Library) -> CardList:
     for card in list(library.cards.values())[:MAX_ROWS]:
         stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
         texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
-        rows.append(CardRow(**texts, symptoms=[s[:_MAX_TEXT] for s in card.symptoms[:10]], claims=stands))
+        rows.append(CardRow(**texts, claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
     return CardList(cards=rows, left_out=len(library.cards) - len(rows))
+
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "answer": ("id", "title", "summary", "scope", "decide", "disputes", "interactions"),
+    "claims": ("claims",),
+    "pitfalls": ("pitfalls", "related"),
+    "families": ("families", "rankings", "formulas", "figures"),
+}
+
+
+def _part(card: Card, section: str) -> dict[str, Any]:
+    """The fields of one section; `answer` has the claims' statements alone."""
+    plain = card.model_dump(mode="json", exclude_defaults=True)
+    if section == "all":
+        return plain
+    found = {k: plain[k] for k in _PARTS[section] if k in plain}
+    if section == "answer":
+        found["claims"] = {c.id: c.statement for claim in card.claims for c in (claim, claim.mechanism_check) if c}
+    return found
 
 
 def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
@@ -310,7 +372,8 @@ def claim_answer(library: Library, card_id: str, claim_id: str) -> ClaimAnswer:
     for claim in card.claims:
         ids = [claim.id, *([claim.mechanism_check.id] if claim.mechanism_check else [])]
         if claim_id in ids:
-            return ClaimAnswer(card_id=card.id, claim=claim, verdicts=_verdicts(card, ids, library.stock()))
+            plain = claim.model_dump(mode="json", exclude_defaults=True)
+            return ClaimAnswer(card_id=card.id, claim=plain, verdicts=_verdicts(card, ids, library.stock()))
     raise PlaybookError(f"card '{card_id}' has no claim '{claim_id}'{did_you_mean(claim_id, claim_ids(card))}")
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from datetime import date
 from functools import partial
@@ -32,6 +33,10 @@ from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 
 TOOLS = {"search", "estimate_memory", "list_cards", "get_card", "get_claim", "list_evidence", "check_layout", "plan_confirmation"}
+MAX_DEFINITIONS = 12_000
+"""Characters of all tool definitions together, which every client puts before each of its model's answers."""
+MAX_SUMMARY = 6000
+WARM_S = 0.05
 LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}
 
 
@@ -63,7 +68,7 @@ def ask(library, tool, **arguments):
 def answer(library, tool, **arguments):
     result = ask(library, tool, **arguments)
     assert not result.is_error, result.content[0].text
-    assert json.loads(result.content[0].text) == result.structured_content
+    assert len(result.content[0].text) < MAX_SUMMARY
     return result.structured_content
 
 
@@ -88,12 +93,63 @@ def test_every_tool_is_read_only_and_has_an_output_schema(library):
         assert tool.input_schema["additionalProperties"] is False
         for name, schema in tool.input_schema["properties"].items():
             text = json.dumps(schema)
+            assert schema.get("description"), (tool.name, name)
             bounded = (
                 all(word in text for word in ("minimum", "maximum"))
                 if "integer" in text
                 else any(word in text for word in ("maxLength", "pattern", "enum", "boolean"))
             )
             assert bounded, (tool.name, name)
+
+
+def test_the_definitions_are_short(library):
+    async def look():
+        async with Client(server(library)) as client:
+            return (await client.list_tools()).tools
+
+    size = sum(len(json.dumps(t.model_dump(mode="json", by_alias=True, exclude_none=True))) for t in anyio.run(look))
+    assert size < MAX_DEFINITIONS
+
+
+def test_a_warm_call_takes_milliseconds(library):
+    """With the evidence that ships, read once. The quickest of three, since the clock also tells how busy the machine is."""
+    serving = server(library_here())
+
+    async def talk():
+        took = {}
+        async with Client(serving) as client:
+            for tool in TOOLS:
+                each = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    assert not (await client.call_tool(tool, VALID[tool])).is_error
+                    each.append(time.perf_counter() - began)
+                took[tool] = min(each[1:])
+        return took
+
+    took = anyio.run(talk)
+    assert max(took.values()) < WARM_S, took
+
+
+def test_an_answer_stands_once_and_its_text_is_a_summary(library):
+    for tool, arguments in VALID.items():
+        result = ask(library, tool, **arguments)
+        assert len(result.content[0].text) < max(200, len(json.dumps(result.structured_content))), tool
+    text = ask(library, "get_card", card_id="moe-dispatcher-choice").content[0].text
+    assert "set moe.dispatcher alltoall (because W9)" in text
+    assert "W10: untested" in text
+
+
+def test_a_card_comes_by_sections_and_its_decisions_first(library):
+    whole = answer(library, "get_card", card_id="vlm-real-data", section="all")["card"]
+    first = answer(library, "get_card", card_id="vlm-real-data")
+    assert first["card"]["decide"] == whole["decide"]
+    assert first["card"]["claims"]["T1"] == whole["claims"][1]["statement"]
+    assert len(json.dumps(first)) < len(json.dumps(whole)) / 2
+    parts = {
+        k for s in ("answer", *first["more"]) if s != "all" for k in answer(library, "get_card", card_id="vlm-real-data", section=s)["card"]
+    }
+    assert set(whole) - parts == {"symptoms", "aliases", "phase", "wall"}
 
 
 def test_cards_and_claims_come_with_their_verdicts(library):
@@ -268,7 +324,9 @@ def test_a_plan_agrees_with_what_a_series_recorded(library):
 def test_an_answer_that_is_too_long_is_refused(library):
     card = load_all()["vlm-real-data"]
     long = card.model_copy(update={"interactions": ["x" * MAX_CHARS]})
-    assert "ask get_claim" in refusal(dataclasses.replace(library, cards={**library.cards, card.id: long}), "get_card", card_id=card.id)
+    assert "one of its sections" in refusal(
+        dataclasses.replace(library, cards={**library.cards, card.id: long}), "get_card", card_id=card.id
+    )
     many = {f"card-{i}": card.model_copy(update={"id": f"card-{i}", "summary": "s" * 5000}) for i in range(300)}
     listed = answer(dataclasses.replace(library, cards=many, skills={}), "list_cards")
     assert listed["left_out"] == 300 - len(listed["cards"])
@@ -302,6 +360,7 @@ def test_resources_are_cards_and_whole_skills(library):
 
     texts = anyio.run(look)
     assert {f"card://{c}" for c in load_all()} <= set(texts)
+    assert max(map(len, texts.values())) < MAX_CHARS
     for uri, text in texts.items():
         if uri.endswith("/SKILL.md"):
             folder = uri.removesuffix("SKILL.md")
@@ -335,7 +394,7 @@ VALID = {
         "uneven": False,
     },
     "list_cards": {},
-    "get_card": {"card_id": "vlm-real-data"},
+    "get_card": {"card_id": "vlm-real-data", "section": "answer"},
     "get_claim": {"card_id": "moe-dispatcher-choice", "claim_id": "W9"},
     "list_evidence": {"claim_id": "W9", "limit": 5},
     "plan_confirmation": {"card_id": "long-context-cp-sizing"},

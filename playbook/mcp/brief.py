@@ -1,0 +1,109 @@
+"""The server's answers and schemas in short: a few lines of text beside each structured answer, and schemas without what their names say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from playbook.text import count
+
+_GIB = 1 << 30
+
+
+def shortened(schema: Any) -> Any:
+    """A JSON Schema without titles, and without the null that an argument takes when it is left out."""
+    if isinstance(schema, list):
+        return [shortened(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {k: v if k == "default" else shortened(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
+    options = [o for o in kept.get("anyOf", ()) if o != {"type": "null"}]
+    if len(options) == 1 and kept.get("default", "") is None:
+        kept = {**options[0], **{k: v for k, v in kept.items() if k not in ("anyOf", "default")}}
+    return kept
+
+
+def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer's schema to the depth of one level; below that an answer says the names of its fields itself."""
+
+    def kind(each: Mapping[str, Any]) -> dict[str, Any]:
+        if "$ref" in each:
+            return {"type": "object"}
+        if "items" in each:
+            return {"type": "array", "items": kind(each["items"])}
+        return {k: v for k, v in each.items() if k in ("type", "anyOf")}
+
+    fields = {name: kind(each) for name, each in schema["properties"].items()}
+    return {"type": "object", "properties": fields, "required": schema.get("required", [])}
+
+
+def _verdicts(verdicts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """One line for each claim."""
+    return [f"{claim}: {'; '.join(map(_stands, found)) or 'untested'}" for claim, found in verdicts.items()]
+
+
+def _stands(verdict: Mapping[str, Any]) -> str:
+    stale = ", stale" if verdict["stale"] else ""
+    return f"{verdict['status']}{stale} on {verdict['machine']} ({verdict['sentence']})"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in values.items())
+
+
+def _search(answer: Mapping[str, Any]) -> str:
+    lines = [answer["none"]] if answer["none"] else []
+    lines += [f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []
+    for hit in answer["hits"]:
+        stands = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])
+        lines.append(f"{hit['id']}: {hit['title']}{'' if hit['applies'] else ' [does not apply]'}. {stands}")
+    return "\n".join(lines)
+
+
+def _cards(answer: Mapping[str, Any]) -> str:
+    return "\n".join(f"{c['id']}: {c['title']}" for c in answer["cards"])
+
+
+def _card(answer: Mapping[str, Any]) -> str:
+    card = answer["card"]
+    rules = [
+        f"when {_pairs(d['when'])}: set {_pairs(d.get('set', {}))} (because {', '.join(d['because'])})" for d in card.get("decide", ())
+    ]
+    head = [card["title"], card["summary"]] if "title" in card else [f"{', '.join(card) or 'nothing'} of the card"]
+    return "\n".join([*head, *rules, *_verdicts(answer["verdicts"]), f"other sections: {', '.join(answer['more'])}"])
+
+
+def _claim(answer: Mapping[str, Any]) -> str:
+    return "\n".join([answer["claim"]["statement"], *_verdicts(answer["verdicts"])])
+
+
+def _evidence(answer: Mapping[str, Any]) -> str:
+    lines = [f"{r['created']}  {_stands(r)}" for r in answer["records"]]
+    return "\n".join([*lines, f"{answer['left_out']} older left out"] if answer["left_out"] else lines) or "no records"
+
+
+def _confirmation(answer: Mapping[str, Any]) -> str:
+    return f"{answer['command']}: {count(len(answer['cases']), 'case')}, {', '.join(c['case'] for c in answer['cases'])}"
+
+
+def _layout(answer: Mapping[str, Any]) -> str:
+    if not answer["legal"]:
+        return "\n".join(answer["broken"])
+    return f"legal: DP {answer['dp']}, expert DP {answer['edp']}; at least {count(answer['min_gpus'], 'GPU')}"
+
+
+def _memory(answer: Mapping[str, Any]) -> str:
+    return f"peak {answer['peak'] / _GIB:.1f} GiB per GPU, on stage {answer['stage']} of {len(answer['stages'])}"
+
+
+SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "search": _search,
+    "list_cards": _cards,
+    "get_card": _card,
+    "get_claim": _claim,
+    "list_evidence": _evidence,
+    "plan_confirmation": _confirmation,
+    "check_layout": _layout,
+    "estimate_memory": _memory,
+}
+"""The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""
