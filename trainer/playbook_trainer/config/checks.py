@@ -134,6 +134,8 @@ def _size_problems(config: TrainerConfig) -> list[str]:
 def feature_problems(config: TrainerConfig) -> list[str]:
     """Features of the configuration that its backend does not support."""
     problems = _data_problems(config) + _size_problems(config)
+    if config.checkpoint.export_dtype == "source" and config.init.weights is None:
+        problems.append("checkpoint.export_dtype source is the precision of init.weights, and there are none: set fp32, bf16 or auto")
     if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"

@@ -314,6 +314,8 @@ class CheckpointConfig(Strict):
     """Continue from the newest complete checkpoint in `dir`, if there is one. Without it, `dir` must hold none."""
     export: str | None = None
     """A new folder for the weights after the last step, as Hugging Face transformers loads them."""
+    export_dtype: Literal["auto", "fp32", "bf16", "source"] = "auto"
+    """Precision of exported weights. auto: as they are held, on the torch backend float32 master weights. source: that of each tensor in `init.weights`."""
 
 
 class TrackerConfig(Strict):

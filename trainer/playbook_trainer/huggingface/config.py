@@ -117,6 +117,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": config.tie_word_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,  # where transformers 4 looks, as it does for rope_scaling
+        "rope_scaling": None,
         "eos_token_id": config.eos_token_id,
         "pad_token_id": config.pad_token_id,
     }
@@ -135,7 +137,9 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         return {"architectures": [name], "model_type": kind, **text}
     if moe and not config.norm_topk_prob:
         raise ConfigError("transformers' Qwen3-VL-MoE always normalizes the top-k probabilities; set model.norm_topk_prob to true")
-    text["rope_parameters"] |= {"mrope_section": config.mrope_section, "mrope_interleaved": True}
+    sections = {"mrope_section": config.mrope_section, "mrope_interleaved": True}
+    text["rope_parameters"] |= sections
+    text["rope_scaling"] = {"rope_type": "default", **sections}
     kind, name = ("qwen3_vl_moe", "Qwen3VLMoe") if moe else ("qwen3_vl", "Qwen3VL")
     return {
         "architectures": [f"{name}ForConditionalGeneration"],
@@ -185,6 +189,8 @@ def _deepseek_v3(config: ModelConfig) -> dict[str, Any]:
         "rope_interleave": True,
         **longest,
         "rope_parameters": {"rope_theta": config.rope_theta, **yarn},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": yarn if config.yarn is not None else None,
         "q_lora_rank": config.q_lora_rank or None,
         "kv_lora_rank": config.kv_lora_rank,
         "qk_nope_head_dim": config.qk_nope_head_dim,

@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,14 +23,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from playbook.errors import ConfigError, DataError
-from playbook_trainer.config.tree import ModelConfig
+from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 from playbook_trainer.huggingface.config import check_config, hf_config, read_json
+from playbook_trainer.huggingface.kept import CONFIG, Kept
 from playbook_trainer.huggingface.names import HEAD, InMemory, Rule, Shape, Source, rules, whole
 
 __all__ = [
     "Files",
     "Writer",
     "check_folder",
+    "export_dtypes",
     "from_hf",
     "hf_config",
     "load_safetensors",
@@ -42,15 +45,14 @@ __all__ = [
     "to_hf",
 ]
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
 SHOWN = 8
 """Names listed for each kind of mismatch; a wrong preset would otherwise print thousands."""
 
-DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Types of weights that are read, and their bytes."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights that are read."""
 
 
 def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -152,9 +154,12 @@ class Writer:
         DataError: it could not be written.
     """
 
-    def __init__(self, config: ModelConfig, folder: Path, nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def __init__(
+        self, config: ModelConfig, folder: Path, nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES, kept: Kept | None = None
+    ) -> None:
         refuse_to_overwrite(folder)
-        self._config, self._folder, self._nbytes = config, folder, nbytes
+        self._config, self._folder, self._nbytes, self._kept = config, folder, nbytes, kept or Kept()
+        self._bytes_of: Counter[torch.dtype] = Counter()
         shards = _shards(nbytes, max_shard_bytes)
         names = [SINGLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         self._file = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
@@ -172,6 +177,7 @@ class Writer:
         """Write the next tensor. Tensors come in the order of the sizes that were given."""
         # A copy of its own for each tensor: safetensors refuses views that share memory.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._bytes_of[tensor.dtype] += tensor.nbytes
         if name in self._last:
             with _written(self._folder):
                 save_file(self._held, self._writing / self._file[name], metadata={"format": "pt"})
@@ -186,7 +192,11 @@ class Writer:
             shutil.rmtree(self._writing, ignore_errors=True)
 
     def _finish(self) -> None:
-        (self._writing / CONFIG).write_text(json.dumps(hf_config(self._config), indent=2) + "\n", encoding="utf-8")
+        for name, path in self._kept.files.items():
+            shutil.copyfile(path, self._writing / name)
+        most = self._bytes_of.most_common(1)[0][0]  # biases of a router may be in another precision
+        settings = self._kept.config_json(hf_config(self._config), str(most).removeprefix("torch."))
+        (self._writing / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         if len(self._last) > 1:
             index = {"metadata": {"total_size": sum(self._nbytes.values())}, "weight_map": self._file}
             (self._writing / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -290,9 +300,20 @@ def _state(config: ModelConfig, source: Source) -> dict[str, Tensor]:
     return {rule.ours: rule.read(source, whole(rule.shape)) for rule in rules(config)}
 
 
-def nbytes(table: Sequence[Rule], dtype: torch.dtype) -> dict[str, int]:
-    """The checkpoint's tensors with their bytes, in the order of the table."""
-    return {name: math.prod(shape) * dtype.itemsize for rule in table for name, shape in rule.theirs.items()}
+def export_dtypes(config: TrainerConfig, table: Sequence[Rule], held: torch.dtype) -> dict[str, torch.dtype]:
+    """The precision of each of our tensors in an export, by `checkpoint.export_dtype`; `held` is the one that they are in. Biases of routers stay float32."""
+    wanted, theirs = config.checkpoint.export_dtype, {}
+    if wanted == "source":
+        with ExitStack() as stack:
+            theirs = {name: DTYPES[kind] for name, kind in Files(Path(str(config.init.weights)), stack).dtypes.items()}
+    every = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(wanted, held)
+    usual = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else every for rule in table}
+    return {rule.ours: theirs.get(next(iter(rule.theirs)), usual[rule.ours]) for rule in table}
+
+
+def nbytes(table: Sequence[Rule], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """The checkpoint's tensors with their bytes, in the order of the table; `dtypes` by our names."""
+    return {name: math.prod(shape) * dtypes[rule.ours].itemsize for rule in table for name, shape in rule.theirs.items()}
 
 
 def _check(expected: Mapping[str, Sequence[Shape]], found: Mapping[str, Shape], what: str) -> None:

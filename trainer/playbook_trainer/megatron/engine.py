@@ -136,7 +136,7 @@ class MegatronEngine:
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""
         gather_parameters(self.config, self.chunks)
-        weights.save(self.chunks, self.config.model, folder)
+        weights.save(self.chunks, self.config.model, folder, run=self.config)
 
     def count_parameters(self) -> tuple[int, int]:
         """Number of parameters of the whole model, and of those that are trained, by the table of its Hugging Face tensors."""

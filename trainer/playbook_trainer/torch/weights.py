@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from playbook.errors import ConfigError
+from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.huggingface import weights
+from playbook_trainer.huggingface.kept import kept
 from playbook_trainer.huggingface.names import HEAD, Rule, slices
 from playbook_trainer.torch.model.decoder import Decoder
 from playbook_trainer.torch.parallel.axes import Axes
@@ -55,10 +57,11 @@ def save(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = weights.MAX_SHARD_BYTES,
     masters: Mapping[str, Callable[[], Tensor]] | None = None,
+    config: TrainerConfig | None = None,
 ) -> None:
     """Write the model as transformers stores it; every rank calls this. Rank 0 holds one tensor of ours and one file at a time.
 
-    `masters` give this rank's values of parameters that are not held whole.
+    `masters` give this rank's values of parameters that are not held whole; the `config` of a run says what to keep of its source, and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights.
@@ -76,14 +79,16 @@ def save(
         dist.all_gather_object(everyone, holders[0])
         holders = everyone
     table = weights.rules(model.config)
+    dtypes = weights.export_dtypes(config, table, dtype) if config else {rule.ours: dtype for rule in table}
     with ExitStack() as stack:
         writer = None
         if rank == 0:
-            writer = stack.enter_context(weights.Writer(model.config, folder, weights.nbytes(table, dtype), max_shard_bytes))
+            nbytes = weights.nbytes(table, dtypes)
+            writer = stack.enter_context(weights.Writer(model.config, folder, nbytes, max_shard_bytes, kept(config) if config else None))
         for rule in table:
             held = (masters or {}).get(rule.ours, partial(_local, params.get(rule.ours)))
             read = partial(_part, held, {box: here for here, box in own.get(rule.ours, [])})
-            whole = collect(rule, read, senders(rule, holders), rank, dtype)
+            whole = collect(rule, read, senders(rule, holders), rank, dtypes[rule.ours])
             if writer is not None and whole is not None:
                 for name, tensor in zip(rule.theirs, rule.split(whole), strict=True):
                     writer.add(name, tensor)

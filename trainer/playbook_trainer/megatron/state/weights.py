@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from playbook.errors import ConfigError
 from playbook_trainer.config.tree import ModelConfig, TrainerConfig
 from playbook_trainer.huggingface import weights
+from playbook_trainer.huggingface.kept import kept
 from playbook_trainer.huggingface.names import HEAD, Box, sizes, slices
 from playbook_trainer.megatron.settings import DTYPES
 from playbook_trainer.megatron.state.param_mapping import Held, Place, held
@@ -81,10 +82,16 @@ def load(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path) -> weig
 
 
 @torch.no_grad()
-def save(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path, max_shard_bytes: int = weights.MAX_SHARD_BYTES) -> None:
+def save(
+    chunks: Sequence[nn.Module],
+    config: ModelConfig,
+    folder: Path,
+    max_shard_bytes: int = weights.MAX_SHARD_BYTES,
+    run: TrainerConfig | None = None,
+) -> None:
     """Write the model as transformers stores it, in the precision of its parameters; every rank calls this, with its chunks as they are wrapped.
 
-    Rank 0 holds one tensor of ours and one file at a time.
+    Rank 0 holds one tensor of ours and one file at a time. The configuration of a `run` says what to keep of its source, and in which precision.
 
     Raises:
         ConfigError: the folder already holds weights, or transformers has no such model.
@@ -103,12 +110,13 @@ def save(chunks: Sequence[nn.Module], config: ModelConfig, folder: Path, max_sha
     dist.all_gather_object(holders, {name: [p.there for e in held_ for p in e.pieces if p.ours == name] for name, held_ in own.items()})
     table = weights.rules(config)
     dtype = torch.bfloat16 if any(e.tensor.dtype == torch.bfloat16 for e in entries) else torch.float32
-    dtypes = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
+    unasked = {rule.ours: torch.float32 if rule.ours.endswith("router.bias") else dtype for rule in table}
+    dtypes = weights.export_dtypes(run, table, dtype) if run else unasked
     with ExitStack() as stack:
         writer = None
         if rank == 0:
-            nbytes = {name: n for rule in table for name, n in weights.nbytes([rule], dtypes[rule.ours]).items()}
-            writer = stack.enter_context(weights.Writer(config, folder, nbytes, max_shard_bytes))
+            nbytes = weights.nbytes(table, dtypes)
+            writer = stack.enter_context(weights.Writer(config, folder, nbytes, max_shard_bytes, kept(run) if run else None))
         for rule in table:
             parts = _parts(rule.ours, own.get(rule.ours, []))
             full = collect(rule, parts.__getitem__, senders(rule, holders), rank, dtypes[rule.ours])
