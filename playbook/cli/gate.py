@@ -14,6 +14,8 @@ from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
 from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
+from playbook.files import replace
+from playbook.records.case import load_case
 from playbook_bench.judge.slowdown import ALLOWABLE
 from playbook_bench.run import bisect as bisection
 from playbook_bench.run import gate as harness
@@ -26,8 +28,11 @@ app = commands()
 
 @app.command()
 def gate(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id; its baseline configuration is what runs.")],
     baseline: Annotated[str, typer.Option(metavar="REF", help="The commit to compare the working tree with.")],
+    case: Annotated[
+        str | None, typer.Argument(metavar="CASE", help="A case's id, or its file; its baseline configuration is what runs.")
+    ] = None,
+    named: Annotated[str | None, typer.Option("--case", metavar="CASE", help="The same, as an option.")] = None,
     profile: Profile = None,
     results: Results = None,
     pairs: MorePairs = None,
@@ -46,18 +51,29 @@ def gate(
             metavar="REF", help="An older commit whose speed was accepted; bench/baselines/gate-anchors.yaml names it, if not given."
         ),
     ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answer as a JUnit file too.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the answer to this file as Markdown, such as $GITHUB_STEP_SUMMARY.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the working tree with a commit on one case: pass, regression, undecided or error. What cannot be judged does not pass."""
+    if (case is None) == (named is None):
+        raise PlaybookError("name one case: playbook gate --baseline REF CASE")
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget))
     limits = harness.Limits(to_share(limit, "--limit"), dict(_allowance(text) for text in allow or []))
     try:
-        result = harness.run(case, baseline, options, limits, progress, anchor=anchor)
+        result = harness.run(case or named or "", baseline, options, limits, progress, anchor=anchor)
     finally:
         progress.close()
     report.print_gate(result, out)
+    if junit is not None:
+        replace(junit, report.junit(result))
+    if markdown is not None:
+        with markdown.open("a", encoding="utf-8") as f:
+            f.write(report.markdown(result))
     if as_json:
         print_json(harness.as_json(result))
     raise typer.Exit(result.exit_code)
@@ -79,15 +95,17 @@ def bisect(
     """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge."""
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
+    loaded = load_case(case)
+    root = harness.repository_of(loaded, None)
 
     def told(judged: bisection.Judged, left: int) -> None:
-        out.print(f"{bisection.subject(judged.commit)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
+        out.print(f"{bisection.subject(judged.commit, root)}: {judged.trouble}, at most {left} left  ({judged.sentence})", markup=False)
 
     try:
         if minutes is not None and not 0 < minutes < math.inf:
             raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
         budget = None if minutes is None else 60 * minutes
-        found = bisection.run(case, good, bad, Options(profile, results or DEFAULT_RESULTS, pairs, budget), progress, told)
+        found = bisection.run(loaded, good, bad, Options(profile, results or DEFAULT_RESULTS, pairs, budget), progress, told)
     finally:
         progress.close()
     if as_json:
@@ -101,7 +119,7 @@ def bisect(
         }
         say(words[found.status])
         for commit in found.suspects:
-            say(f"  {bisection.subject(commit)}")
+            say(f"  {bisection.subject(commit, root)}")
     raise typer.Exit(found.exit_code)
 
 

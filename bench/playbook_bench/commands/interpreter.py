@@ -36,9 +36,10 @@ print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "packages": found}))
 _TIMEOUT_S = 60
 
 
-def seen_by(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+def seen_by(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The interpreter's version and packages, as far as the command is a Python or a script of one; else empty packages."""
-    python = _python(words[0], environment.get("PATH"))
+    program = str(cwd / words[0]) if "/" in words[0] else words[0]
+    python = _python(program, environment.get("PATH"))
     return dict(_ask(python, environment.get("PYTHONPATH", ""))) if python else {"packages": {}}
 
 

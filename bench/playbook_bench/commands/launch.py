@@ -161,7 +161,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     if program.trace is not None:
         receipt |= proof.seen(program.trace)
     strict = {
-        **interpreter.seen_by(program.words, environment),
+        **interpreter.seen_by(program.words, program.cwd, environment),
         "log": found.adapter,
         "log_clock": found.clock,
         "log_every": found.every,

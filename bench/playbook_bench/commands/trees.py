@@ -77,15 +77,9 @@ def files(here: Path, tree: str | None, revision: str | None, prepare: Sequence[
     Raises:
         ConfigError: there is no repository, the revision is no commit, or a file that is laid over cannot be read.
     """
-    repository = checkout.top(here)
-    if repository is None:
-        raise ConfigError(f"{here} lies in no git repository, so there are no revisions and no copies of its files; start it in one")
+    repository = around(here)
     if tree is None:
-        tree = (
-            checkout.git(repository, ["rev-parse", f"{checkout.commit_of(repository, revision)}^{{tree}}"]).stdout.strip()
-            if revision
-            else _working_tree(repository)
-        )
+        tree = tree_of(repository, revision) if revision else working_tree(repository)
     try:
         texts = tuple((path, (repository / source).read_text(encoding="utf-8")) for path, source in sorted(overlay.items()))
     except (OSError, ValueError) as e:
@@ -93,7 +87,28 @@ def files(here: Path, tree: str | None, revision: str | None, prepare: Sequence[
     return Files(repository, here.resolve().relative_to(repository), tree, tuple(prepare), texts)
 
 
-def _working_tree(repository: Path) -> str:
+def around(here: Path) -> Path:
+    """The repository that a folder lies in.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    repository = checkout.top(here)
+    if repository is None:
+        raise ConfigError(f"{here} lies in no git repository, so there are no commits and no copies of its files; start it in one")
+    return repository
+
+
+def tree_of(repository: Path, reference: str) -> str:
+    """The hash of a commit's tree.
+
+    Raises:
+        ConfigError: the reference is no commit.
+    """
+    return checkout.git(repository, ["rev-parse", f"{checkout.commit_of(repository, reference)}^{{tree}}"]).stdout.strip()
+
+
+def working_tree(repository: Path) -> str:
     """The hash of the tree of all files that git knows of, as they are now; new files that were not added are not in it.
 
     Raises:

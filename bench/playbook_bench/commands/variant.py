@@ -36,22 +36,25 @@ class Command:
     """What to count in the lines that it prints."""
     traced: Traced | None = None
     files: trees.Files | None = None
-    """The files that it runs in; the working folder, where None."""
+    """The files that it runs in; those of `here`, where None."""
+    here: Path = Path()
     longer: bool = False
     proves: bool = False
     cache: Path = Path()
     """Where files of commits are kept."""
 
     @classmethod
-    def of(cls, case: Case, variant: Variant, values: Mapping[str, Any], ranks: int, tree: str | None = None) -> Command:
-        """The variant with `values` of profile and deltas. It runs in the files of its revision, or of `tree`, where there is one.
+    def of(cls, case: Case, variant: Variant, values: Mapping[str, Any], ranks: int, here: Path, tree: str | None = None) -> Command:
+        """The variant with `values` of profile and deltas, started in `here`, or there in the files of its revision, or of `tree`.
 
         Raises:
-            ConfigError: its revision is no commit of the repository here.
+            ConfigError: its revision is no commit of the repository here, or the gate has chosen another one.
         """
         overlay, revision = dict(values.get("files", {})), values.get("revision")
-        files = trees.files(Path.cwd(), tree, revision, case.prepare, overlay) if tree or revision or overlay else None
-        root = files.repository if files else Path.cwd()
+        if tree and revision:
+            raise ConfigError(f"case '{case.id}': '{variant}' names a revision; the gate chooses commits by itself, leave it out there")
+        files = trees.files(here, tree, revision, case.prepare, overlay) if tree or revision or overlay else None
+        root = files.repository if files else here
         plain = {k: v for k, v in values.items() if k not in DELTAS}
         known = {**plain, "root": str(root)}
         words = tuple(fill(text, known) for text in (*case.command, *values.get("arguments", [])))
@@ -69,6 +72,7 @@ class Command:
             tuple(dict.fromkeys(r.log for r in rules if r.log is not None)),
             case.trace,
             files,
+            here,
         )
 
     @property
@@ -131,7 +135,8 @@ class Command:
         """
         if type(launcher) is not LocalLauncher:
             raise ConfigError("a command is started as it stands; leave out --fork and --launcher, and start ranks in the command itself")
-        cwd, own, source = Path.cwd(), dict[str, str](), checkout.source_of(Path.cwd()) if self.files is None else self.files.tree
+        cwd, own = self.here, dict[str, str]()
+        source = checkout.source_of(self.here) if self.files is None else self.files.tree
         if self.files is not None:
             try:
                 cwd, own = self.files.place(self.cache)

@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import repo_root
-from playbook.records.case import Case
+from playbook.records.case import Case, load_case
 from playbook_bench.launch import local
 from playbook_bench.run import checkout, gate
 from playbook_bench.run.options import Options
@@ -73,15 +73,15 @@ def run(
         LaunchError: git cannot be run, or the good commit fails itself at the first judgement.
     """
     options = options or Options()
-    repository = checkout.repository(root)
+    found_case = case if isinstance(case, Case) else load_case(case)
+    repository = gate.repository_of(found_case, root)
     history, reference = commits(repository, good, bad), checkout.commit_of(repository, good)
 
     done: list[Judged] = []
 
     def judge(commit: str) -> Judged:
-        with checkout.files_of(repository, commit) as files:
-            fresh = replace(options, began=time.monotonic())
-            found = gate.run(case, reference, fresh, progress=progress, root=repository, judged=files)
+        fresh = replace(options, began=time.monotonic())
+        found = gate.run(found_case, reference, fresh, progress=progress, root=repository, judged=commit)
         try:
             trouble = trouble_of(found)
         except LaunchError:

@@ -10,28 +10,28 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from playbook.errors import ConfigError, LaunchError
-from playbook.paths import data_root
+from playbook.paths import KINDS, data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
 from playbook.records.evidence import Comparison, Gate, Plan, Run, canonical
 from playbook.yaml_files import Strict, load
+from playbook_bench.commands import trees
+from playbook_bench.commands.variant import Command
 from playbook_bench.judge import effects, guards, metrics, receipt, slowdown, verdict
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
-from playbook_bench.launch.local import Launcher, Spec
-from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect, occupied, requirements
 from playbook_bench.machine.telemetry import Telemetry
 from playbook_bench.run import aa, checkout, journal, schedule, series
 from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
-from playbook_bench.run.variants import Resolved, differing, overrides, resolve_variant, trainer_path
+from playbook_bench.run.variants import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
 from playbook_trainer.config.hashing import flatten
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
@@ -103,19 +103,6 @@ class GateResult:
         return EXIT_CODES[self.status]
 
 
-@dataclass(frozen=True)
-class _Trees:
-    """A launcher that runs each variant from its own tree; the run folder's name tells the variant."""
-
-    paths: Mapping[str, str]
-    inner: Launcher
-
-    def run(self, spec: Spec, on_step: Any = None) -> Result:
-        """Run it with the variant's sources first on the path."""
-        variant = next(v for v in self.paths if f"-{v}-" in spec.folder.name)
-        return self.inner.run(replace(spec, environment={**spec.environment, "PYTHONPATH": self.paths[variant]}), on_step)
-
-
 def run(
     case_id: str | Case,
     baseline: str,
@@ -124,10 +111,12 @@ def run(
     progress: Progress | None = None,
     *,
     root: Path | None = None,
-    judged: Path | None = None,
+    judged: str | Path | None = None,
     anchor: str | None = None,
 ) -> GateResult:
-    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with the files in `judged`, on the case's baseline configuration.
+    """Compare the commit `baseline`, and the case's anchor, with the working tree, or with what is `judged` instead, a commit or a folder of files, on the case's baseline configuration.
+
+    A case that launches a command is judged in the repository around the working folder, any other in that of this code, unless `root` names one.
 
     Raises:
         ConfigError: a reference or the case does not fit.
@@ -140,17 +129,18 @@ def run(
     metric = metrics.get(case.metric or "")
     machine = detect.detect()
     profile = requirements.require_profile(case, machine, options.profile)
-    repository = checkout.repository(root)
-    anchor = anchor or (_anchor_of(case.id) if root is None else None)
+    repository = repository_of(case, root)
+    anchor = anchor or (_anchor_of(case.id, repository if case.command else None) if root is None or case.command else None)
     if anchor and checkout.commit_of(repository, anchor) == checkout.commit_of(repository, baseline):
         anchor = None
     references = {"baseline": baseline, **({"anchor": anchor} if anchor else {})}
-    with local.interruptible(), _files(repository, references) as trees:
-        trees["candidate"] = judged or repository
-        paths = {v: checkout.import_path(t, list(trees.values())) for v, t in trees.items()}
+    with local.interruptible(), contextlib.ExitStack() as stack:
         blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
+        states: dict[str, str | Path | None] = {**references, "candidate": judged}
         try:
-            variants = _resolve(case, profile, trees, paths)
+            variants = (
+                _commands(case, profile, repository, states) if case.command else _resolve(case, profile, _files(stack, repository, states))
+            )
         except LaunchError as e:
             return replace(blank, sentence=str(e))
         blank = replace(blank, differences=_differences(variants))
@@ -161,8 +151,7 @@ def run(
             progress.note(warning)
         with Telemetry(machine, profile, work) as telemetry:
             running = _series(case, profile, machine, variants, options, progress, work, telemetry)
-            running.launcher = _Trees(paths, options.launcher)
-            kept = options.journal or _default_journal(case, repository, trees, references, options)
+            kept = options.journal or (None if judged else _default_journal(case, repository, variants, references, options))
             if kept:
                 running.journal = kept.series(case, profile, running.plan.seed, len(variants))
                 running.plan = running.plan.model_copy(update={"seed": running.journal.seed})
@@ -172,27 +161,50 @@ def run(
     return _judge_all(running, metric, limits, blank, anchor)
 
 
+def repository_of(case: Case, root: Path | None) -> Path:
+    """The repository whose commits are compared: the one given, else that around the working folder for a command, and that of this code for our trainer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not case.command:
+        return checkout.repository(root)
+    return (root or trees.around(Path.cwd())).resolve()
+
+
 def _default_journal(
-    case: Case, repository: Path, trees: Mapping[str, Path], references: Mapping[str, str], options: Options
+    case: Case, repository: Path, variants: Mapping[str, Runnable], references: Mapping[str, str], options: Options
 ) -> Journal | None:
     """What an earlier gate of the same commits and the same working tree has left when it was stopped; bisecting goes on by commits, not by launches."""
-    if trees["candidate"] != repository:
-        return None
+    candidate = variants["candidate"]
+    state = candidate.files.tree if isinstance(candidate, Command) and candidate.files else checkout.state_of(repository)
     commits = [checkout.commit_of(repository, reference) for reference in references.values()]
-    words = ["gate", case.id, *commits, checkout.state_of(repository), str(options.pairs), str(options.seed)]
+    words = ["gate", case.id, *commits, state, str(options.pairs), str(options.seed)]
     return journal.of_command(options.results, words, detect.place(), detect.exported())
 
 
-@contextlib.contextmanager
-def _files(root: Path, references: Mapping[str, str]) -> Iterator[dict[str, Path]]:
-    """The files of each commit, by its variant."""
-    with contextlib.ExitStack() as stack:
-        yield {variant: stack.enter_context(checkout.files_of(root, reference)) for variant, reference in references.items()}
+def _files(stack: contextlib.ExitStack, root: Path, states: Mapping[str, str | Path | None]) -> dict[str, Path]:
+    """The files of each state by its variant: a commit's in a folder of their own until the stack is left, others where they are."""
+    return {
+        v: stack.enter_context(checkout.files_of(root, state)) if isinstance(state, str) else state or root for v, state in states.items()
+    }
 
 
-def _anchor_of(case: str) -> str | None:
-    """The commit that the repository's file of anchors names for the case."""
-    path = data_root("baselines") / _ANCHORS
+def _commands(case: Case, profile: str, repository: Path, states: Mapping[str, str | Path | None]) -> dict[str, Runnable]:
+    """The command in the files of each state of the repository, in the folder that the gate was started in."""
+    here = Path.cwd().resolve() if Path.cwd().resolve().is_relative_to(repository) else repository
+    found: dict[str, Runnable] = {}
+    for variant in (v for v in ("baseline", "candidate", "anchor") if v in states):
+        state = states[variant]
+        tree = trees.tree_of(repository, str(state)) if state else trees.working_tree(repository)
+        command = resolve(case, "baseline", profile, here, tree)
+        found[variant] = replace(command, variant=variant) if isinstance(command, Command) else command
+    return found
+
+
+def _anchor_of(case: str, repository: Path | None) -> str | None:
+    """The commit that the repository's file of anchors names for the case; None is that of this code."""
+    path = (repository / KINDS["baselines"] if repository else data_root("baselines")) / _ANCHORS
     if not path.is_file():
         return None
     found = load(path, Anchors)[0].anchors.get(case)
@@ -223,28 +235,30 @@ def _as_gate_case(case: Case) -> Case:
     )
 
 
-def _resolve(case: Case, profile: str, trees: Mapping[str, Path], paths: Mapping[str, str]) -> dict[str, Resolved]:
-    """Each tree's own configuration, from its own trainer file and the case's overrides.
+def _resolve(case: Case, profile: str, folders: Mapping[str, Path]) -> dict[str, Runnable]:
+    """Each tree's own configuration, from its own trainer file and the case's overrides, with its sources first on the path.
 
     Raises:
         LaunchError: a tree does not read them, or trains another number of steps.
     """
     shared = resolve_variant(case, "baseline", profile)
     trainer = trainer_path(case).relative_to(data_root("configs").resolve())
+    paths = {v: checkout.import_path(t, list(folders.values())) for v, t in folders.items()}
     found = {}
-    for variant in sorted(trees, reverse=True):  # candidate, baseline, anchor: the order of the launches is the schedule's own
+    for variant in sorted(folders, reverse=True):  # candidate, baseline, anchor: the order of the launches is the schedule's own
         try:
-            dump = checkout.resolve_in(trees[variant], paths[variant], trainer, overrides(case, "baseline", profile)[0])
+            dump = checkout.resolve_in(folders[variant], paths[variant], trainer, overrides(case, "baseline", profile)[0])
         except LaunchError as e:
             raise LaunchError(f"the {variant} cannot be run: {e}") from e
         train, wanted = dump.get("train", {}), shared.config.train
         if (train.get("steps"), train.get("warmup_steps")) != (wanted.steps, wanted.warmup_steps):
             raise LaunchError(f"the {variant} trains {train.get('steps')} steps and not {wanted.steps}; name them in the case's profile")
-        found[variant] = replace(shared, variant=variant, resolved=dump)
+        environment = {**shared.environment, "PYTHONPATH": paths[variant]}
+        found[variant] = replace(shared, variant=variant, environment=environment, resolved=dump)
     return {v: found[v] for v in ("baseline", "candidate", "anchor") if v in found}
 
 
-def _differences(variants: Mapping[str, Resolved]) -> list[str]:
+def _differences(variants: Mapping[str, Runnable]) -> list[str]:
     """`key: before -> now` for what the baseline and the tree resolve differently."""
     before, now = variants["baseline"].dump, variants["candidate"].dump
     old, new = flatten(before), flatten(now)
@@ -255,7 +269,7 @@ def _series(
     case: Case,
     profile: str,
     machine: Any,
-    variants: dict[str, Resolved],
+    variants: dict[str, Runnable],
     options: Options,
     progress: Progress,
     work: Path,

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
+from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.live import Live
@@ -230,6 +231,32 @@ def print_gate(result: GateResult, out: Console) -> None:
     )
     if advice := result.revision or (result.anchor.revision if result.anchor else ""):
         out.print(Text(_INDENT + advice))
+
+
+def junit(result: GateResult) -> str:
+    """The gate's answer as a JUnit file of one test: what is neither a pass nor a regression is an error, since it must not look green."""
+    suite = ET.Element("testsuite", name="playbook gate", tests="1", failures="0", errors="0")
+    test = ET.SubElement(suite, "testcase", classname="playbook.gate", name=f"{result.case} against {result.reference}")
+    if result.status != "pass":
+        kind = "failure" if result.status == "regression" else "error"
+        suite.set(f"{kind}s", "1")
+        ET.SubElement(test, kind, type=result.status, message=plain(result.sentence))
+    return ET.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def markdown(result: GateResult) -> str:
+    """The gate's answer as a table for the summary of a CI job."""
+    found = result.comparison
+    rows = [
+        ("answer", f"**{result.status}**"),
+        ("why", plain(result.sentence)),
+        ("profile", result.profile),
+        ("launches", str(len(result.runs))),
+    ]
+    if found is not None:
+        rows += [(found.metric, f"{_value(found.baseline)} -> {_value(found.candidate)} {found.unit}")]
+    lines = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
+    return "\n".join([f"### playbook gate: {result.case} against `{result.reference}`", "", "| | |", "|---|---|", *lines, ""])
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:

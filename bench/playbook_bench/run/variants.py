@@ -209,8 +209,8 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
     return merged, ranks
 
 
-def resolve(case: Case, variant: Variant, profile: str, tree: str | None = None) -> Runnable:
-    """The variant's configuration, or its command; a command may be of another commit, by the hash of its files.
+def resolve(case: Case, variant: Variant, profile: str, here: Path | None = None, tree: str | None = None) -> Runnable:
+    """The variant's configuration, or its command; a command runs in `here`, and may be of another commit, by the hash of its files.
 
     Raises:
         ConfigError, FileError: as `resolve_variant`, or the command's template cannot be filled.
@@ -218,7 +218,7 @@ def resolve(case: Case, variant: Variant, profile: str, tree: str | None = None)
     if not case.command:
         return resolve_variant(case, variant, profile)
     merged, ranks = _overrides(case, variant, profile)
-    return Command.of(case, variant, merged, ranks, tree)
+    return Command.of(case, variant, merged, ranks, here or Path.cwd(), tree)
 
 
 def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:

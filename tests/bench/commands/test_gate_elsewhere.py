@@ -1,0 +1,164 @@
+"""The gate and bisecting in somebody else's repository: worktrees, a build step, the six ways to cheat, and the commit that is named."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from playbook.cli.app import main
+from playbook_bench.run import bisect, gate
+from playbook_bench.run.options import Options
+
+SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
+CASE = """
+id: step-time
+kind: command
+summary: The script as its commits have it.
+command: [PYTHON, train.py, --launch, "{run}", --steps, "50"]
+candidate: {arguments: [--fast]}
+steps: {count: 50}
+metric: step_seconds
+profiles: {cpu: {}}
+budget: {pairs: [4, 8], launch_timeout_s: 20}
+"""
+
+
+@pytest.fixture
+def repo(tmp_path, monkeypatch):
+    """A small repository with a training script; called with what a commit plants, it makes the commit."""
+    root = tmp_path / "theirs"
+    (root / "bench").mkdir(parents=True)
+
+    def git(*words):
+        done = subprocess.run(
+            ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@t", *words], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def commit(message="work", **plant):
+        (root / "plant.json").write_text(json.dumps(plant))
+        git("add", "-A")
+        git("commit", "-q", "--allow-empty", "-m", message)
+        return git("rev-parse", "HEAD")
+
+    git("init", "-q", "-b", "main")
+    shutil.copy(SCRIPT, root / "train.py")
+    (root / ".gitignore").write_text(".playbook/\n")
+    (root / "bench" / "step-time.yaml").write_text(CASE.replace("PYTHON", sys.executable))
+    commit("first")
+    monkeypatch.chdir(root)
+    commit.root, commit.git = root, git
+    return commit
+
+
+def run(**more):
+    return gate.run("bench/step-time.yaml", more.pop("baseline", "HEAD~1"), Options(profile="cpu", seed=1, **more))
+
+
+@pytest.mark.parametrize(("slower", "status"), [(0.2, "regression"), (0.0, "pass")])
+def test_a_slower_commit_fails_and_an_equal_one_passes(repo, slower, status):
+    repo(slower=slower)
+    found = run()
+    assert found.status == status, found.sentence
+
+
+FAULTS = ["nan loss", "nan throughput", "no throughput", "ends early"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sample("ends early")
+def test_what_cannot_be_measured_is_an_error(repo, fault):
+    repo(fault=fault)
+    found = run()
+    assert (found.status, found.exit_code) == ("error", 5), found.sentence
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["slow first part", "every fourth"])
+def test_steps_that_are_slow_in_part_are_a_regression(repo, fault):
+    repo(fault=fault)
+    found = run()
+    assert found.status == "regression", found.sentence
+
+
+@pytest.mark.full
+def test_five_small_regressions_in_a_row_are_seen_from_the_anchor(repo):
+    anchor = repo.git("rev-parse", "HEAD")
+    folder = repo.root / "bench" / "baselines"
+    folder.mkdir()
+    (folder / "gate-anchors.yaml").write_text(f"anchors: {{step-time: {{commit: {anchor}, reason: the first release}}}}\n")
+    for i in range(1, 6):
+        repo(slower=0.015 * i, noise=0.001)
+    found = run()
+    assert found.status == "regression", found.sentence
+    assert "since the anchor" in found.sentence
+
+
+@pytest.mark.full
+def test_losing_tokens_or_training_otherwise_is_no_pass(repo):
+    repo(fault="no tokens")
+    assert run().status == "error"
+    repo(fault="other loss")
+    assert run(baseline="HEAD~2").status == "error"
+
+
+@pytest.mark.full
+def test_uncommitted_changes_are_judged_and_new_files_are_not(repo):
+    (repo.root / "plant.json").write_text('{"slower": 0.3}')
+    assert run(baseline="HEAD").status == "regression"
+    assert repo.git("status", "--porcelain") == "M plant.json"
+
+
+def test_files_are_prepared_once_for_each_state(repo):
+    case = repo.root / "bench" / "step-time.yaml"
+    case.write_text(
+        case.read_text() + f"prepare: [{sys.executable}, -c, \"import os; open('built', 'a').write('x'); print(os.getcwd())\"]\n"
+    )
+    repo()
+    assert run(pairs=2).status == "undecided"
+    built = [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")]
+    assert built == ["x", "x"]
+    assert run(pairs=2).status == "undecided"
+    assert [p.read_text() for p in repo.root.glob(".playbook/results/cache/trees/*/tree/built")] == ["x", "x"]
+
+
+def test_a_build_that_fails_is_an_error(repo):
+    case = repo.root / "bench" / "step-time.yaml"
+    case.write_text(case.read_text() + f"prepare: [{sys.executable}, -c, \"raise SystemExit('no compiler')\"]\n")
+    found = run(baseline="HEAD")
+    assert (found.status, found.exit_code) == ("error", 5)
+    assert "no compiler" in found.sentence
+
+
+@pytest.mark.full
+def test_bisect_names_the_commit(repo):
+    good = repo.git("rev-parse", "HEAD")
+    repo("fine")
+    bad = repo("slow", slower=0.2)
+    repo("later", slower=0.2, steps=50)
+    found = bisect.run("bench/step-time.yaml", good, "HEAD", Options(profile="cpu", seed=1))
+    assert found.suspects == [bad]
+    assert bisect.subject(bad, repo.root).endswith("slow")
+
+
+def test_the_command_line_writes_junit_and_markdown(repo, capsys):
+    repo(fault="ends early")
+    with pytest.raises(SystemExit) as ended:
+        main(["gate", "--baseline", "HEAD~1", "--case", "bench/step-time.yaml", "--junit", "gate.xml", "--markdown", "gate.md"])
+    assert ended.value.code == 5
+    suite = ET.parse("gate.xml").getroot()
+    assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+    assert "| answer | **error** |" in Path("gate.md").read_text()
+
+
+def test_outside_of_a_repository_it_says_so(tmp_path, monkeypatch, repo, capsys):
+    case = repo.root / "bench" / "step-time.yaml"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["gate", "--baseline", "HEAD", str(case)])
+    assert ended.value.code == 2
+    assert "no git repository" in capsys.readouterr().err
