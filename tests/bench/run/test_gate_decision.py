@@ -10,6 +10,7 @@ import pytest
 
 from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Activation, Budget, Case, Delta, Guardrails, Loss, Receipt, Rule
+from playbook_bench.judge import statistics
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
 from playbook_bench.run import checkout, gate
@@ -88,6 +89,7 @@ def judged(tmp_path, monkeypatch):
         yield tmp_path / reference
 
     def resolve_in(tree, path, trainer, overrides):
+        real.setdefault("overrides", []).append((tree.name, str(trainer), dict(overrides)))
         found = json.loads(json.dumps(real["dump"]))
         for key, value in real.get(tree.name, {}).items():
             if isinstance(value, Exception):
@@ -112,6 +114,7 @@ def judged(tmp_path, monkeypatch):
         found = gate.run(case, "old", asked, limits, noted, root=tmp_path, judged=tmp_path / "new", anchor=anchor)
         return found, launcher.launched
 
+    run.real = real
     return run
 
 
@@ -344,6 +347,54 @@ def test_what_the_trees_resolve_differently_is_said_first(judged):
 def test_a_tree_that_resolves_another_number_of_steps_is_not_run(judged, resolved, says):
     found, launched = judged(resolved=resolved)
     assert (found.status, found.sentence, launched) == ("error", says, [])
+
+
+def test_each_tree_is_asked_for_the_cases_file_with_the_overrides_of_its_first_variant(judged):
+    own = CASE.model_copy(update={"variant_profiles": {"cpu": {"baseline": {"train.global_batch_size": 4}, "candidate": {}}}})
+    judged(case=own.model_copy(update={"metric": BYTES}), anchor="first")
+    asked = judged.real["overrides"]
+    assert {(tree, file) for tree, file, _ in asked} == {(tree, "qwen3_moe_tiny.yaml") for tree in ("old", "new", "first")}
+    wanted = {"train.steps": 12, "train.warmup_steps": 2, "moe.dispatcher": "alltoall", "train.global_batch_size": 4}
+    assert all(wanted.items() <= overrides.items() for _, _, overrides in asked)
+
+
+@pytest.mark.parametrize(
+    ("looks", "pairs", "all_looks"), [([4, 12], 20, (4, 12, 20)), ([4, 8, 12], 19, (4, 8, 12, 16)), ([4, 8, 12], None, (4, 8, 12))]
+)
+def test_further_looks_are_as_far_apart_as_the_last_two_and_within_the_pairs(judged, looks, pairs, all_looks):
+    open_ = {"factor": 1.03, "noise": 4.0}
+    found, _ = judged(case=CASE.model_copy(update={"budget": Budget(pairs=looks)}), candidate=open_, baseline={"noise": 4.0}, pairs=pairs)
+    assert found.comparison.pairs == all_looks[-1]
+    assert found.comparison.alpha_look == pytest.approx(statistics.levels(all_looks, statistics.SPENT * 0.05)[-1])
+
+
+def test_two_pairs_are_enough_where_they_are_a_look(judged):
+    found, launched = judged(case=CASE.model_copy(update={"budget": Budget(pairs=[2, 4])}), candidate={"factor": 1.2})
+    assert (found.status, len(launched)) == ("regression", 2 + 8 + 4), found.sentence
+
+
+def test_the_last_launch_of_the_noise_may_not_fail_either(judged):
+    found, launched = judged(baseline={"outcome": {8: "crash"}})
+    assert (found.status, launched.count("baseline"), launched.count("candidate")) == ("error", 9, 1)
+
+
+@pytest.mark.parametrize(("relative", "ok"), [(0.5, True), (0.015, False), (None, False)])
+def test_the_mean_loss_stays_within_the_cases_band_or_the_usual_one(judged, relative, ok):
+    loss = Loss(relative=relative, reason="r") if relative is None else Loss(relative=relative)
+    own = CASE.model_copy(update={"metric": BYTES, "guardrails": Guardrails(loss=loss)})
+    found, _ = judged(case=own, candidate={"loss": 0.1})
+    assert next(g for g in found.gates if g.name == "loss").ok is ok
+
+
+@pytest.mark.parametrize(
+    ("metric", "planted", "status"), [(SPEED, {"factor": 2.3}, "regression"), ("data_time_share", {"waiting": 0.8}, "pass")]
+)
+def test_a_limit_is_a_share_of_the_time_or_so_many_points(judged, metric, planted, status):
+    """Twice as long is the limit of 100 %, as a ratio; 80 points are less than 100."""
+    found, _ = judged(
+        case=CASE.model_copy(update={"metric": metric}), candidate=planted, limits=gate.Limits(limit=1.0, allowed={"process": 9.0})
+    )
+    assert found.status == status, found.sentence
 
 
 @pytest.mark.parametrize("limit", [0.0, -0.01, 10.0])

@@ -1,0 +1,431 @@
+"""The figures of a record, each against a calculation of its own, and conditions at the value where they turn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_curve import expect, record, square, sweep
+from test_verdict import around, judge, make_case, make_run, measured, series
+
+from playbook.cards.model import Comparison as Compared
+from playbook.cards.model import Expect, Quantity
+from playbook.records.case import Activation, Case, Receipt, Rule
+from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan
+from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, slowdown, statistics, verdict
+from playbook_bench.judge.rules import VERSION, Rules
+
+SECONDS = metrics.get("step_seconds")
+RATES = statistics.levels((4, 8, 12), statistics.SPENT * 0.05)
+
+
+def by_hand(d: list[float], noise: list[float], alpha: float) -> tuple[float, float]:
+    """Mean and half width of a pair's interval whose own deviation does not stand out of the A/A."""
+    freedom = len(d) - 1 + len(noise)
+    pooled = math.sqrt((sum((x - np.mean(d)) ** 2 for x in d) + sum(x * x for x in noise)) / freedom)
+    return float(np.mean(d)), stats.t.ppf(1 - alpha / 2, freedom) * pooled / math.sqrt(len(d))
+
+
+def test_the_record_of_a_pair() -> None:
+    d = [0.101, 0.099, 0.102, 0.098]
+    found = judge(d, s_aa=0.005).comparison
+    mean, half = by_hand(d, [0.005] * 4, RATES[0])
+    assert found.model_dump() == {
+        "metric": "step_seconds", "unit": "s", "better": "lower", "design": "launches_abba", "scale": "log_ratio",
+        "baseline": pytest.approx(1.0005), "candidate": pytest.approx(1.0005 * np.mean(np.exp([-x for x in d]))),
+        "effect": pytest.approx(math.expm1(mean)), "low": pytest.approx(math.expm1(mean - half)), "high": pytest.approx(math.expm1(mean + half)),
+        "pairs": 4, "look": 1, "alpha_look": pytest.approx(RATES[0]), "differences": pytest.approx(d), "mean": pytest.approx(mean),
+        "deviation": pytest.approx(np.std(d, ddof=1)), "floor": pytest.approx(0.005), "hodges_lehmann": None, "sign_flip_p": None,
+        "mde": pytest.approx(statistics.least_effect(4, half * 2 / stats.t.ppf(1 - RATES[0] / 2, 7), RATES[0])), "pairs_needed": None,
+    }  # fmt: skip
+
+
+def test_the_record_of_an_exact_pair() -> None:
+    runs = [make_run(metrics={"recompiles": 5.0}), make_run("candidate", position=1, metrics={"recompiles": 2.0})]
+    found = verdict.derive(measured(runs, op=">=", margin=1.0, unit="count", metric="recompiles"))
+    c = found.comparison
+    assert (c.design, c.scale, c.baseline, c.candidate, c.pairs) == ("deterministic", "difference", 5.0, 2.0, 1)
+    assert (c.effect, c.low, c.high, c.mean, c.differences) == (3.0, 3.0, 3.0, 3.0, [3.0])
+    assert (c.look, c.alpha_look, c.floor, c.deviation, c.mde, c.pairs_needed) == (None,) * 6
+    assert [g.ok for g in found.gates if g.name == "repeatable"] == [True]
+    assert found.verdict.sentence.startswith("+3.000 count; claimed ")
+    share = [make_run(outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1)]
+    assert verdict.derive(measured(share, metric="fits", margin=100.0, unit="points")).verdict.sentence.startswith(
+        "+100.0 points; claimed "
+    )
+
+
+def test_an_exact_metric_that_does_not_repeat_is_said_in_the_conditions() -> None:
+    runs, aa = series([0.0, 0.0])
+    runs[2] = runs[2].model_copy(update={"metrics": {"state_bytes_per_rank": 101.0}})
+    found = verdict.derive(measured(runs, aa, metric="state_bytes_per_rank"))
+    assert [g.ok for g in found.gates if g.name == "repeatable"] == [False]
+
+
+def test_a_sweeps_intervals_share_the_error_rate() -> None:
+    found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"), s_aa=0.004)).curve
+    alpha = statistics.levels((4, 8), statistics.SPENT * 0.05)[0] / 2
+    assert found.alpha_contrast == pytest.approx(alpha)
+    assert (found.design, found.freedom, found.blocks, found.look, found.floor) == (
+        "launches_blocks",
+        2 * 3 + 4,
+        4,
+        1,
+        pytest.approx(0.004),
+    )
+    assert [c.name for c in found.contrasts] == ["2 over 1", "4 over 2"]
+    for c in found.contrasts:
+        half = stats.t.ppf(1 - alpha / 2, 10) * c.used / 2
+        assert (c.low, c.high) == pytest.approx((math.expm1(c.mean - half), math.expm1(c.mean + half)))
+    assert [(p.variant, p.launches, p.outcome) for p in found.points] == [(v, 4, "ok") for v in ("1", "2", "4")]
+    # The ripple of four blocks is the same four values for every variant, in another order: it cancels in the mean.
+    assert [p.effect for p in found.points] == pytest.approx([0.0, math.expm1(0.1), math.expm1(0.2)])
+    assert found.points[1].value == pytest.approx(1.0005 * math.exp(-0.1) * np.mean(np.exp([0.002, -0.002, 0.001, -0.001])))
+
+
+def test_of_two_planned_contrasts_one_that_did_not_come_about_still_has_its_share() -> None:
+    gone = expect("best", at=[2], infeasible=[1])
+    found = verdict.derive(record(sweep(), [0.0, 0.3, 0.0], gone, outcomes={"1": "oom"})).curve
+    assert (len(found.contrasts), found.alpha_contrast) == (1, pytest.approx(statistics.levels((4, 8), statistics.SPENT * 0.05)[0] / 2))
+    assert next((p.variant, p.outcome, p.launches, p.value) for p in found.points) == ("1", "oom", 1, None)
+
+
+def test_between_looks_a_sweeps_sentence_has_no_interval() -> None:
+    found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"), blocks=5))
+    assert "[" not in found.verdict.sentence
+    assert "[" in effects.show(found.curve, between=True)
+
+
+def without_claim(case: Case, runs: list, **fields: object) -> Measured:
+    made = measured(runs, case=case, **fields)
+    return made.model_copy(update={"claim": None})
+
+
+def test_a_case_that_no_claim_names_is_measured_against_its_first_variant() -> None:
+    runs, aa = series(around(0.2))
+    found = verdict.derive(without_claim(make_case(), runs, aa=aa))
+    assert (found.verdict.status, found.verdict.reason) == ("measured", "no_claim")
+    assert found.verdict.sentence.startswith("+20.0 % [")
+    assert (found.comparison.effect, found.comparison.pairs_needed) == (pytest.approx(0.2, abs=1e-3), None)
+    of_sweep = record(sweep(), [0.0, 0.1, 0.2], expect("rising")).model_copy(update={"claim": None})
+    assert [c.name for c in verdict.derive(of_sweep).curve.contrasts] == ["2 over 1", "4 over 1"]
+
+
+def test_the_claims_metric_is_the_one_that_is_judged() -> None:
+    """A case may be of another metric than one of its claims."""
+    runs, aa = series(around(0.2))
+    found = verdict.derive(measured(runs, aa, metric="step_seconds", case=make_case("useful_tokens_per_s_per_gpu")))
+    assert found.comparison.metric == "step_seconds"
+
+
+def test_the_first_thing_that_is_missing_is_the_reason() -> None:
+    missing = [Missing(reason="package", detail="no deep_ep"), Missing(reason="profile", detail="no profile")]
+    found = verdict.derive(measured([], missing=missing)).verdict
+    assert (found.reason, found.sentence) == ("package", "not applicable: no deep_ep; no profile")
+
+
+@pytest.mark.parametrize(("holds", "status"), [(True, "confirmed"), (False, "refuted")])
+def test_a_statement_that_is_computed(holds: bool, status: str) -> None:
+    case = Case(id="a", kind="arithmetic", summary="s", function="f")
+    claim = ClaimRef(
+        id="X1", card="c", card_sha="", statement="s", kind="arithmetic", metric="m", expect=Expect(op="holds"), comparison=Compared()
+    )
+    machine = Machine(name="m", description="", gpus=0, cpu="", cores=1)
+    made = Measured(claim=claim, case=CaseRef(id="a", sha="", content=case), machine=machine)
+    found = verdict.derive(made, (holds, "as computed", {"x": 1}))
+    assert (found.verdict.status, found.verdict.reason, found.verdict.sentence, found.figures) == (status, "exact", "as computed", {"x": 1})
+    with pytest.raises(Exception, match="needs what its function gave"):
+        verdict.derive(made)
+
+
+def test_records_of_both_versions_are_judged() -> None:
+    assert (VERSION, sorted(verdict.RULES)) == (2, [1, 2])
+
+
+def test_one_pair_is_never_enough_for_an_interval_even_at_a_look() -> None:
+    found = judge(around(0.2, 1), looks=(1, 4)).verdict
+    assert (found.reason, "stopped after 1 pairs, a verdict needs 4" in found.sentence) == ("budget", True)
+    assert "stopped after 13 pairs, a verdict needs 12" in judge(around(0.2, 13)).verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("pairs", "reason", "words"), [(4, "budget", "after 4 of 12"), (8, "budget", "after 8 of 12"), (12, "power", "after all 12")]
+)
+def test_what_is_open_before_the_last_look_is_a_matter_of_time(pairs: int, reason: str, words: str) -> None:
+    found = judge(around(0.05, pairs)).verdict
+    assert (found.reason, f"undecided {words} pairs" in found.sentence) == (reason, True), found.sentence
+
+
+def test_how_many_pairs_would_settle_it_is_counted_from_the_end_that_is_open() -> None:
+    d = [0.045, 0.045, 0.055, 0.055]
+    mean, _ = by_hand(d, [0.005] * 4, RATES[0])
+    largest = max(np.std(d, ddof=1), math.sqrt((sum((x - mean) ** 2 for x in d) + 4 * 0.005**2) / 7))
+    for op, ends in ((">=", [math.log(1.055)]), ("within", [math.log(1.055), -math.log(1.055)])):
+        found = judge(d, op=op, margin=5.5)
+        assert found.comparison.pairs_needed == statistics.pairs_needed(mean - ends[0], largest, RATES[0]), op
+    both = [-0.08, 0.08, -0.07, 0.07]
+    open_ = judge(both, op="within", margin=1.0, s_aa=0.07).comparison
+    needs = [statistics.pairs_needed(m, open_.deviation, RATES[0]) for m in (math.log(1.01), -math.log(1.01))]
+    assert open_.pairs_needed == pytest.approx(max(needs), rel=0.02)
+    assert judge(around(0.2)).comparison.pairs_needed is None, "settled"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "op", "margin", "status"),
+    [
+        (2e6, 1e-3, ">=", 2e6, "confirmed"),  # a billionth of the margin
+        (2e6, 1e-2, ">=", 2e6, "refuted"),
+        (5.0, 6.0000000001, "within", 1.0, "confirmed"),
+        (5.0, 6.00000001, "within", 1.0, "refuted"),
+        (5.0, 5.0000000001, ">=", 0.0, "confirmed"),
+    ],
+)
+def test_a_margin_is_met_to_a_billionth_of_it(before: float, after: float, op: str, margin: float, status: str) -> None:
+    pair = [make_run(metrics={"recompiles": before}), make_run("candidate", position=1, metrics={"recompiles": after})]
+    assert verdict.derive(measured(pair, op=op, margin=margin, unit="count", metric="recompiles")).verdict.status == status
+
+
+def test_a_ratio_to_less_than_one_of_a_unit_is_no_better() -> None:
+    pair = [make_run(metrics={"state_bytes_per_rank": 0.0}), make_run("candidate", position=1, metrics={"state_bytes_per_rank": 0.5})]
+    assert verdict.derive(measured(pair, op=">=", margin=5.0, metric="state_bytes_per_rank")).verdict.status == "refuted"
+
+
+def test_no_margin_is_a_margin_of_nothing() -> None:
+    assert effects.threshold(SECONDS, None) == 0.0
+
+
+def test_the_first_runs_alone_are_looked_at_before_pairs() -> None:
+    """A launch of the A/A is no first run."""
+    runs = [
+        make_run(role="burn_in", pair=None),
+        make_run("candidate", None, 1, role="burn_in"),
+        make_run(position=2, role="aa", data_sha="other"),
+    ]
+    assert verdict.derive(measured(runs)).verdict.reason == "budget"
+
+
+def test_what_a_claim_calls_impossible_is_said_in_words() -> None:
+    wanted = Expect(op="excludes", infeasible=["a1+b1"])
+    for outcome, words in (("refused", "was refused"), ("oom", "was out of memory")):
+        found = verdict.derive(record(square("fits"), [0.0] * 4, wanted, blocks=1, outcomes={"a1+b1": outcome}))
+        assert f"a1+b1 {words}: planted: no" in found.verdict.sentence
+        assert [p.variant for p in found.curve.points] == ["a0+b0", "a1+b0", "a0+b1", "a1+b1"]
+    runs = record(square("fits"), [0.0] * 4, wanted, blocks=1, outcomes={"a1+b1": "oom"})
+    cut = runs.model_copy(update={"runs": [r for r in runs.runs if r.variant != "a0+b1"]})
+    left = verdict.derive(cut)
+    assert (left.verdict.reason, [p.variant for p in left.curve.points]) == ("budget", ["a1+b1"]), "no block is complete"
+
+
+@pytest.mark.parametrize(("by", "ok"), [(0.0, True), (0.02, False)])
+def test_whether_a_series_starts_over_with_a_longer_warm_up(by: float, ok: bool) -> None:
+    runs, _ = series(around(0.2))
+    bent = [
+        r.model_copy(update={"samples": [s.model_copy(update={"seconds": s.seconds * (1 + by * i)}) for i, s in enumerate(r.samples)]})
+        for r in runs
+    ]
+    plan = Plan(rules=VERSION, seed=0, looks=[4])
+    assert verdict.steady(plan, bent, ("baseline", "candidate"), 0.0) is ok
+    short = [r.model_copy(update={"samples": r.samples[:-1]}) for r in bent]
+    assert verdict.steady(plan, short, ("baseline", "candidate"), 0.0) is True, "derive has the verdict for that"
+
+
+# Statistics at the value where they turn.
+
+
+def test_the_least_effect_by_the_table_of_students_t() -> None:
+    """t(0.975, 3) = 3.1824 and t(0.8, 3) = 0.9785."""
+    assert statistics.least_effect(4, 0.01, 0.05) == pytest.approx((3.1824 + 0.9785) * 0.01 / 2, rel=1e-4)
+    assert statistics.pairs_needed(1e6, 0.01, 0.05) == 2
+
+
+def test_pairs_quieter_than_the_noise_are_not_held_to_their_own_deviation() -> None:
+    """Their own deviation, 0.018, is below the A/A's, 0.02: t with 3 degrees of freedom would still give the wider interval."""
+    d = [0.0156, -0.0156] * 2
+    (found,) = statistics.intervals([(0.0, x) for x in d], [(-1.0, 1.0)], 0.05, [0.02] * 4)
+    assert found.used == pytest.approx(math.sqrt((sum(x * x for x in d) + 4 * 0.0004) / 7))
+    assert statistics.aa_deviation([0.1]) == pytest.approx(0.1)
+    assert (statistics.difference(1.0, 3.0, True), statistics.difference(1.0, 3.0, False)) == (2.0, -2.0)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_fresh_launches_against_stored_noise(n: int) -> None:
+    """t(0.995, 4) = 4.6041 times 0.01, over the root of their number."""
+    limit = 4.6041 * 0.01 / math.sqrt(n)
+    assert not statistics.contaminated([0.999 * limit] * n, 0.01, 4)
+    assert statistics.contaminated([1.001 * limit] * n, 0.01, 4)
+    assert statistics.contaminated([-1.001 * limit] * n, 0.01, 4)
+
+
+def test_an_a_a_against_its_own_deviation() -> None:
+    """t(0.995, 3) = 5.8409 times the sample deviation over 2."""
+    spread = [0.01, -0.01, 0.01, -0.01]
+    limit = 5.8409 * np.std(spread, ddof=1) / 2
+    assert not statistics.contaminated([0.999 * limit + s for s in spread], None)
+    assert statistics.contaminated([1.001 * limit + s for s in spread], None)
+    assert not statistics.contaminated([0.0025, 0.0025], 1e-9, 4), "finer than any claim"
+    assert statistics.contaminated([0.0026, 0.0026], 1e-9, 4)
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_a_launch_stands_out_where_its_studentised_residual_is_beyond_the_bound(n: int) -> None:
+    rest = [1.0 + 0.01 * (-1) ** i for i in range(n - 1)]
+    mean, deviation = np.mean(rest), np.std(rest, ddof=1)
+    bound = stats.t.ppf(1 - 0.05 / n / 2, n - 2) * deviation * math.sqrt(1 + 1 / (n - 1))
+    assert statistics.stands_out([*rest, mean + 0.999 * bound]) is None
+    assert statistics.stands_out([*rest, mean + 1.001 * bound]) == n - 1
+    assert statistics.stands_out([mean - 1.001 * bound, *rest]) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([1.0] * 4 + [1 + 1e-15], None),
+        ([1.0] * 4 + [1.0 + 1e-9], 4),
+        ([1e6] * 4 + [1e6 + 1e-8], None),
+        ([0.0] * 4 + [5.0], 4),
+        ([0.0] * 5, None),
+    ],
+)
+def test_what_differs_by_rounding_does_not_stand_out(values: list[float], place: int | None) -> None:
+    assert statistics.stands_out(values) == place
+
+
+def shapes(n: int) -> list[np.ndarray]:
+    at, edge = np.arange(n), max(2, math.ceil(n / 5))
+    return [at.astype(float), *((at >= k).astype(float) for k in range(edge, n - edge + 1))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("n", [4, 7, 10])
+def test_a_change_is_certain_where_correlation_with_the_best_shape_is(n: int, seed: int) -> None:
+    """Two launches are not asked whether they agree: p of Pearson's r, times the number of shapes."""
+    y = 1 + 0.01 * np.random.default_rng(seed).normal(size=(2, n)) + 0.01 * np.arange(n) / n
+    profile = (y / np.median(y, axis=1, keepdims=True)).mean(axis=0)
+    p = min(stats.pearsonr(s, profile).pvalue for s in shapes(n)) * len(shapes(n))
+    alpha = lambda factor: min(0.999 * len(shapes(n)), p * factor)  # noqa: E731
+    assert statistics.change(y.tolist(), alpha(1.001)).certain
+    assert not statistics.change(y.tolist(), alpha(0.999)).certain
+
+
+@pytest.mark.parametrize("launches", [3, 5])
+def test_launches_that_do_not_agree_show_no_change(launches: int) -> None:
+    """A t test of the change of each, at two fifths of the rate; the mean of the launches shows a step of a tenth beyond doubt."""
+    rng, n = np.random.default_rng(launches), 12
+    jump = 0.1 + 0.05 * rng.normal(size=(launches, 1))
+    y = 1 + jump * (np.arange(n) >= 6) + 1e-4 * rng.normal(size=(launches, n))
+    found = statistics.change(y.tolist(), 0.9)
+    assert (found.certain, found.after) == (True, 6)
+    scaled = y / np.median(y, axis=1, keepdims=True)
+    sizes = scaled[:, 6:].mean(axis=1) - scaled[:, :6].mean(axis=1)
+    p = stats.ttest_1samp(sizes, 0.0).pvalue
+    assert found.size == pytest.approx(sizes.mean())
+    assert statistics.change(y.tolist(), 1.001 * p / 0.4).certain
+    assert not statistics.change(y.tolist(), 0.999 * p / 0.4).certain
+
+
+def test_each_variant_has_its_part_of_the_rate_at_which_steady_steps_are_called_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Rules, "unsteady", lambda self, label, launches, alpha, tolerance: asked.append((label, alpha, tolerance)) or "")
+    runs, _ = series(around(0.2))
+    blocks = guards.blocks_of(runs, ("baseline", "candidate"))
+    assert guards.steady(Rules(), blocks, 0.01).ok
+    assert asked == [("baseline", 0.025, 0.01), ("candidate", 0.025, 0.01)]
+
+
+# Guards.
+
+
+@pytest.mark.parametrize(
+    ("factors", "odd"),
+    [
+        ([1.0, 1.001, 0.999, 1.0, 1.0, 1.3, 1.001, 0.999], 2),
+        ([1.0, 1.001, 0.999, 1.0, 1.0, 1.001, 1.001, 0.999], None),
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 1.002, 1.0, 1.0], None),  # finer than any claim
+        ([1.3, 1.001, 0.999, 1.0, 1.0, 0.999, 1.001, 0.999], 0),
+    ],
+)
+def test_the_pair_with_the_one_launch_that_stands_out(factors: list[float], odd: int | None) -> None:
+    runs = [make_run(pair=i // 2, position=i, role="aa", seconds=f) for i, f in enumerate(factors)]
+    assert guards.odd_pair(runs, SECONDS) == odd
+    others = [make_run(pair=i, position=20 + i, seconds=9.0) for i in range(3)]
+    aside = [
+        make_run(pair=None, position=30, role="aa", seconds=9.0),
+        make_run(pair=9, position=31, role="aa", seconds=9.0, outcome="crash"),
+    ]
+    assert guards.odd_pair([*others, *runs, *aside], SECONDS) == odd
+    assert guards.odd_pair(runs, metrics.get("state_bytes_per_rank")) is None, "exact metrics repeat or do not"
+    short = [r.model_copy(update={"samples": r.samples[1:]}) if i == 1 else r for i, r in enumerate(runs)]
+    assert guards.odd_pair(short, SECONDS) is None
+
+
+def test_small_losses_are_compared_as_shares() -> None:
+    low = [s.model_copy(update={"loss": 0.1}) for s in make_run().samples]
+    high = [s.model_copy(update={"loss": 0.102}) for s in make_run().samples]
+    pairs = [(make_run(samples=low), make_run("candidate", samples=high))]
+    assert guards.loss(make_case(), pairs).detail == "mean losses differ by 2 %, at most 1 % is allowed"
+
+
+def test_rounding_of_a_large_count_is_no_other_count() -> None:
+    observed = Observed(numbers={"n": 3e8}, collectives=[CollectiveCount(op="all_to_all", count=10**8)])
+    rule = Activation(baseline=Receipt(require=[Rule(collective="all_to_all", count="n / 3 * 1.0000000001")]))
+    assert [c.ok for c in receipt.judge_runs(rule, [make_run(observed=observed)])] == [True]
+
+
+def test_a_rule_is_named_by_what_it_asks_for() -> None:
+    rules = [
+        Rule(collective="all_to_all", inside="dispatch", group="ep", phase="forward"), Rule(range="dispatch"), Rule(counter="recompiles"), Rule(kernel="k"),
+    ]  # fmt: skip
+    found = receipt.judge_runs(Activation(baseline=Receipt(require=rules)), [make_run()])
+    assert [c.rule for c in found] == [
+        "require all_to_all inside dispatch on ep in the forward pass", "require dispatch", "require recompiles", "require kernel k",
+    ]  # fmt: skip
+
+
+def test_an_interaction_needs_all_its_cells() -> None:
+    names = ["a0+b0", "a1+b0", "a0+b1", "a1+b1"]
+    gone = Expect(op=">=", margin=Quantity(value=1, unit="percent"), infeasible=["a1+b1"])
+    assert any("needs all four cells" in p for p in curve_rules.problems(gone, names, "interaction"))
+    assert not any("four cells" in p for p in curve_rules.problems(Expect(op="excludes", infeasible=["a1+b1"]), names, "interaction"))
+    assert not any("four cells" in p for p in curve_rules.problems(expect("best", at=["a0+b0"], infeasible=["a1+b1"]), names, "sweep"))
+
+
+# The gate's decision.
+
+
+def settles(looks: list[int], deviation: float, distance: float, error: float, noise: int) -> int:
+    """The first look that would settle it, looks added at the distance of the last two."""
+    step = looks[-1] - looks[-2] if len(looks) > 1 else looks[0]
+    for pairs in range(looks[0], 1000, step):
+        taken = looks + list(range(looks[-1] + step, pairs + 1, step))
+        reach = stats.t.ppf(1 - error / len(taken), pairs - 1 + noise) + stats.norm.ppf(0.8)
+        if reach * deviation / math.sqrt(pairs) <= distance:
+            return pairs
+    return 1000
+
+
+@pytest.mark.parametrize("looks", [[4], [4, 8], [2, 4, 8]])
+@pytest.mark.parametrize(("mean", "error"), [(0.014, 0.001), (0.045, 0.025)])
+def test_the_gate_names_the_first_look_that_would_probably_settle_it(looks: list[int], mean: float, error: float) -> None:
+    worse, noise, limit = [mean + 0.02, mean - 0.02] * 4, [0.02] * 4, math.log1p(0.03)
+    found = slowdown.judge_slowdown(worse, noise, limit, looks)
+    deviation = math.sqrt((8 * 0.0004 + 4 * 0.0004) / 11)
+    need = settles(looks, deviation, abs(limit - mean), error, 4)
+    assert (found.answer, found.pairs_needed) == ("undecided", need if need <= 100 else None)
+    assert need > 12
+
+
+def test_a_hundred_pairs_are_the_most_that_are_asked_for() -> None:
+    """By looks every four pairs the hundredth is one; the deviations are those at which it just settles no slowdown, and just does not."""
+    limit, found = math.log1p(0.03), {}
+    for deviation in np.linspace(0.02, 0.12, 400):
+        answer = slowdown.judge_slowdown([deviation, -deviation] * 2, [deviation] * 4, limit, [4, 8, 12])
+        found[answer.answer] = max(found.get(answer.answer, 0), answer.pairs_needed or 0)
+    assert found["undecided"] == 100
+    assert (slowdown.LIMIT, slowdown.MOST_PAIRS) == (0.03, 100)
+
+
+@pytest.mark.parametrize(("stolen", "named"), [(2.0, True), (1.9, False)])
+def test_time_that_others_took_is_named_as_a_cause(stolen: float, named: bool) -> None:
+    assert ("other machines" in slowdown.cause_of_noise([make_run(telemetry={"stolen_percent": stolen})], [0.1])) is named
