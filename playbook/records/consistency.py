@@ -123,6 +123,8 @@ def _machine(evidence: Evidence) -> Iterator[str]:
     for sha, strict in evidence.measured.strict.items():
         seen = strict.get("machine", {})
         differing = [k for k, v in seen.items() if k in own and own[k] != v] if isinstance(seen, Mapping) else ["machine"]
+        if own["memory_gib"] is not None and "memory_gib" not in seen:
+            differing.append("memory_gib")
         if differing:
             yield f"environment {sha[:16]} is of another machine: {', '.join(differing)} differ"
 

@@ -59,6 +59,8 @@ class Machine(Strict):
     driver: str | None = None
     cpu: str
     cores: int
+    memory_gib: float | None = None
+    """Memory of the host; None in records from before it was noted."""
     nodes: int = 1
 
 
@@ -421,9 +423,11 @@ def stored_sha(data: Mapping[str, Any]) -> str:
 def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
     """What a stored A/A must share with a series: environment, performance revision, configuration and ranks.
 
-    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either.
+    The trainer's source hash is left out: a commit that does not move the performance revision does not move the noise either. So is the host's
+    memory, which no A/A from before knows.
     """
     env = {k: dict(v) if isinstance(v, Mapping) else v for k, v in strict.get(run.strict_sha, {}).items()}
-    if isinstance(env.get("trainer"), dict):
-        env["trainer"].pop("source_sha", None)
+    for part, left_out in (("trainer", "source_sha"), ("machine", "memory_gib")):
+        if isinstance(env.get(part), dict):
+            env[part].pop(left_out, None)
     return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)

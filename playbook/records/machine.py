@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 
@@ -9,15 +10,19 @@ from playbook.records.evidence import Machine
 
 CPU = "cpu"
 
-Kind = tuple[int, str | None, str, int | None, int, str, int | None]
-"""GPUs, their name, links and memory in GiB, nodes, the CPU's name, and where there is no GPU its cores."""
+Kind = tuple[int, str | None, str, int | None, int, str, int | None, int | None]
+"""GPUs, their name, links and memory in GiB, nodes, the CPU's name, where there is no GPU its cores, and the host's memory in GiB."""
 
 
 def kind(machine: Machine) -> Kind:
-    """What makes two machines alike. Beside GPUs, the number of cores is that of a container and says little."""
+    """What makes two machines alike. Beside GPUs, the number of cores is that of a container and says little.
+
+    The host's memory is taken to the nearest power of two, for firmware and kernel keep some of it.
+    """
     memory = None if machine.gpu_memory_gib is None else round(machine.gpu_memory_gib)
     cores = None if machine.gpus else machine.cores
-    return machine.gpus, machine.gpu, machine.interconnect, memory, machine.nodes, machine.cpu, cores
+    host = 2 ** round(math.log2(machine.memory_gib)) if machine.memory_gib and machine.memory_gib >= 1 else None
+    return machine.gpus, machine.gpu, machine.interconnect, memory, machine.nodes, machine.cpu, cores, host
 
 
 def label(gpu: str | None, gpus: int) -> str:
@@ -35,7 +40,8 @@ def told_apart(machine: Machine, others: Collection[Kind]) -> str:
     """The machine's name, with what sets it apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
     own = kind(machine)
     memory = "unknown-memory" if own[3] is None else f"{own[3]}-gib"
-    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], memory, f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores")
+    host = "unknown-host-memory" if own[7] is None else f"{own[7]}-gib-host"
+    words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], memory, f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores", host)
     differing = [word for i, word in enumerate(words) if any(other[i] != own[i] for other in others)]
     return "-".join([machine.name, *differing])
 

@@ -71,6 +71,8 @@ class Record:
     present: Present = field(default_factory=Present)
     foreign: bool = False
     """Whether none of the cards that were read has its claim. One of them may have another claim of the same id."""
+    assumed_gib: int | None = None
+    """The host's memory that a record from before it was noted is taken to have: that of the others of such a machine, where they agree."""
     machine: str = "unknown"
     """The label of its machine: its name, who measured there where that was somebody else, and what sets it apart from others of that name."""
 
@@ -135,7 +137,8 @@ class Record:
     def kind(self) -> tuple[Any, ...]:
         """The kind of its machine, and who measured there: records of two kinds never speak for each other."""
         machine = self.content.measured.machine if isinstance(self.content, Evidence) else self.content.machine
-        return (*kind(machine), self.origin)
+        *rest, memory = kind(machine)
+        return (*rest, self.assumed_gib if memory is None else memory, self.origin)
 
     @property
     def gpus(self) -> int:
@@ -283,8 +286,9 @@ class Reader:
         asked = list(found.values()), cards, present
         if self._last[0] != asked:
             claims = None if cards is None else by_claim(cards)
-            labels = _labels(found.values())
-            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in found.values()]
+            known = _with_memory(found.values())
+            labels = _labels(known)
+            named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in known]
             self._last = asked, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
         return self._last[1]
 
@@ -370,6 +374,20 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
+
+
+def _with_memory(records: Iterable[Record]) -> list[Record]:
+    """The records, those that do not know their host's memory with that of the others of such a machine, where these agree."""
+    every = list(records)
+    seen: dict[tuple[Any, ...], set[int]] = {}
+    for *rest, memory, origin in (r.kind for r in every):
+        seen.setdefault((*rest, origin), set()).update([memory] if memory is not None else [])
+    out = []
+    for r in every:
+        *rest, memory, origin = r.kind
+        alike = seen[*rest, origin]
+        out.append(replace(r, assumed_gib=next(iter(alike))) if memory is None and len(alike) == 1 else r)
+    return out
 
 
 def _labels(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:

@@ -95,6 +95,7 @@ FORGERIES = {
     "another machine": (lambda m: m["machine"].update(cpu="Another CPU"), "another machine: cpu"),
     "rules that see less": (lambda m: m["plan"].update(rules=1), "rules of version 1"),
     "rules that see less, by silence": (lambda m: (m["plan"].pop("rules"), m["context"].clear()), "rules of version 1"),
+    "another host's memory": (lambda m: m["machine"].update(memory_gib=8.0), "another machine: memory_gib"),
     "a run twice": (lambda m: m["runs"].append(m["runs"][-1]), "used twice"),
 }
 
@@ -180,6 +181,27 @@ def test_a_machine_of_the_same_name_and_another_kind_speaks_for_itself_alone(tmp
     assert [r.problems for r in records] == [(), ()]
     found = verdicts(records, records[0].claim)
     assert {r.machine: r.status for r in found} == {"cpu-amd-epyc": data["derived"]["verdict"]["status"], "cpu-other-cpu": "not_applicable"}
+
+
+def of_host(gib):
+    def change(measured):
+        measured["machine"]["memory_gib"] = gib
+        for strict in measured["strict"].values():
+            strict["machine"]["memory_gib"] = gib
+
+    return change
+
+
+def test_hosts_of_other_memory_speak_for_themselves_and_an_older_record_for_the_one_that_is_known(tmp_path, data):
+    sealed(tmp_path / "cpu", data, name="before it was noted")
+    sealed(tmp_path / "cpu", data | {"evidence_id": store.new_id(1.9e9)}, of_host(62.7), name="newer")
+    records = read([tmp_path])
+    assert [r.problems for r in records] == [(), ()], "its A/A is of the same noise key"
+    (only,) = verdicts(records, records[0].claim)
+    assert (only.path.stem, only.machine) == ("newer", "cpu")
+    sealed(tmp_path / "cpu", data | {"evidence_id": store.new_id(1.95e9)}, of_host(251.0), name="larger")
+    records = read([tmp_path])
+    assert {r.machine for r in verdicts(records, records[0].claim)} == {"cpu-unknown-host-memory", "cpu-64-gib-host", "cpu-256-gib-host"}
 
 
 def test_an_imported_record_shows_whose_it_is_and_takes_no_verdicts_place(tmp_path, data):

@@ -55,7 +55,7 @@ def detect() -> Machine:
     gpus = _gpus()
     mine = visible([row[4] if len(row) > 4 else "" for row in gpus], os.environ.get(_VISIBLE))
     topology = _nvidia_smi(["topo", "-m"]) if len(mine) > 1 else ""
-    return machine_of([gpus[i] for i in mine], topology, _cpu_model(), cores(), mine)
+    return machine_of([gpus[i] for i in mine], topology, _cpu_model(), cores(), mine, _host_memory_gib())
 
 
 def _gpus() -> list[list[str]]:
@@ -90,10 +90,17 @@ def place() -> list[str]:
     return [socket.gethostname(), *sorted(row[4] for row in _gpus() if len(row) > 4 and row[4].startswith("GPU-"))]
 
 
-def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores: int, which: Sequence[int] | None = None) -> Machine:
+def machine_of(
+    gpus: Sequence[Sequence[str]],
+    topology: str,
+    cpu: str,
+    num_cores: int,
+    which: Sequence[int] | None = None,
+    memory_gib: float | None = None,
+) -> Machine:
     """A machine record from nvidia-smi's rows (name, MiB, driver, power limit) and its topology matrix; `which` are the rows' places in that."""
     if not gpus:
-        return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores)
+        return Machine(name=CPU, description=f"{num_cores} cores, {cpu}", gpus=0, cpu=cpu, cores=num_cores, memory_gib=memory_gib)
     name, memory, driver = gpus[0][0], gpus[0][1], gpus[0][2]
     link = interconnect(topology, len(gpus), which)
     joined = {"nvlink": ", NVLink", "pcie": ", PCIe", "none": ""}[link]
@@ -107,6 +114,7 @@ def machine_of(gpus: Sequence[Sequence[str]], topology: str, cpu: str, num_cores
         driver=driver,
         cpu=cpu,
         cores=num_cores,
+        memory_gib=memory_gib,
     )
 
 
@@ -144,6 +152,14 @@ def _cpu_model() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _host_memory_gib() -> float | None:
+    """The memory of the host, whatever a container may use of it."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (OSError, ValueError):
+        return None
 
 
 def cores() -> int:

@@ -53,7 +53,7 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     if profile is None:
         return machine
     if profile == detect.CPU:
-        return detect.over_nodes(detect.machine_of([], "", machine.cpu, machine.cores), machine.nodes)
+        return detect.over_nodes(detect.machine_of([], "", machine.cpu, machine.cores, memory_gib=machine.memory_gib), machine.nodes)
     gpu, gpus = _profile_gpus(profile)
     if not gpus:
         raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
