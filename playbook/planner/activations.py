@@ -16,6 +16,9 @@ from playbook.planner.shapes import LinearAttention, Mamba
 BF16 = 2
 FP32 = 4
 
+_SCORE_BYTES = 5
+"""Of each score of unfused attention: softmax and dropout in bf16, and the mask. Source: arXiv 2205.05198, section 4.1."""
+
 CHUNK = 64
 """Tokens of a chunk of linear attention, which keeps a square matrix for each."""
 
@@ -33,13 +36,14 @@ OFFLOADED = {
 FREED = {
     "layernorm": frozenset({"attention norm out", "mlp norm out"}),
     "mla_up_proj": frozenset({"q, k, v"}),
+    "core_attn": frozenset({"attention scores"}),
     "mlp": frozenset({"mlp fc1 out", "mlp act out"}),
     "moe_act": frozenset({"expert act out"}),
     "shared_experts": frozenset({"shared experts"}),
     "moe": frozenset({"router", "dispatched tokens", "expert fc1 out", "expert act out", "shared experts", "latent"}),
     "gdn_norm_out": frozenset({"linear attention norm out"}),
 }
-"""What each recompute module frees; `core_attn` frees nothing that flash or fused attention would keep."""
+"""What each recompute module frees; `core_attn` frees the scores of unfused attention; flash or fused attention keeps nothing that it frees."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     found: dict[str, float] = {}
     if mixer:
         found |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
+        if plan.options.unfused_attention and mixer == "attention":
+            found["attention scores"] = _SCORE_BYTES * wide * plan.seq_len * plan.shape.heads / plan.tp
     if ffn:
         found |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}
         found |= _dense_mlp(plan, wide) if ffn == "mlp" else _experts(plan, wide, thin)

@@ -40,7 +40,7 @@ class Options:
     The backend `torch` is FSDP2 as torchtitan has it: float32 weights, gathered in bf16; recompute `selective` keeps the outputs of attention and
     of every second matrix product. `offload` sends activations of whole layers to the host, `offload_percent` says of how many; of the optimizer's
     state `optimizer_offload` percent live there. `fp8_params` leaves no bf16 copy of 8-bit weights. `lora` is the rank of adapters beside
-    frozen weights; `frozen` parts are not trained at all.
+    frozen weights; `frozen` parts are not trained at all. `unfused_attention` writes its scores to memory, as trainers did before flash attention.
     """
 
     backend: str = "megatron"
@@ -55,6 +55,7 @@ class Options:
     sharding: str = "optimizer"
     precision_aware: bool = False
     recompute: tuple[str, ...] = ()
+    unfused_attention: bool = False
     graphs: tuple[str, ...] = ()
     capacity: bool = False
     ep_overlap: bool = False

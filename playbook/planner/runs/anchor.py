@@ -32,6 +32,9 @@ class Scale:
     left: float
 
 
+NO_SCALE = Scale(0.0, 1.0)
+
+
 @dataclass(frozen=True)
 class Anchors:
     """Runs with the logarithm of measured over predicted speed."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner import memory
-from playbook.planner.models import find, published
+from playbook.planner.models import find, named, published
 from playbook.planner.options import GRAPH_MODULES, RECOMPUTE, Options
 from playbook.planner.plan import Plan
 from playbook.planner.runs.table import Run
@@ -18,6 +18,7 @@ from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
 
 _GIB = 1 << 30
+_NODE = 8
 _VOCAB = 51200
 """Words of a GPT of stated sizes: those of GPT-2, padded."""
 _PRECISIONS = {
@@ -29,6 +30,7 @@ _PRECISIONS = {
     "fp8_blockwise": "blockwise",
     "fp8_sc": "blockwise",
 }
+_UNMODELLED = {"glm_5": "sparse attention: the time of its indexer is not modelled"}
 _FROZEN = ("peft", "lora")
 _SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
 _RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full",))
@@ -78,7 +80,14 @@ def assumed(run: Run) -> Assumed:
         etp=counts["etp"],
         seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
         imbalance=1.2 if run.word("routing") == "natural" else 1.0,
-        options=Options(sharding=sharding, fp8=fp8),
+        loss="native" if run.word("hidden") else "te",
+        options=Options(
+            sharding=sharding,
+            fp8=fp8,
+            backend="torch" if sharding == "fsdp2" else "megatron",
+            unfused_attention=bool(run.word("hidden")),
+            sp=False if run.word("hidden") else None,
+        ),
     )
     plans = _open_batch(run, base, words)
     plans = [p for plan in plans for p in _open_options(run, plan, machine, words)]
@@ -104,6 +113,8 @@ def _shape(run: Run) -> Shape:
     name = run.word("model")
     if not name:
         raise Unexpressed("no model is named")
+    if named(name) in _UNMODELLED:
+        raise Unexpressed(_UNMODELLED[named(name)])
     return _found(name, str(run.folder))
 
 
@@ -195,9 +206,9 @@ def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
     if gbs is None and plan.options.sharding == "fsdp2" and plan.pp == 1:
         gbs = mbs * dp
         words.append(f"gbs unknown: {gbs}, one micro-batch")
-    batches = [gbs] if gbs else [mbs * dp * plan.pp * n for n in (1, 4, 16)]
+    batches = [gbs] if gbs else [mbs * dp * plan.pp * n for n in (1, 8)]
     if gbs is None:
-        words.append("gbs unknown: 1, 4 or 16 micro-batches for each stage")
+        words.append("gbs unknown: 1 or 8 micro-batches for each stage")
     if plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
         words.append(f"mbs {mbs} is all of a rank's batch: micro-batches of 1 through the pipeline")
         mbs = 1
@@ -215,10 +226,7 @@ def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
-    options: dict[str, Any] = {
-        "recompute": _recompute(run),
-        "offload": "100%" in run.word("offload") or "cpu_offload" in run.word("offload"),
-    }
+    options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
     dispatchers = [run.word("dispatcher")]
     if not dispatchers[0] and plan.ep > 1:
         dispatchers = ["alltoall", "hybridep"]
@@ -227,9 +235,9 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> l
         dispatchers = ["deepep"]
     graphs = [_graphs(run)]
     said = run.word("cuda_graph")
-    if not said and plan.options.sharding not in ("fsdp2", "none") and plan.shape.experts:
+    if not said and machine.domain > _NODE:
         graphs = [(), ("full_iteration",)]
-        _once(words, "CUDA graphs unknown: none or the whole step")
+        _once(words, "CUDA graphs unknown: none or the whole step, as recipes for this GPU have them")
     overlaps = [False]
     near = plan.ep * plan.etp <= machine.domain
     if plan.ep > 1 and not near and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
@@ -248,12 +256,26 @@ def _once(words: list[str], word: str) -> None:
 
 def _recompute(run: Run) -> tuple[str, ...]:
     said = [w for w in re.split(r"[+,]", run.word("recompute")) if w and w != "none"]
-    names = {"rmsnorm": "layernorm", "selective": "core_attn"}
+    names = {"rmsnorm": "layernorm"}
     found = tuple(names.get(w, w) for w in said)
     unknown = [w for w in found if w not in RECOMPUTE]
     if unknown:
         raise Unexpressed(f"recompute '{unknown[0][:40]}' is not known; expected {', '.join(sorted(RECOMPUTE))}")
     return found
+
+
+def _offloaded(run: Run, words: list[str]) -> int:
+    """Percent of the optimizer's state in host memory."""
+    said = run.word("offload")
+    if said in ("", "none"):
+        return 0
+    found = re.search(r"optimizer\D{0,20}(\d{1,3})\s?%", said)
+    if found:
+        return min(100, int(found[1]))
+    if "optimizer" in said:
+        _once(words, "share of the optimizer's state in host memory unknown: all of it")
+        return 100
+    raise Unexpressed(f"offload '{said[:40]}' is not known; expected none, or optimizer with a percentage")
 
 
 def _graphs(run: Run) -> tuple[str, ...]:

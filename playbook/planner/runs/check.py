@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from playbook.planner.runs.anchor import Anchors, Scale, newest
+from playbook.planner.runs.anchor import NO_SCALE, Anchors, Scale, newest
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
 
@@ -31,7 +31,7 @@ class Row:
     measured: Measured
     prediction: Prediction | None
     why: str | None
-    scale: Scale = field(default_factory=lambda: Scale(0.0, 1.0))
+    scale: Scale = NO_SCALE
     counts: bool = False
 
     @property

@@ -10,7 +10,16 @@ from __future__ import annotations
 from math import ceil, log2
 
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import LINK_ALL_TO_ALL, LINK_RING, LINK_START, NIC_ALL_TO_ALL, NIC_DISPATCH, NIC_RING, NIC_START
+from playbook.planner.time.constants import (
+    LINK_ALL_TO_ALL,
+    LINK_DISPATCH,
+    LINK_RING,
+    LINK_START,
+    NIC_ALL_TO_ALL,
+    NIC_DISPATCH,
+    NIC_RING,
+    NIC_START,
+)
 from playbook.planner.traffic import distinct
 
 
@@ -57,7 +66,7 @@ def dispatch_once(cluster: Cluster, degree: int, stride: int, token_bytes: float
     near = inside(cluster, degree, stride)
     domains = degree // near
     copies = distinct(degree, top_k) * (near - 1) / near
-    link = token_bytes * copies / (LINK_ALL_TO_ALL.value * cluster.link_bytes_per_s)
+    link = token_bytes * copies / (LINK_DISPATCH.value * cluster.link_bytes_per_s)
     if domains == 1:
         return LINK_START.value + link
     nic = token_bytes * distinct(domains, top_k) * (domains - 1) / domains / (NIC_DISPATCH.value * cluster.nic_bytes_per_s)

@@ -22,6 +22,7 @@ LINK_ALL_TO_ALL = Constant(334 / 450, 0.15, "measured", f"{_FOUR_H200}, all-to-a
 LINK_START = Constant(15e-6, 0.4, "published", "NCCL tests on DGX H100: 10 to 20 us for small messages within a node")
 NIC_RING = Constant(0.8, 0.15, "published", "NCCL tests between DGX nodes: 75 to 90 % of the adapters' rate in rings")
 NIC_ALL_TO_ALL = Constant(0.7, 0.25, "published", "NCCL all-to-all between nodes: 50 to 80 % of the adapters")
+LINK_DISPATCH = Constant(0.9, 0.1, "published", "DeepEP, README: 153 to 158 GB/s within a node, of 160 that NVLink reaches there")
 NIC_DISPATCH = Constant(0.88, 0.1, "published", "DeepEP, README: 43 to 47 of 50 GB/s between nodes")
 NIC_START = Constant(35e-6, 0.4, "published", "NCCL tests between DGX nodes: 20 to 50 us for small messages")
 EP_HIDDEN = Constant(
@@ -33,23 +34,30 @@ EP_HIDDEN = Constant(
 SCAN_SHARE = Constant(0.25, 0.4, "published", "Mamba-2, arXiv 2405.21060, section 9: chunked scans reach about a quarter of the peak")
 
 IN_STEP = Constant(
-    0.92, 0.06, "measured", "4 x H200, megatron-core 0.19.2: products inside a step against the same products alone, at lower clocks"
+    0.97,
+    0.04,
+    "measured",
+    "1 x H200, record megatron-fp8-blockwise-one-gpu, 8 rows a micro-batch: its BF16 step against its products alone",
 )
 
 # Host seconds of one layer on the calibrated machine, megatron-core with Transformer Engine. With them, and kernels beside the host as the root of
 # the sum of squares, 14 one-GPU runs of 4 layers and 8 runs of 24 layers on 4 H200s come out right; records megatron-*-one-gpu.
 _ONE_GPU = "1 x H200, records megatron-graphs-one-gpu and megatron-recompute-one-gpu: 17 to 20 ms for a layer with 32 experts"
-HOST_ATTENTION = (Constant(0.8e-3, 0.4, "measured", _ONE_GPU), Constant(1.2e-3, 0.4, "measured", _ONE_GPU))
-HOST_MLP = (Constant(0.5e-3, 0.4, "measured", _ONE_GPU), Constant(0.7e-3, 0.4, "measured", _ONE_GPU))
+_DENSE = "vTrain, iterations of one micro-batch of 1,024 tokens: 3.4 ms a layer of Megatron-LM with its forward pass twice"
+HOST_ATTENTION = (Constant(0.6e-3, 0.4, "published", _DENSE), Constant(0.9e-3, 0.4, "published", _DENSE))
+HOST_MLP = (Constant(0.4e-3, 0.4, "published", _DENSE), Constant(0.6e-3, 0.4, "published", _DENSE))
 HOST_MOE = (Constant(4.0e-3, 0.4, "measured", _ONE_GPU), Constant(5.0e-3, 0.4, "measured", _ONE_GPU))
 HOST_EXPERT = (
     Constant(0.04e-3, 0.3, "measured", "h200.json, megatron_grouped"),
     Constant(0.11e-3, 0.3, "measured", "h200.json, megatron_grouped"),
 )
-HOST_COMPILED = Constant(0.4, 0.4, "assumed", "share of the launches that torch.compile leaves")
+HOST_TORCH = Constant(0.5, 0.4, "assumed", "FSDP2 with compiled layers launches about half of megatron-core's kernels")
 HOST_GRAPHED = Constant(0.75, 0.3, "measured", "1 x H200, record megatron-graphs-one-gpu: 10 % faster; 4 x H200: 4 %")
 
 CPU_ADAM = Constant(16e9, 0.4, "published", "Megatron Bridge, optimizer offload on 16 H100: 3.2 s for 1.9 billion parameters per GPU")
 DP_OVERLAP = Constant(0.8, 0.2, "assumed", "share of the backward pass that gradients can travel beside")
 HOST_STEP = Constant(5e-3, 0.5, "assumed", "data, logging and the optimizer's launches")
 HOST_FP8 = Constant(1.4, 0.3, "assumed", "launches that scale and cast each operand, where no fused kernel does")
+STRAGGLERS = Constant(
+    0.07, 0.4, "measured", "4 x H200, six runs of 24 layers: 6 to 10 % longer than one GPU's figures and their communication"
+)

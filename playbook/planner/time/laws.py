@@ -44,14 +44,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Laws:
-    """What kernels reach. `attention` has for each kernel, head size and pass the lengths and the shares of the peak at them."""
+    """What kernels reach. `grouped` has both passes for each backend. `attention` has for each kernel, head size and pass the lengths and the shares of the peak at them."""
 
     forward: Product
     input_gradient: Product
     weight_gradient: Product
     fp8: Product
-    grouped_forward: Product
-    grouped_backward: Product
+    grouped: Mapping[str, tuple[Product, Product]]
     loss_share: float
     attention: Mapping[tuple[str, int, str], tuple[tuple[float, ...], tuple[float, ...]]]
     attention_fixed: float
@@ -62,18 +61,15 @@ class Laws:
     host_to_device: float
 
     def scaled(self, bf16: float, fp8: float) -> Laws:
-        """The laws of another GPU, whose products reach so much more of their peak."""
-        attention = {key: (lengths, tuple(share * bf16 for share in shares)) for key, (lengths, shares) in self.attention.items()}
+        """The laws of another GPU, whose products reach so much more of their peak; attention, which exponentials bound as well, is left as it is."""
         return replace(
             self,
             forward=_scale(self.forward, bf16),
             input_gradient=_scale(self.input_gradient, bf16),
             weight_gradient=_scale(self.weight_gradient, bf16),
             fp8=_scale(self.fp8, fp8),
-            grouped_forward=_scale(self.grouped_forward, bf16),
-            grouped_backward=_scale(self.grouped_backward, bf16),
+            grouped={name: (_scale(a, bf16), _scale(b, bf16)) for name, (a, b) in self.grouped.items()},
             loss_share=self.loss_share * bf16,
-            attention=attention,
         )
 
     def attention_share(self, kernel: str, head_dim: int, phase: str, length: float) -> float:
@@ -104,8 +100,7 @@ def calibrated(path: Path, peak: float, bandwidth: float) -> Laws:
         input_gradient=passes["input_gradient"],
         weight_gradient=passes["weight_gradient"],
         fp8=_product([r for r in rows if r["kind"] == "linear_fp8"], 2 * peak, bandwidth),
-        grouped_forward=_grouped(rows, "forward", peak, bandwidth),
-        grouped_backward=_grouped(rows, "backward", peak, bandwidth),
+        grouped={name: (_grouped(rows, name, "forward", peak, bandwidth), _grouped(rows, name, "backward", peak, bandwidth)) for name in _GROUPED},
         loss_share=_rate(_kind(rows, "loss"), "flops_per_s") / peak,
         attention={(k, d, p): _attention(rows, k, d, p, peak) for k in ("cudnn", "flash") for d in (64, 128) for p in ("forward", "backward")},
         attention_fixed=_shortest(rows, "linear"),
@@ -117,6 +112,8 @@ def calibrated(path: Path, peak: float, bandwidth: float) -> Laws:
     )  # fmt: skip
 
 
+_GROUPED = {"megatron": "megatron_grouped", "torch": "grouped"}
+"""The calibration's kind of row for each backend's product of all experts."""
 _PASSES = ("forward", "input_gradient", "weight_gradient")
 
 
@@ -146,10 +143,13 @@ def _product(rows: Rows, peak: float, bandwidth: float) -> Product:
     return Product(max(fixed, 0.0), share, memory)
 
 
-def _grouped(rows: Rows, phase: str, peak: float, bandwidth: float) -> Product:
+def _grouped(rows: Rows, backend: str, phase: str, peak: float, bandwidth: float) -> Product:
+    """The share is that of the backend's own kernel; the rest is torch's, since that of Transformer Engine waits for the host below its full rate."""
+    own = [r for r in rows if r["kind"] == _GROUPED[backend] and r["phase"] == phase and r.get("library", "cublas") == "cublas"]
     found = [r for r in rows if r["kind"] == "grouped" and r["phase"] == phase]
-    share = median(r["flops_per_s"] for r in found if r["rows_per_expert"] == _FULL_ROWS) / peak
-    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (share * peak) for r in found if r["rows_per_expert"] == 256)
+    share = median(r["flops_per_s"] for r in own if r["rows_per_expert"] == _FULL_ROWS) / peak
+    plain = median(r["flops_per_s"] for r in found if r["rows_per_expert"] == _FULL_ROWS) / peak
+    fixed = median(r["seconds"] - r["flops_per_s"] * r["seconds"] / (plain * peak) for r in found if r["rows_per_expert"] == 256)
     times = 1 if phase == "forward" else 2
     few = [r for r in found if r["rows_per_expert"] == 64]
     memory = median(times * 2 * r["experts"] * r["wide_in"] * r["wide_out"] / r["seconds"] for r in few) / bandwidth

@@ -10,30 +10,22 @@ from playbook.planner.options import FLEX
 from playbook.planner.parameters import parts
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
-from playbook.planner.time import collectives
+from playbook.planner.time import collectives, constants
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import (
-    EP_HIDDEN,
-    HOST_ATTENTION,
-    HOST_COMPILED,
-    HOST_EXPERT,
-    HOST_FP8,
-    HOST_GRAPHED,
-    HOST_MLP,
-    HOST_MOE,
-    IN_STEP,
-    SCAN_SHARE,
-)
 from playbook.planner.time.laws import TILE, Product
 
 BF16 = 2
 _FP32 = 4
-_CASTS = {"mxfp8": (2, 4), "blockwise": (4, 4)}
+_CASTS = {"mxfp8": (2, 3), "blockwise": (4, 4)}
 _SCALED_CASTS = (6, 6)
 """Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read where no norm or
 activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
 _SORTS = {"hybridep": 0, "flex": 1, "deepep": 1, "ncclep": 1}
 """Times that each copy of a token is read and written one way, beside the dispatch: into the order of ranks, and into that of experts."""
+_SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
+"""Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
+_NARROW = 0.5
+"""Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 
@@ -55,7 +47,10 @@ class Work(NamedTuple):
     recompute: tuple[str, ...]
     graphs: tuple[str, ...]
     ep_overlap: bool
-    compiled: bool
+    torch: bool
+    unfused: bool
+    frozen: bool
+    native_loss: bool
 
 
 class Kind(NamedTuple):
@@ -103,7 +98,8 @@ def work(plan: Plan) -> Work:
     o = plan.options
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance, o.dispatcher or "alltoall",
-        o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, o.sharding == "fsdp2",
+        o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, o.backend == "torch" or o.sharding == "fsdp2", o.unfused_attention,
+        bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
     )  # fmt: skip
 
 
@@ -122,21 +118,26 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     ]
     forward = blocks[0].forward.plus(blocks[1].forward)
     backward = blocks[0].backward.plus(blocks[1].backward)
+    if w.frozen:  # half of the gradients' products, those of weights, are not needed
+        backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     again = _again(cluster, shape, kind, w, blocks)
-    return Cost(_waited(forward, w), _waited(backward.plus(again), w))
+    routed = kind.ffn == "experts"
+    return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
 
 
-def _waited(parts: Parts, w: Work) -> Parts:
+def _waited(parts: Parts, w: Work, *, routed: bool) -> Parts:
     """`host` as what the host adds to the device's time: both are busy at once, but each waits for the other at times.
 
-    The root of the sum of squares lies between perfect overlap and none; a graph of the whole step needs no host.
+    Where the host can run ahead, the longer of the two counts. Where it must read how many tokens each expert has before it goes on, it is the root
+    of the sum of squares, between perfect overlap and none. A graph of the whole step needs no host.
     """
     if "full_iteration" in w.graphs:
         return parts._replace(host=0.0)
-    host = parts.host * (HOST_GRAPHED.value if w.graphs else 1.0) * (HOST_COMPILED.value if w.compiled else 1.0)
-    host *= HOST_FP8.value if w.fp8 not in ("", "mxfp8") else 1.0
+    host = parts.host * (constants.HOST_GRAPHED.value if w.graphs else 1.0) * (constants.HOST_TORCH.value if w.torch else 1.0)
+    host *= constants.HOST_FP8.value if w.fp8 not in ("", "mxfp8") else 1.0
     device = parts.device
-    return parts._replace(host=(device**2 + host**2) ** 0.5 - device)
+    both = (device**2 + host**2) ** 0.5 if routed else max(device, host)
+    return parts._replace(host=both - device)
 
 
 def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: str) -> Cost:
@@ -144,7 +145,7 @@ def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: 
     flops, weight = 2.0 * rows * wide_in * wide_out, wide_in * wide_out
     moved = BF16 * (rows * (wide_in + wide_out) + weight)
     laws, peak, bandwidth = cluster.laws, cluster.bf16_flops_per_s, cluster.memory_bytes_per_s
-    slower = 1 / IN_STEP.value
+    slower = 1 / constants.IN_STEP.value
 
     def one(law: Product, num_bytes: float) -> float:
         if fp8:
@@ -163,20 +164,22 @@ def _dense(cluster: Cluster, rows: float, wide_in: float, wide_out: float, fp8: 
     return Cost(forward._replace(elementwise=cast_in), backward._replace(elementwise=cast_out))
 
 
-def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, fp8: str) -> Cost:
+def _grouped(cluster: Cluster, rows: float, experts: float, wide_in: float, wide_out: float, w: Work) -> Cost:
     """One product for each local expert, with its gradients; an expert's rows are rounded up to whole tiles."""
+    fp8 = w.fp8
     padded = max(TILE, -(-rows // TILE) * TILE) if rows < 8 * TILE else rows
     flops, weight = 2.0 * padded * experts * wide_in * wide_out, experts * wide_in * wide_out
     moved = BF16 * (experts * rows * (wide_in + wide_out) + weight)
-    laws, bandwidth, slower = cluster.laws, cluster.memory_bytes_per_s, 1 / IN_STEP.value
+    laws, bandwidth, slower = cluster.laws, cluster.memory_bytes_per_s, 1 / constants.IN_STEP.value
     fast = (cluster.fp8_flops_per_s / cluster.bf16_flops_per_s) * laws.fp8.share / laws.forward.share if fp8 else 1.0
+    first, second = laws.grouped["torch" if w.torch else "megatron"]
     size = 0.5 if fp8 else 1.0
 
     def one(law: Product, num_bytes: float) -> float:
         return slower * law.seconds(flops / fast, num_bytes * size, cluster.bf16_flops_per_s, bandwidth)
 
-    forward = Parts(grouped=one(laws.grouped_forward, moved))
-    backward = Parts(grouped=one(laws.grouped_backward, moved) + one(laws.grouped_backward, moved + 2 * _FP32 * weight))
+    forward = Parts(grouped=one(first, moved))
+    backward = Parts(grouped=one(second, moved) + one(second, moved + 2 * _FP32 * weight))
     if not fp8:
         return Cost(forward, backward)
     cast_in, cast_out = (
@@ -231,15 +234,17 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
-    heads = sum(o for _, i, o in _projections(shape, kind.mixer, w.tp)[:-1]) * (2 if shape.qk_norm else 1)
+    heads = _turned(shape, kind, w)
     moved = BF16 * (5 * local * h + 2 * rows * heads)
     forward = found.forward._replace(
-        attention=core[0], elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, HOST_ATTENTION[0].value)
+        attention=core[0],
+        elementwise=found.forward.elementwise + _bytes(cluster, moved),
+        host=_host(cluster, constants.HOST_ATTENTION[0].value),
     )
     backward = found.backward._replace(
         attention=core[1],
         elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved),
-        host=_host(cluster, HOST_ATTENTION[1].value),
+        host=_host(cluster, constants.HOST_ATTENTION[1].value),
     )
     gather = _tensor(cluster, shape, w)
     ring = _context(cluster, shape, kind, w)
@@ -247,6 +252,14 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
         forward._replace(tp=2 * gather, cp=_exposed(w, ring, core[0])),
         backward._replace(tp=(3 if w.sp else 2) * gather, cp=_exposed(w, 2 * ring, core[1])),
     )  # fmt: skip
+
+
+def _turned(shape: Shape, kind: Kind, w: Work) -> float:
+    """Values of a token that rotation, norms of heads and their like read, and as many that they write."""
+    if shape.mla is not None and kind.mixer == "attention":
+        mla = shape.mla
+        return shape.heads / w.tp * (2 * mla.nope_dim + mla.rope_dim + 2 * mla.v_dim) / 2 + mla.q_rank + mla.kv_rank
+    return sum(o for _, _, o in _projections(shape, kind.mixer, w.tp)[:-1]) * (2 if shape.qk_norm else 1)
 
 
 def _host(cluster: Cluster, seconds: float) -> float:
@@ -274,15 +287,23 @@ def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, f
     width = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim
     flops = 2.0 * rows * shape.heads * width * context / w.tp
     length = 2 * context / (1 if kind.windowed else w.cp)
-    slower, kernel = 1 / IN_STEP.value, "flash" if w.compiled and cluster.has_fp8 else "cudnn"
+    slower, kernel = 1 / constants.IN_STEP.value, "flash" if w.torch and cluster.has_fp8 else "cudnn"
+    if w.unfused:
+        return _unfused(cluster, rows * shape.heads / w.tp, w.seq_len / w.cp, flops)
     forward = laws.attention_fixed + slower * flops / (laws.attention_share(kernel, shape.head_dim, "forward", length) * peak)
     return forward, laws.attention_fixed + slower * 2.5 * flops / (laws.attention_share(kernel, shape.head_dim, "backward", length) * peak)
+
+
+def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) -> tuple[float, float]:
+    """Attention as two batched products around a softmax and a dropout over all scores, which memory holds; nothing is skipped above the diagonal."""
+    product = 2 * causal_flops / (_NARROW * cluster.laws.forward.share * cluster.bf16_flops_per_s)
+    return product + _bytes(cluster, _SCORES_FORWARD * rows * keys), 2 * product + _bytes(cluster, _SCORES_BACKWARD * rows * keys)
 
 
 def _scan(cluster: Cluster, rows: float, width: float, states: float) -> tuple[float, float]:
     """A chunked recurrence, both passes: passes over its inputs, and small products with the state and within chunks."""
     moved = _bytes(cluster, _SCAN_PASSES * BF16 * rows * width)
-    multiplied = 2.0 * 4 * rows * states / (SCAN_SHARE.value * cluster.bf16_flops_per_s)
+    multiplied = 2.0 * 4 * rows * states / (constants.SCAN_SHARE.value * cluster.bf16_flops_per_s)
     return moved + multiplied, 2 * (moved + multiplied)
 
 
@@ -313,9 +334,9 @@ def _mlp(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     moved = BF16 * 5 * local * shape.hidden
     gather = _tensor(cluster, shape, w)
     return Cost(
-        found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, HOST_MLP[0].value), tp=2 * gather),
+        found.forward._replace(elementwise=found.forward.elementwise + _bytes(cluster, moved), host=_host(cluster, constants.HOST_MLP[0].value), tp=2 * gather),
         found.backward._replace(
-            elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, HOST_MLP[1].value),
+            elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved), host=_host(cluster, constants.HOST_MLP[1].value),
             tp=(3 if w.sp else 2) * gather,
         ),
     )  # fmt: skip
@@ -339,8 +360,8 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     per_expert = routed * w.etp / experts  # a rank gets as many copies as it sends
     width = shape.expert_ffn / w.etp
     products = [
-        _grouped(cluster, per_expert, experts, wide, shape.up * width, fp8),
-        _grouped(cluster, per_expert, experts, width, wide, fp8),
+        _grouped(cluster, per_expert, experts, wide, shape.up * width, w),
+        _grouped(cluster, per_expert, experts, width, wide, w),
         _dense(cluster, local, h, shape.experts, fp8=""),
     ]
     if shape.latent:
@@ -357,9 +378,12 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     forward = _bytes(cluster, act + 2 * sorted_ + norm)
     backward = _bytes(cluster, act * (2 * shape.up + 1) / (shape.up + 1) + 2 * sorted_ + 1.6 * norm)
     one = _dispatch(cluster, shape, w)
-    hidden = 1 - EP_HIDDEN.value if w.ep_overlap else 1.0
+    hidden = 1 - constants.EP_HIDDEN.value if w.ep_overlap else 1.0
     shared = 2 * _tensor(cluster, shape, w) if shape.shared_ffn else 0.0
-    hosts = [_host(cluster, base.value + min(experts, 64) * each.value) for base, each in zip(HOST_MOE, HOST_EXPERT, strict=True)]
+    hosts = [
+        _host(cluster, base.value + min(experts, 64) * each.value)
+        for base, each in zip(constants.HOST_MOE, constants.HOST_EXPERT, strict=True)
+    ]
     return Cost(
         found.forward._replace(elementwise=found.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),
         found.backward._replace(elementwise=found.backward.elementwise + backward, ep=2 * one * hidden, tp=1.5 * shared, host=hosts[1]),
@@ -384,6 +408,9 @@ def _again(cluster: Cluster, shape: Shape, kind: Kind, w: Work, blocks: list[Cos
     names = set(w.recompute)
     if not names:
         return Parts()
+    if "selective" in names:
+        both = blocks[0].forward.plus(blocks[1].forward)
+        return both._replace(products=both.products / 2, attention=0.0, tp=0.0, cp=0.0)
     if "full" in names:
         return blocks[0].forward.plus(blocks[1].forward)
     rows, local = _tokens(w)

@@ -13,7 +13,7 @@ QUANTILE = 1.2816
 
 _PART = {
     "products": 0.06, "grouped": 0.12, "attention": 0.15, "elementwise": 0.25, "host": 0.5, "tp": 0.3, "ep": 0.35, "cp": 0.35, "pp": 0.4,
-    "bubble": 0.15, "dp": 0.5, "optimizer": 0.3,
+    "bubble": 0.15, "offload": 0.4, "stragglers": 0.4, "dp": 0.5, "optimizer": 0.3,
 }  # fmt: skip
 """Standard deviation of the logarithm of each part: the constants of a part are off together, those of different parts by themselves."""
 _COMMON = 0.12

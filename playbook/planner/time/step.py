@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import exp
 
-from playbook.planner import flops, parameters, pipeline
+from playbook.planner import activations, flops, parameters, pipeline
 from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, layer, spread
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP
+from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP, STRAGGLERS
 from playbook.planner.time.layer import BF16, Kind, Parts, Work
 
 _FP32 = 4
+_ADAM_BYTES = 28
+"""Bytes that an update moves for each value: gradient, and master weight and two moments, read and written."""
+_LOGIT_BYTES = 52
+"""Bytes moved for each logit where the loss is not fused: to float32, its maximum, exponentials, sum and gradient."""
 _FULL_SHARDING = ("fsdp", "fsdp2")
 
 
@@ -69,13 +73,15 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
     shape, work = plan.shape, layer.work(plan)
     kinds = _chunks(shape, plan.pp, plan.vpp)
     stages = [_stage(plan, cluster, work, counts, first=i == 0, last=i == plan.pp - 1) for i, counts in enumerate(kinds)]
-    slow = max(stages, key=lambda s: s.seconds)
+    slow = _slowest(plan, stages)
     m = plan.microbatches
     parts = {name: m * (a + b) for name, a, b in zip(Parts._fields, slow.forward, slow.backward, strict=True)}
-    parts |= _between(plan, cluster, stages, slow)
+    parts |= _between(plan, cluster, stages, slow) | _offloaded(plan, cluster, slow)
     parts |= _data_parallel(plan, cluster, slow)
     largest = max(stages, key=lambda s: s.dense / max(plan.dp * plan.cp, 1) + s.experts / max(plan.edp, 1))
     parts["optimizer"] = _optimizer(plan, cluster, largest)
+    if plan.gpus > 1:
+        parts["stragglers"] = STRAGGLERS.value * sum(parts.values())
     seconds = sum(parts.values())
     deviation = spread.deviation(parts, plan, cluster)
     tokens = plan.global_batch * plan.seq_len / plan.gpus
@@ -107,6 +113,23 @@ def _parameters(shape: Shape, kind: Kind) -> tuple[float, float, float]:
     index = next((i for i in range(shape.layers) if layer.kind(shape, i) == kind), shape.layers)
     found = parameters.layer(shape, index)
     return found.sharded, found.repeated, found.experts
+
+
+def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
+    """The stage that the others wait for. Where layers do not divide, whoever lists them weighs output layer and prediction depths too.
+
+    Such a list makes stages equal but for half a layer.
+    """
+    slow = max(stages, key=lambda s: s.seconds)
+    if plan.pp == 1 or plan.shape.layers % (plan.pp * plan.vpp) == 0:
+        return slow
+    mean = sum(s.seconds for s in stages) / plan.pp
+    half = mean * plan.pp / plan.shape.layers / 2
+    share = min(1.0, (mean + half) / slow.seconds)
+    whole = [sum(column) for column in zip(*((*s.forward, *s.backward) for s in stages), strict=True)]
+    scale = share * slow.seconds / sum(whole)
+    width = len(Parts._fields)
+    return _Stage(Parts(*(x * scale for x in whole[:width])), Parts(*(x * scale for x in whole[width:])), slow.dense, slow.experts)
 
 
 def _stage(plan: Plan, cluster: Cluster, work: Work, counts: tuple[tuple[Kind, int], ...], *, first: bool, last: bool) -> _Stage:
@@ -146,7 +169,9 @@ def _head(cluster: Cluster, shape: Shape, work: Work) -> float:
     """Output layer, loss and their gradients, for each depth of prediction, with the products that join a depth's two inputs."""
     rows = work.seq_len * work.mbs / work.cp
     work_flops = 6.0 * rows * shape.hidden * (shape.vocab / work.tp * (1 + shape.mtp) + 2 * shape.hidden / work.tp * shape.mtp)
-    return work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
+    moved = _LOGIT_BYTES * rows * shape.vocab / work.tp if work.native_loss else 0.0
+    fused = work_flops / (cluster.laws.loss_share * cluster.bf16_flops_per_s * IN_STEP.value)
+    return fused + moved / (cluster.laws.memory_share * cluster.memory_bytes_per_s)
 
 
 def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -> dict[str, float]:
@@ -160,8 +185,24 @@ def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -
     one = collectives.send(cluster, plan.gpus // plan.pp, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
     sends = 2 * one * (plan.pp - 1 if hidden else plan.microbatches * plan.vpp + plan.pp - 1)
-    waited = (sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
-    return {"pp": sends, "bubble": waited}
+    waited = max(0.0, sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
+    table = plan.grad_bytes * plan.shape.vocab * plan.shape.hidden / plan.tp if plan.shape.tied else 0.0
+    shared = (
+        2 * collectives.ring(cluster, 2, plan.gpus // plan.pp * (plan.pp - 1), table) if table else 0.0
+    )  # the first and the last stage's copy
+    return {"pp": sends + shared, "bubble": waited}
+
+
+def _offloaded(plan: Plan, cluster: Cluster, stage: _Stage) -> dict[str, float]:
+    """What of the activations' way to host memory and back the passes beside it do not hide."""
+    if not (plan.options.offload or plan.options.offload_modules):
+        return {}
+    shape = plan.shape
+    first = {layer.kind(shape, i): i for i in reversed(range(shape.layers))}
+    sent = (
+        sum(n * activations.layer(plan, first[kind]).sent for kind, n in _chunks(shape, plan.pp, plan.vpp)[0]) / cluster.laws.host_to_device
+    )
+    return {"offload": plan.microbatches * (max(0.0, sent - sum(stage.forward)) + max(0.0, sent - sum(stage.backward)))}
 
 
 def _rings(plan: Plan, cluster: Cluster, stage: _Stage, num_bytes: float) -> float:
@@ -203,6 +244,5 @@ def _optimizer(plan: Plan, cluster: Cluster, stage: _Stage) -> float:
     each = plan.grad_bytes + 2 * plan.master_bytes + 4 * plan.moment_bytes + BF16
     rate = cluster.laws.optimizer_share * cluster.memory_bytes_per_s
     seconds = (each * count + plan.grad_bytes * count + plan.grad_bytes * held) / rate + HOST_STEP.value / cluster.host_speed
-    if plan.options.offload:
-        seconds += count * (_FP32 + BF16) / cluster.laws.host_to_device + 28 * count / CPU_ADAM.value
-    return seconds
+    away = plan.options.optimizer_offload / 100 * count
+    return seconds + away * ((_FP32 + BF16) / cluster.laws.host_to_device + _ADAM_BYTES / CPU_ADAM.value)
