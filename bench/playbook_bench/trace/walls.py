@@ -29,7 +29,7 @@ EXPOSED = 0.15
 """Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the slowest rank."""
 BUSY = 0.80
 """Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its threshold says enough."""
-_MOST = 0.50
+MOST = 0.50
 """Share of the computing time that a class of kernels needs to name the wall: more than all others together."""
 
 _STEP = re.compile(r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration)([ _:#]*\d+)?)$", re.IGNORECASE)
@@ -217,9 +217,9 @@ def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> W
     total = sum(of_compute.values())
     if computing < BUSY or not total:
         return "mixed"
-    if sum(share for name, share in of_compute.items() if name in _PRODUCTS) > _MOST * total:
+    if sum(share for name, share in of_compute.items() if name in _PRODUCTS) > MOST * total:
         return "compute-bound"
-    return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > _MOST * total else "mixed"
+    return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > MOST * total else "mixed"
 
 
 def _sentence(wall: Wall, waited: float | None, host: float | None, shares: dict[str, float], classes: Sequence[ClassTime]) -> str:
