@@ -22,7 +22,7 @@ COMMANDS = {
     "search": ("cards", "Find the cards that answer a question."),
     "cards": ("cards", "Cards: what is claimed, in which scope, why, and its status."),
     "layout": ("layout", "Layouts: which are possible, what they store, compute and send."),
-    "plan": ("plans.plan", "Plans: how long a step takes, and how that compares with runs."),
+    "plan": ("plans.plan", "Plans: the fastest layouts of a model, and how predictions compare with runs."),
     "config": ("train", "Configurations: list recipes, export to other trainers."),
     "calibrate": ("train", "Measure what one GPU reaches on the kernels of a step."),
     "train": ("train", "Train, or say what each rank would hold."),

@@ -6,13 +6,17 @@ Sources: Megatron-LM, `docs/source/api-guide/dist_optimizer.md` (bytes per param
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from playbook.planner import parameters, pipeline
 from playbook.planner.activations import Kept, layer, loss
+from playbook.planner.options import Options
 from playbook.planner.plan import Plan
+from playbook.planner.shapes import Shape
 
 GIB = 1 << 30
 PARAM_BYTES = 2
@@ -109,11 +113,16 @@ RETURNING_LAYERS = 2
 
 def alive(plan: Plan, stage: int, chunks: Sequence[Sequence[Kept]], resident_layers: int = RESIDENT_LAYERS) -> Alive:
     """What the layers of a stage keep, over all its chunks and all micro-batches in flight."""
+    return _alive(plan, stage, [[(1, layer) for layer in chunk] for chunk in chunks], resident_layers)
+
+
+def _alive(plan: Plan, stage: int, chunks: Sequence[Sequence[tuple[int, Kept]]], resident_layers: int = RESIDENT_LAYERS) -> Alive:
+    """The same of chunks that say how often they have each layer."""
     flying = pipeline.in_flight(
         pp=plan.pp, stage=stage, microbatches=plan.microbatches, vpp=plan.vpp, overlap=plan.options.ep_overlap,
-        sizes=[sum(layer.stays for layer in chunk) for chunk in chunks],
+        sizes=[sum(count * layer.stays for count, layer in chunk) for chunk in chunks],
     )  # fmt: skip
-    layers = [(n, layer) for n, chunk in zip(flying, chunks, strict=True) for layer in chunk]
+    layers = [(n * count, layer) for n, chunk in zip(flying, chunks, strict=True) for count, layer in chunk]
     away = sum(n * layer.sent for n, layer in layers)
     most = max((layer.sent for _, layer in layers), default=0.0)
     resident = min(away, resident_layers * most)
@@ -129,8 +138,47 @@ def estimate(plan: Plan) -> list[StageBytes]:
         ConfigError: the plan breaks a rule, or its model has layers without a formula.
     """
     plan.require()
-    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
-    return [_stage(plan, stage, pipeline.indices(sizes, plan.pp, stage)) for stage in range(plan.pp)]
+    return stages(plan)
+
+
+def stages(plan: Plan) -> list[StageBytes]:
+    """The same of a plan whose rules were checked before."""
+    placed = _placed(plan.shape, plan.pp, plan.vpp)
+    kept = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
+    o = plan.options
+    held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.frozen)
+    return [_stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks]) for stage, chunks in enumerate(placed)]
+
+
+def least(plan: Plan) -> float:
+    """Bytes of the fullest stage's states with the optimizer where the plan has it: under the peak, whatever the batch."""
+    o = plan.options
+    most = 0.0
+    for held in _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.frozen):
+        parameters_, gradients, optimizer = state_bytes(plan, held)
+        most = max(most, parameters_ * (not o.fp8_params) + gradients + optimizer - _on_host(plan, optimizer)[0])
+    return most
+
+
+@lru_cache(maxsize=4096)
+def _placed(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    """How often each chunk of each stage has each kind of layer, which goes by the index of one of them; depths of prediction close the last."""
+    sizes = pipeline.split(shape.layers, pp, vpp)
+    first = {parameters.parts(shape, i): i for i in reversed(range(shape.layers + (shape.mtp > 0)))}
+    of = [first[parameters.parts(shape, i)] for i in range(shape.layers)]
+    placed = [[[of[i] for i in chunk] for chunk in pipeline.indices(sizes, pp, stage)] for stage in range(pp)]
+    placed[-1][-1] += [first[parameters.parts(shape, shape.layers)] for _ in range(shape.mtp)]
+    return tuple(tuple(tuple(Counter(chunk).items()) for chunk in chunks) for chunks in placed)
+
+
+@lru_cache(maxsize=1 << 16)
+def _weights(
+    shape: Shape, tp: int, pp: int, vpp: int, ep: int, etp: int, backend: str, lora: int, frozen: tuple[str, ...]
+) -> tuple[Weights, ...]:
+    """The parameters of each stage, which neither the batch nor recompute change."""
+    plan = Plan(shape, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, options=Options(backend=backend, lora=lora, frozen=frozen))
+    sizes = pipeline.split(shape.layers, pp, vpp)
+    return tuple(weights(plan, stage, pipeline.indices(sizes, pp, stage)) for stage in range(pp))
 
 
 TIGHT = 0.05
@@ -209,21 +257,17 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     return width * split, plan.grad_bytes * grads, ((0 if torch else plan.master_bytes) + 2 * plan.moment_bytes) * state
 
 
-def _stage(plan: Plan, stage: int, chunks: list[list[int]]) -> StageBytes:
-    held, last = weights(plan, stage, chunks), stage == plan.pp - 1
+def _stage(plan: Plan, stage: int, held: Weights, chunks: list[list[tuple[int, Kept]]]) -> StageBytes:
+    last = stage == plan.pp - 1
     params, grads, optimizer = state_bytes(plan, held)
     copies = fp8_weights(plan, held)
     if plan.options.fp8_params:
         params -= PARAM_BYTES * copies / max(fp8_copies(plan.options.fp8), 1)
     away, host = _on_host(plan, optimizer)
-    depths = [plan.shape.layers] * plan.shape.mtp if last else []
-    placed = [*chunks[:-1], [*chunks[-1], *depths]]
-    alike = {parameters.parts(plan.shape, i): i for chunk in placed for i in chunk}
-    kept = {kind: layer(plan, i) for kind, i in alike.items()}
-    found = alive(plan, stage, [[kept[parameters.parts(plan.shape, i)] for i in chunk] for chunk in placed])
+    found = _alive(plan, stage, chunks)
     return StageBytes(
         stage=stage,
-        layers=sum(map(len, chunks)),
+        layers=sum(count for chunk in chunks for count, _ in chunk) - (plan.shape.mtp if last else 0),
         in_flight=found.in_flight,
         held=held.dense + held.experts,
         parameters=params,

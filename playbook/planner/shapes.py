@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 LARGEST = 1 << 30
 """No degree, length or count above this is taken from outside."""
@@ -103,6 +103,14 @@ class Shape:
     latent: int = 0
     blocks: str = ""
     vision: Vision | None = None
+
+    def __hash__(self) -> int:
+        """Computed once: a search looks thousands of things up by shape."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            self.__dict__["_hash"] = known
+        return known
 
     @property
     def up(self) -> int:

@@ -263,3 +263,25 @@ def test_layers_that_do_not_divide_get_stages_of_unlike_lengths():
     stages = memory.estimate(plan_of("gpus=64 ep=8 pp=4", "qwen3_235b_a22b"))
     assert [s.layers for s in stages] == [23, 24, 24, 23]
     assert parse("qwen3_235b_a22b", ["gpus=64", "pp=4", "uneven=false"]).broken()
+
+
+@given(
+    model=st.sampled_from(["qwen3_30b_a3b", "deepseek_v3", "qwen3_next_80b_a3b", "nemotron_3_super_120b_a12b", "llama3_8b"]),
+    pp=degree, vpp=st.sampled_from([1, 2, 3]), tp=degree, mbs=st.integers(1, 3), again=st.sampled_from(["", "full", "layernorm"]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_layers_that_are_alike_counted_once_weigh_what_all_of_them_do(model, pp, vpp, tp, mbs, again):
+    options = Options(recompute=(again,) if again else ())
+    plan = Plan(MODELS[model], gpus=16 * tp, tp=tp, pp=pp, vpp=vpp if pp > 1 else 1, mbs=mbs, gbs=16 * pp * mbs, options=options)
+    assume(not plan.broken())
+    sizes = pipeline.split(plan.shape.layers, pp, plan.vpp)
+    for found in memory.estimate(plan):
+        chunks = pipeline.indices(sizes, pp, found.stage)
+        held = memory.weights(plan, found.stage, chunks)
+        depths = [plan.shape.layers] * plan.shape.mtp if found.stage == pp - 1 else []
+        chunks[-1] = [*chunks[-1], *depths]
+        alive = memory.alive(plan, found.stage, [[activations.layer(plan, i) for i in chunk] for chunk in chunks])
+        assert found.held == held.dense + held.experts
+        assert (found.parameters, found.gradients, found.optimizer) == memory.state_bytes(plan, held)
+        assert found.activations == pytest.approx(alive.on_gpu)
+        assert (found.in_flight, found.replayed) == (alive.in_flight, alive.again)

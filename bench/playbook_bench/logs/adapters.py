@@ -24,6 +24,9 @@ class Adapter:
     """Whether `parse` takes the file's name rather than its text."""
 
 
+_ARRIVAL = "`playbook ab` and cases of kind `command` time each line as it arrives"
+_OWN = "print one line for each step"
+
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter(
         "playbook",
@@ -31,46 +34,46 @@ ADAPTERS: tuple[Adapter, ...] = (
         ("metrics.jsonl",),
         parsers.playbook,
         "it always does",
-        "metrics.jsonl holds it",
+        "metrics.jsonl holds them",
     ),
     Adapter(
         "jsonl",
         'JSON lines with named fields: `{"step": 1, "seconds": 0.5, "loss": 2.3, "tokens": 4096}`',
         ("log.jsonl",),
         parsers.json_lines,
-        "one line printed for each step",
-        "Print `seconds` of the step, or `elapsed` since the start",
+        _OWN,
+        f"Print `seconds` of the step, or `elapsed` since the start; {_ARRIVAL}",
     ),
     Adapter(
         "megatron",
         "iteration lines of Megatron-LM, Megatron-DeepSpeed and Megatron-Bridge",
         (),
         parsers.megatron,
-        "`--log-interval 1`; Megatron-Bridge: `logger.log_interval=1`",
-        "iteration lines hold it",
+        "--log-interval 1 (Megatron-Bridge: logger.log_interval=1)",
+        "iteration lines hold them",
     ),
     Adapter(
         "torchtitan",
         "`step: 10  loss: ...  tps: ...` lines of torchtitan",
         (),
         parsers.torchtitan,
-        "`--metrics.log_freq 1`",
-        "Keep the logger's time stamps before the lines",
+        "--metrics.log_freq 1",
+        f"Keep the logger's time stamps before the lines; {_ARRIVAL}",
     ),
     Adapter(
         "hf",
         "`trainer_state.json` of the Hugging Face Trainer, or the dictionaries that it prints",
         ("trainer_state.json",),
         parsers.hugging_face,
-        "`logging_steps=1`",
-        "With `include_num_input_tokens_seen='all'`, trainer_state.json holds `train_runtime` and tokens for each step logged",
+        "logging_steps=1",
+        f"With include_num_input_tokens_seen='all', trainer_state.json holds `train_runtime` and tokens for each step logged; {_ARRIVAL}",
     ),
     Adapter(
         "lightning",
         "`metrics.csv` of Lightning's CSVLogger",
         ("metrics.csv",),
         parsers.lightning,
-        "`log_every_n_steps=1`",
+        "Trainer(log_every_n_steps=1)",
         "Log `step_time` in seconds in the module, or add the ThroughputMonitor callback",
         printed=False,
     ),
@@ -79,7 +82,7 @@ ADAPTERS: tuple[Adapter, ...] = (
         "TensorBoard's event files, given as a path",
         ("events.out.tfevents.*",),
         events.read,
-        "scalars written at each step",
+        "write scalars at each step",
         "The moments at which scalars were written are the clock",
         printed=False,
         binary=True,

@@ -7,17 +7,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import print_json, print_table, say
+from playbook.cli.plans.layouts import plan_for
 from playbook.text import count
 
 if TYPE_CHECKING:
     from playbook.planner.runs.check import Row
 
+_DEFAULT = "layouts"
+
+
+class _Plans(TyperGroup):  # type: ignore[misc]
+    """`playbook plan MODEL` is short for `playbook plan layouts MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments, with the command that is left out where they begin with none."""
+        named = args and (args[0] in self.commands or args[0] == "--help")
+        found: list[str] = super().parse_args(ctx, args if named or not args else [_DEFAULT, *args])
+        return found
+
+
 app = commands()
 _plan_app = commands()
-app.add_typer(_plan_app, name="plan")
+app.add_typer(_plan_app, name="plan", cls=_Plans)
+_plan_app.command(_DEFAULT)(plan_for)
 
 _Runs = Annotated[Path, typer.Argument(metavar="RUNS.csv", help="A table of runs, one a row; empty cells are unknown.")]
 _Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of measured runs to scale the predictions to.")]
@@ -28,7 +44,7 @@ _LeaveOut = Annotated[
 
 @_plan_app.callback()
 def plan() -> None:
-    """Predictions of step time and memory, and how they compare with runs."""
+    """The fastest layouts of a model (`playbook plan MODEL`), and how predictions compare with runs."""
 
 
 @_plan_app.command("check")

@@ -18,6 +18,8 @@ _PART = {
 """Standard deviation of the logarithm of each part: the constants of a part are off together, those of different parts by themselves."""
 _COMMON = 0.12
 """What all parts share: clocks, versions of software, what a table of runs does not state."""
+_ORDER = 0.02
+"""What two runs of one kind differ by at least."""
 _TRANSFERRED = 0.08
 """Added for a GPU that nobody calibrated here."""
 
@@ -27,6 +29,13 @@ def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float
     total = sum(parts.values())
     own = hypot(*(_PART[name] * seconds / total for name, seconds in parts.items()))
     return hypot(own, _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+
+
+def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Standard deviation of the logarithm of the ratio of two plans' times on one cluster: what both have in the same share cancels."""
+    all_of, all_of_other = sum(one.values()), sum(other.values())
+    apart = (_PART[n] * (one.get(n, 0.0) / all_of - other.get(n, 0.0) / all_of_other) for n in _PART)
+    return hypot(*apart, _ORDER)
 
 
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
     if config.backend == "megatron" and here:
         problems += megatron.package_problems(config)
     if problems:
-        listed = f" {problems[0]}" if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)
-        raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:{listed}")
+        raise ConfigError(
+            f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:\n" + "\n".join(f"  - {p}" for p in problems)
+        )
 
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:

@@ -1,0 +1,184 @@
+"""`playbook plan MODEL`: the fastest layouts of a model on a cluster, with speed, memory and what they rest on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from playbook.cli.options import AsJson
+from playbook.cli.output import USAGE, print_json, print_table, say
+from playbook.errors import ConfigError
+from playbook.text import count
+
+if TYPE_CHECKING:
+    from playbook.planner.choice.explain import Answer
+    from playbook.planner.choice.search import Choice
+    from playbook.planner.plan import Plan
+
+_GIB = 1 << 30
+_TOP_PARTS = 5
+_SILENT = ("cp", "vpp", "ep", "etp")
+"""Degrees that are not shown where all plans have one."""
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
+_Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="Number of GPUs; with --goal gpus it is found.")]
+_Hardware = Annotated[str, typer.Option("--hardware", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
+_Seq = Annotated[int, typer.Option("--seq", min=1, max=1 << 30, help="Tokens of a sequence.")]
+_Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
+_Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
+_Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
+_Fix = Annotated[list[str] | None, typer.Option("--fix", help="A setting to keep, such as tp=1; may be given again, or with commas.")]
+_Backend = Annotated[str, typer.Option("--backend", help="megatron, or torch (FSDP2).")]
+_Allow = Annotated[str, typer.Option("--allow", help="Widen: fp8, bf16-moments, bf16-gradients, offload, graphs; with commas.")]
+_Anchor = Annotated[Path | None, typer.Option("--anchor", help="A table of your own measured runs; predictions are scaled to them.")]
+_Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans.")]
+_Export = Annotated[
+    str | None, typer.Option("--export", help="Print the best plan for megatron-lm, megatron-bridge, torchtitan or playbook.")
+]
+
+
+def plan_for(
+    model: _Model,
+    gpus: _Gpus = 8,
+    hardware: _Hardware = "h100",
+    seq: _Seq = 4096,
+    gbs: _Gbs = 0,
+    goal: _Goal = "tokens/s",
+    memory: _Memory = 0.92,
+    fix: _Fix = None,
+    backend: _Backend = "megatron",
+    allow: _Allow = "",
+    anchor: _Anchor = None,
+    top: _Top = 5,
+    export: _Export = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
+
+    Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
+    """
+    from playbook.planner.choice import document, explain
+    from playbook.planner.choice.space import Question
+    from playbook.planner.models import find, named
+    from playbook.planner.time.cluster import cluster
+
+    shape = find(model)
+    name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
+    fixed = tuple(_words(fix or []))
+    allowed = frozenset(a for a in allow.split(",") if a)
+    question = Question(shape, name, cluster(hardware), gpus, seq, gbs, goal, memory, backend, fixed, allowed)
+    found = explain.answer(question, top)
+    if anchor is not None:
+        found = _anchored(found, anchor)
+    if export is not None and found.choices:
+        _print_export(found.choices[0].plan, export, hardware)
+    elif as_json:
+        print_json(document.document(found))
+    elif found.choices:
+        _show(found)
+    else:
+        _explain(found)
+    if not found.choices:
+        raise typer.Exit(USAGE)
+
+
+def _words(given: list[str]) -> list[str]:
+    """`tp=1,ep=8` as two words; a comma inside a value, such as `recompute=moe_act,layernorm`, stays."""
+    words: list[str] = []
+    for part in (p for text in given for p in text.split(",") if p):
+        if "=" in part or not words:
+            words.append(part)
+        else:
+            words[-1] += f",{part}"
+    return words
+
+
+def _anchored(found: Answer, path: Path) -> Answer:
+    from playbook.planner.choice.anchored import anchored
+
+    return anchored(found, path)
+
+
+def _print_export(plan: Plan, target: str, hardware: str) -> None:
+    from playbook.cli.plans.export import exported
+
+    say(exported(plan, target, hardware).rstrip())
+
+
+def _show(found: Answer) -> None:
+    from playbook.planner.choice.explain import PARTS, lost, next_run
+
+    q, best = found.question, found.choices[0]
+    say(
+        f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
+        f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / _GIB:.1f} GiB, {found.counts.timed:,} plans timed"
+    )
+    rows = [_line(i, c, tied=i in found.ties) for i, c in enumerate(found.choices)]
+    print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
+    parts = sorted(best.time.parts.items(), key=lambda p: -p[1])
+    step = best.time.seconds.value
+    say(
+        f"\ntime     {step:.2f} s a step: {', '.join(f'{PARTS[k]} {v / step:.0%}' for k, v in parts[:_TOP_PARTS])}, the rest"
+        f" {sum(v for _, v in parts[_TOP_PARTS:]) / step:.0%}"
+    )
+    peaks = [s.peak / _GIB for s in best.stages]
+    shown = ", ".join(f"{p:.0f}" for p in peaks) if len(peaks) <= 16 else f"{min(peaks):.0f} to {max(peaks):.0f}"
+    say(f"memory   {shown} of {q.cluster.memory_gib:.0f} GiB by stage")
+    if len(found.choices) > 1 and q.goal == "tokens/s":
+        say(f"second   {lost(best, found.choices[1])}")
+    measure = next_run(found)
+    if measure:
+        say(
+            f"ties     {count(len(found.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
+            f" {found.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
+        )
+    for words in best.time.assumptions:
+        say(f"assumes  {words}")
+    say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
+
+
+def _settings(plan: Plan) -> str:
+    from playbook.planner.choice.document import words
+
+    return " ".join(words(plan))
+
+
+def _line(place: int, choice: Choice, *, tied: bool) -> dict[str, str]:
+    plan, speed = choice.plan, choice.time.tokens_per_s_per_gpu
+    o = plan.options
+    extra = [o.dispatcher if o.dispatcher not in ("", "alltoall") else "", "overlap" if o.ep_overlap else "", o.fp8]
+    extra += ["optimizer on host" if o.optimizer_offload else "", f"recompute {'+'.join(o.recompute)}" if o.recompute else ""]
+    degrees = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "vpp": plan.vpp, "ep": plan.ep, "etp": plan.etp, "dp": plan.dp, "mbs": plan.mbs}
+    return {
+        "": f"{place + 1}{'*' if tied else ''}",
+        **{k: str(v) for k, v in degrees.items()},
+        "tokens/s/GPU": f"{speed.value:,.0f}",
+        "80 %": f"{speed.low:,.0f} to {speed.high:,.0f}",
+        "MFU": f"{choice.time.mfu:.0%}",
+        "GiB": f"{choice.peak / _GIB:.0f}",
+        "with": ", ".join(filter(None, extra)),
+    }
+
+
+def _explain(found: Answer) -> None:
+    """Nothing fits: the nearest, and what is in the way."""
+    q, near = found.question, found.obstacle
+    if near is None:
+        raise ConfigError(
+            f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix"
+        )
+    say(
+        f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / _GIB:.1f} GiB"
+    )
+    say(f"nearest  {_settings(near.plan)}")
+    stage, gib = near.stage, {k: v / _GIB for k, v in near.stage.row().items() if isinstance(v, float)}
+    say(
+        f"needs    {stage.peak / _GIB:.1f} GiB on stage {stage.stage}, {(stage.peak - q.capacity) / _GIB:.1f} too many: parameters"
+        f" {gib['parameters']:.1f}, gradients {gib['gradients']:.1f}, optimizer {gib['optimizer']:.1f}, activations {gib['activations']:.1f},"
+        f" loss or replay {gib['transient']:.1f}"
+    )
+    say(
+        f"fits     with {', or '.join(near.ways)}" if near.ways else "fits     with nothing that is known here: a smaller model or sequence"
+    )

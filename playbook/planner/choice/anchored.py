@@ -1,0 +1,52 @@
+"""Predictions scaled to measured runs of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+from pathlib import Path
+
+from playbook.errors import ConfigError
+from playbook.planner.choice.explain import Answer
+from playbook.planner.choice.search import Choice
+from playbook.planner.runs.anchor import Anchors
+from playbook.planner.runs.predict import predict
+from playbook.planner.runs.table import Run, read_runs
+from playbook.planner.time import spread
+from playbook.planner.time.step import Estimate
+
+
+def anchored(found: Answer, path: Path) -> Answer:
+    """The answer with each plan's speed scaled by what the runs of the table showed over what was predicted for them.
+
+    One scale holds for all plans, so their order stays.
+
+    Raises:
+        ConfigError: the table has no run that can be predicted and was measured.
+    """
+    errors = []
+    for run, measured in read_runs(path):
+        prediction = predict(run)
+        error = None if isinstance(prediction, str) else prediction.error(measured)
+        if error is not None:
+            errors.append((run, error))
+    if not errors:
+        raise ConfigError(f"{path}: no run with a speed that can be compared; expected tokens_per_s_per_gpu, tflops_per_gpu or step_time_s")
+    q = found.question
+    precision = "fp8" if found.choices and found.choices[0].plan.options.fp8 else "bf16"
+    own = Run("plan", 0, {"model": q.model, "hardware": q.cluster.name, "gpus": str(q.gpus), "precision": precision}, path.parent)
+    scale = Anchors(errors).scale(own)
+    word = f"scaled by {exp(scale.log):.2f}, from {len(errors)} runs of {path.name}"
+    return replace(found, choices=[_scaled(c, exp(scale.log), scale.left, word) for c in found.choices])
+
+
+def _scaled(choice: Choice, by: float, left: float, word: str) -> Choice:
+    time = choice.time
+    wide = exp(spread.QUANTILE * time.spread * left)
+    speed, seconds = time.tokens_per_s_per_gpu.value * by, time.seconds.value / by
+    scaled = replace(
+        time, seconds=Estimate(seconds, seconds / wide, seconds * wide), tokens_per_s_per_gpu=Estimate(speed, speed / wide, speed * wide),
+        tflops_per_gpu=time.tflops_per_gpu * by, mfu=time.mfu * by, parts={k: v / by for k, v in time.parts.items()},
+        spread=time.spread * left, assumptions=(*time.assumptions, word),
+    )  # fmt: skip
+    return replace(choice, time=scaled)

@@ -1,0 +1,95 @@
+"""An answer as plain data, as words of settings, and as settings of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from playbook.planner import pipeline
+from playbook.planner.choice.explain import Answer, lost, next_run
+from playbook.planner.choice.search import Choice
+from playbook.planner.memory import GIB
+from playbook.planner.options import Options
+from playbook.planner.plan import Plan
+
+SCHEMA = "plan/1"
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "gbs", "seq_len")
+_WIDTHS = ("grad_bytes", "master_bytes", "moment_bytes", "loss")
+
+
+def words(plan: Plan) -> list[str]:
+    """The words that make `playbook layout` judge the plan: every setting that is not its default."""
+    plain = {f.name: f.default for f in fields(Plan)}
+    found = [f"gpus={plan.gpus}", *(f"{k}={getattr(plan, k)}" for k in (*_DEGREES, *_WIDTHS) if getattr(plan, k) != plain[k])]
+    usual = Options()
+    for f in fields(Options):
+        value = getattr(plan.options, f.name)
+        if value != getattr(usual, f.name):
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+            found.append(f"{f.name}={text}")
+    return found
+
+
+def layout(plan: Plan) -> dict[str, Any]:
+    """Degrees, batch and options by name, derived degrees included."""
+    keys = ("model", "gpus", *_DEGREES[:7], "dp", "edp", "seq_len", "microbatches", "grad_bytes", "master_bytes", "moment_bytes")
+    return {k: getattr(plan, k) for k in keys} | {"gbs": plan.global_batch} | _options(plan.options)
+
+
+def _options(options: Options) -> dict[str, Any]:
+    usual = Options()
+    chosen = {f.name: getattr(options, f.name) for f in fields(Options)}
+    kept = ("backend", "sharding", "dispatcher", "recompute")
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items() if k in kept or v != getattr(usual, k)}
+
+
+def split(plan: Plan) -> list[list[int]] | None:
+    """Decoder layers of each stage, chunk by chunk, where they are not alike; None where they are."""
+    sizes = pipeline.split(plan.shape.layers, plan.pp, plan.vpp)
+    return [sizes[stage :: plan.pp] for stage in range(plan.pp)] if len(set(sizes)) > 1 else None
+
+
+def document(found: Answer) -> dict[str, Any]:
+    """The answer of `playbook plan --json` and of the tool `plan_layout`.
+
+    Units: GiB, tokens per second and GPU, seconds.
+    """
+    assumed = dict.fromkeys(a for c in found.choices for a in c.time.assumptions)
+    measure = next_run(found)
+    question = found.question
+    return {
+        "schema": SCHEMA,
+        "question": {
+            "model": question.model, "hardware": question.cluster.name, "gpus": question.gpus, "seq_len": question.seq_len,
+            "gbs": question.global_batch, "goal": question.goal, "backend": question.backend, "allow": sorted(question.allow),
+            "fix": list(question.fixed), "memory_gib": question.capacity / GIB,
+        },
+        "plans": [_row(c) for c in found.choices],
+        "ties": found.ties,
+        "runner_up": lost(found.choices[0], found.choices[1]) if len(found.choices) > 1 else None,
+        "measure_next": measure and {"plans": [words(measure[0].plan), words(measure[1].plan)], "decides": measure[2]},
+        "counts": vars(found.counts),
+        "nearest": found.obstacle
+        and {
+            "layout": layout(found.obstacle.plan), "memory_gib": found.obstacle.stage.peak / GIB, "stage": found.obstacle.stage.row(),
+            "ways": list(found.obstacle.ways),
+        },
+        "assumptions": [*assumed, "memory is the estimated peak of allocated bytes; the driver and the allocator take more"],
+    }  # fmt: skip
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    speed = choice.time.tokens_per_s_per_gpu
+    return {
+        "layout": layout(choice.plan),
+        "fits": True,
+        "memory_gib": choice.peak / GIB,
+        "tokens_per_s_per_gpu": {"value": speed.value, "low": speed.low, "high": speed.high},
+        "mfu": choice.time.mfu,
+        "tflops_per_gpu": choice.time.tflops_per_gpu,
+        "seconds": choice.time.seconds.value,
+        "parts": dict(choice.time.parts),
+        "stages": [{"stage": s.stage, "layers": s.layers, "peak_gib": s.peak / GIB} for s in choice.stages],
+        "uneven": split(choice.plan),
+        "settings": words(choice.plan),
+    }

@@ -1,0 +1,215 @@
+"""The search: every layout that fits, fastest first. Bounds spare most of the work and change no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from playbook.planner import memory
+from playbook.planner.choice import space
+from playbook.planner.choice.space import Question
+from playbook.planner.memory import StageBytes
+from playbook.planner.options import Options
+from playbook.planner.plan import Plan
+from playbook.planner.time.step import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan with what it takes and holds."""
+
+    plan: Plan
+    time: StepTime
+    stages: tuple[StageBytes, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(stage.peak for stage in self.stages)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second and GPU."""
+        return self.time.tokens_per_s_per_gpu.value
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much was looked at: combinations, layouts that break no rule, those with options that fit, and plans that were timed."""
+
+    enumerated: int
+    legal: int
+    fitting: int
+    timed: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plans, best first, one for each layout; none where nothing fits."""
+
+    choices: list[Choice]
+    counts: Counts
+
+
+def search(question: Question, count: int = 5, *, prune: bool = True) -> Found:
+    """The best `count` plans by the question's goal.
+
+    For each layout the best options that fit are taken. Without `prune` every option of every layout is timed and weighed.
+    """
+    legal = list(space.layouts(question))
+    timer = _Timer(question)
+    if question.goal == "memory":
+        plans = sorted((_lean(question, layout) for layout in legal), key=_memory_of)
+        found = [_choice(timer, plan) for plan in plans if _memory_of(plan) <= question.capacity]
+        return Found(found[:count], Counts(space.enumerated(question), len(legal), len(found), timer.timed))
+    if prune:
+        fitting = list(_fitting(question, legal))
+        found, number = _pruned(timer, fitting, count), len(fitting)
+    else:
+        found = [best for best in (_best(timer, layout) for layout in legal) if best]
+        number = len(found)
+    found.sort(key=_order)
+    return Found(found[:count], Counts(space.enumerated(question), len(legal), number, timer.timed))
+
+
+def fits(question: Question) -> bool:
+    """Whether any plan fits."""
+    return any(True for _ in _fitting(question, space.layouts(question, lean=True)))
+
+
+def leanest(question: Question) -> Plan | None:
+    """The plan that needs the least memory, whether it fits or not; None where no layout is legal."""
+    return min((_lean(question, layout) for layout in space.layouts(question, lean=True)), key=_memory_of, default=None)
+
+
+def _memory_of(plan: Plan) -> float:
+    """Peak bytes of the fullest rank of a plan whose rules were checked."""
+    return max(stage.peak for stage in memory.stages(plan))
+
+
+class _Timer:
+    """Times plans and counts them."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.timed = 0
+
+    def __call__(self, plan: Plan) -> StepTime:
+        self.timed += 1
+        return step_time(plan, self.question.cluster)
+
+
+def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
+    """The best of the layouts, those with the best bound first; a layout whose bound is under the worst of the best is not looked into.
+
+    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so its fastest switches
+    bound the layout, and are its best options where they fit too.
+    """
+    bounds = []
+    for i, layout in enumerate(fitting):
+        timed = _timed(timer, [_with(layout, _carry(o, layout.options)) for o in space.switches(timer.question, layout)])
+        bounds.append((_rounded(timed[0][0].tokens_per_s_per_gpu.value) if timed else 0.0, i, layout, timed))
+    found: list[Choice] = []
+    for bound, _, layout, timed in sorted(bounds, key=lambda b: (-b[0], b[1])):
+        if len(found) >= count and bound < _rounded(found[count - 1].speed):
+            break
+        best = _first_fit(timer.question, timed[:1]) or _best(timer, layout)
+        if best:
+            found = sorted([*found, best], key=_order)[: count + 1]
+    return found
+
+
+def _carry(switched: Options, layout: Options) -> Options:
+    return replace(switched, recompute=layout.recompute, optimizer_offload=layout.optimizer_offload)
+
+
+def _best(timer: _Timer, layout: Plan) -> Choice | None:
+    """The fastest options of a layout that fit."""
+    return _first_fit(timer.question, _timed(timer, list(_options(timer.question, layout))))
+
+
+def _timed(timer: _Timer, plans: list[Plan]) -> list[tuple[StepTime, Plan]]:
+    """Legal plans with their times, the fastest first."""
+    return sorted(((timer(plan), plan) for plan in plans if not plan.broken()), key=lambda t: -_rounded(t[0].tokens_per_s_per_gpu.value))
+
+
+def _first_fit(question: Question, timed: list[tuple[StepTime, Plan]]) -> Choice | None:
+    for time, plan in timed:
+        stages = memory.stages(plan)
+        if max(stage.peak for stage in stages) <= question.capacity:
+            return Choice(plan, time, tuple(stages))
+    return None
+
+
+def _choice(timer: _Timer, plan: Plan) -> Choice:
+    return Choice(plan, timer(plan), tuple(memory.stages(plan)))
+
+
+def _options(question: Question, layout: Plan) -> Iterator[Plan]:
+    for o in space.switches(question, layout):
+        for rung in space.ladder(question):
+            for host in space.hosts(question):
+                yield _with(layout, replace(o, recompute=rung, optimizer_offload=host))
+
+
+def _rungs(question: Question, layout: Plan) -> Iterator[Plan]:
+    """A layout with the optimizer where it may be and each kind of recompute, the fastest first."""
+    for host in space.hosts(question):
+        for rung in space.ladder(question):
+            yield _with(layout, replace(layout.options, recompute=rung, optimizer_offload=host))
+
+
+def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:
+    """The layouts that fit, each with the least recompute that does.
+
+    Where states alone do not fit, no batch does; where a micro-batch does not, no larger one does. Legal layouts come with micro-batches rising.
+    """
+    grid: tuple[int, ...] = ()
+    full = False
+    for layout in legal:
+        own = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp)
+        if own != grid:
+            grid, full = own, False
+            *_, most = _rungs(question, layout)
+            full = memory.least(most) > question.capacity
+        if full:
+            continue
+        lightest = _lightest(question, layout)
+        if lightest is None:
+            full = True
+        else:
+            yield lightest
+
+
+def _lightest(question: Question, layout: Plan) -> Plan | None:
+    """A layout with the least recompute that fits, before anything that makes it faster; None where none does.
+
+    8-bit weights and a second micro-batch for overlap only add to it.
+    """
+    *rest, most = _rungs(question, layout)
+    stages = memory.stages(most)
+    if max(stage.states for stage in stages) > question.capacity:
+        return None
+    lighter = next((plan for plan in rest if _memory_of(plan) <= question.capacity), None)
+    return lighter or (most if max(stage.peak for stage in stages) <= question.capacity else None)
+
+
+def _lean(question: Question, layout: Plan) -> Plan:
+    """A layout with the options that need the least memory."""
+    plans = [plan for plan in _rungs(question, layout) if not plan.broken()]
+    return min(plans or [layout], key=_memory_of)
+
+
+def _with(layout: Plan, options: Options) -> Plan:
+    return replace(layout, options=options)
+
+
+def _order(choice: Choice) -> tuple[float, float, tuple[int, ...]]:
+    """Faster first; of equals the leaner, then the plainer."""
+    p = choice.plan
+    return -_rounded(choice.speed), choice.peak, (p.tp, p.cp, p.pp, p.vpp, p.ep, p.etp, p.mbs)
+
+
+def _rounded(speed: float) -> float:
+    """A speed to nine digits, so that the order of sums decides nothing."""
+    return float(f"{speed:.9g}")

@@ -1,0 +1,211 @@
+"""What is asked of the planner, and every layout and option that an answer may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from playbook.errors import ConfigError
+from playbook.planner.memory import GIB
+from playbook.planner.options import FLEX, Options
+from playbook.planner.plan import Plan, parse
+from playbook.planner.shapes import Shape
+from playbook.planner.time.cluster import Cluster
+
+_GOALS = ("tokens/s", "memory", "gpus")
+ALLOWED = ("fp8", "bf16-moments", "bf16-gradients", "offload", "graphs")
+"""What `--allow` widens: numerics, an optimizer on the host, CUDA graphs of attention and router."""
+
+_MOST_TP = 8
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 3, 4, 6, 8, 12)
+_LEAST_CP_TOKENS = 2048
+"""Tokens of a CP rank below which no layout goes."""
+_MOST_STAGES = 64
+_TOKENS = 1 << 22
+"""Tokens of a step where no global batch is given."""
+
+_GRAPHS: Mapping[bool, tuple[str, ...]] = {True: ("attn", "moe_router", "moe_preprocess"), False: ("attn", "mlp")}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a cluster, a batch and a goal; `fixed` are words such as `tp=1` that every answer keeps, `allow` what it may do beyond BF16.
+
+    A `gbs` of 0 stands for steps of four million tokens.
+    """
+
+    shape: Shape
+    model: str
+    cluster: Cluster
+    gpus: int
+    seq_len: int = 4096
+    gbs: int = 0
+    goal: str = "tokens/s"
+    memory_share: float = 0.92
+    backend: str = "megatron"
+    fixed: tuple[str, ...] = ()
+    allow: frozenset[str] = frozenset()
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a GPU that a plan may allocate."""
+        return self.memory_share * self.cluster.memory_gib * GIB
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.gbs or max(1, _TOKENS // self.seq_len)
+
+    @cached_property
+    def base(self) -> Plan:
+        """What all answers share.
+
+        Raises:
+            ConfigError: a word is no setting.
+        """
+        named = {word.partition("=")[0] for word in self.fixed}
+        taken = named & {"gpus", "seq_len", "gbs", "layers"}
+        if taken:
+            raise ConfigError(f"--fix {', '.join(sorted(taken))}: --gpus, --seq and --gbs say that; give a model of other layers as a file")
+        words = [f"gpus={self.gpus}", f"seq_len={self.seq_len}", f"gbs={self.global_batch}", *self.fixed]
+        words += ["backend=torch", *([] if "loss" in named else ["loss=compiled"])] if self.backend == "torch" else []
+        for kind, word in (("bf16-moments", "moment_bytes=2"), ("bf16-gradients", "grad_bytes=2")):
+            words += [word] if kind in self.allow and word.partition("=")[0] not in named else []
+        plan = parse(self.model, words, shape=self.shape)
+        if "bf16-moments" in self.allow and self.backend == "megatron" and "precision_aware" not in named:
+            plan = replace(plan, options=replace(plan.options, precision_aware=plan.options.sharding in ("optimizer", "fsdp")))
+        return plan
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Settings that are fixed."""
+        return frozenset(word.partition("=")[0] for word in self.fixed)
+
+
+def check(question: Question) -> None:
+    """Refuse a question that cannot be asked.
+
+    Raises:
+        ConfigError: a goal, permission or number that is not one.
+    """
+    unknown = sorted(question.allow - set(ALLOWED))
+    if question.goal not in _GOALS:
+        raise ConfigError(f"--goal is '{question.goal[:40]}'; expected one of {', '.join(_GOALS)}")
+    if unknown:
+        raise ConfigError(f"--allow {', '.join(unknown)[:80]} is not known; expected some of {', '.join(ALLOWED)}")
+    if question.backend not in ("megatron", "torch"):
+        raise ConfigError(f"--backend is '{question.backend[:40]}'; expected megatron or torch")
+    if not 0 < question.memory_share <= 1:
+        raise ConfigError(f"--memory is {question.memory_share:g}; expected a share of the GPU's memory, such as 0.92")
+    if "fp8" in question.allow and not question.cluster.has_fp8:
+        raise ConfigError(f"--allow fp8: {question.cluster.name} has no 8-bit products; leave it out")
+    question.base  # noqa: B018  (reads the words that are fixed)
+
+
+def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:
+    """The values that each setting of a layout may take; one that is fixed has one. `lean` ones need the least memory: one sample, no interleaving."""
+    shape, gpus, seq = question.shape, question.gpus, question.seq_len
+    torch = question.backend == "torch"
+    found: dict[str, list[int]] = {
+        "tp": [n for n in _powers(min(_MOST_TP, question.cluster.domain)) if shape.heads % n == 0],
+        "cp": [n for n in _powers(max(1, seq // _LEAST_CP_TOKENS)) if n == 1 or seq % (2 * n) == 0],
+        "pp": [n for n in range(1, min(_MOST_STAGES, shape.layers, gpus) + 1) if gpus % n == 0],
+        "ep": [n for n in range(1, shape.experts + 1) if shape.experts % n == 0 and gpus % n == 0] or [1],
+        "etp": [n for n in (1, 2, 4, 8) if shape.experts and shape.expert_ffn % n == 0] or [1],
+        "vpp": [1] if torch or lean else list(_CHUNKS),
+        "mbs": [1] if lean else list(_MICRO_BATCHES),
+    }
+    return {k: [getattr(question.base, k)] if k in question.kept else v for k, v in found.items()}
+
+
+def enumerated(question: Question) -> int:
+    """Number of combinations that the axes have."""
+    total = 1
+    for values in axes(question).values():
+        total *= len(values)
+    return total
+
+
+def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
+    """Every legal layout, or the `lean` ones, with the options that all share.
+
+    Expert tensor parallelism is 1 or as wide as tensor parallelism. Megatron-FSDP is not among them unless it is fixed: on four H200s it ran at
+    half of what its time adds up to (`docs/experiments/peers-on-four-h200s.md`).
+    """
+    base, of, gpus, batch = question.base, axes(question, lean=lean), question.gpus, question.global_batch
+    for tp, cp, pp in product(of["tp"], of["cp"], of["pp"]):
+        dp, left = divmod(gpus, tp * cp * pp)
+        if left or batch % dp:
+            continue
+        grids = [(ep, etp) for ep, etp in product(of["ep"], of["etp"]) if etp in (1, tp) or "etp" in question.kept]
+        for (ep, etp), vpp, mbs in product(grids, of["vpp"], of["mbs"]):
+            micro, rest = divmod(batch, mbs * dp)
+            if rest or gpus % (ep * etp * pp) or (vpp != 1 and (pp == 1 or micro % pp)):
+                continue
+            plan = replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=mbs)
+            if _sensible(plan) and not plan.broken():
+                yield plan
+
+
+def _sensible(plan: Plan) -> bool:
+    """Whether a pipeline has work: a chunk has a layer at least, and micro-batches are as many as stages."""
+    return plan.pp * plan.vpp <= plan.shape.layers and (plan.pp == 1 or plan.microbatches >= plan.pp)
+
+
+def ladder(question: Question) -> list[tuple[str, ...]]:
+    """What may be recomputed, from nothing to whole layers."""
+    shape = question.shape
+    if "recompute" in question.kept:
+        return [question.base.options.recompute]
+    if question.backend == "torch":
+        return [(), ("selective",), ("full",)]
+    always = ("mla_up_proj",) if shape.mla else ()
+    dense = ("mlp",) if shape.dense_layers else ()
+    if not shape.experts:
+        return [(), ("layernorm",), ("layernorm", "mlp"), ("full",)]
+    rungs = [(), always, (*always, "layernorm", "moe_act"), (*always, *dense, "layernorm", "moe"), ("full",)]
+    return list(dict.fromkeys(rungs))
+
+
+def switches(question: Question, layout: Plan) -> list[Options]:
+    """Options that change how fast a layout is beside recompute: dispatcher, overlap, and what is allowed."""
+    o, kept = layout.options, question.kept
+    routed = layout.ep * layout.etp > 1
+    flex = routed and question.backend == "megatron" and _has_flex(question.cluster)
+    dispatchers = ["alltoall", *(["hybridep"] if flex else [])] if routed else [""]
+    overlap = [False, True] if routed and layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1) and layout.shape.mtp < 2 else [False]
+    graphs = [(), _GRAPHS[bool(layout.shape.experts)]] if "graphs" in question.allow else [()]
+    found = []
+    for dispatcher, both, recipe, graphed in product(
+        dispatchers, overlap if question.backend == "megatron" else [False], recipes(question), graphs
+    ):
+        wanted: dict[str, Any] = {"dispatcher": dispatcher, "ep_overlap": both, "fp8": recipe, "graphs": graphed}
+        found.append(replace(o, **{k: v for k, v in wanted.items() if k not in kept}))
+    return list(dict.fromkeys(found))
+
+
+def recipes(question: Question) -> list[str]:
+    """8-bit recipes that may be used, and none."""
+    if "fp8" in question.kept:
+        return [question.base.options.fp8]
+    return ["", "mxfp8" if question.cluster.name.startswith(("b", "gb")) else "blockwise"] if "fp8" in question.allow else [""]
+
+
+def hosts(question: Question) -> list[int]:
+    """Percent of the optimizer that may live on the host."""
+    if "optimizer_offload" in question.kept:
+        return [question.base.options.optimizer_offload]
+    return [0, 100] if "offload" in question.allow and question.backend == "megatron" else [0]
+
+
+def _has_flex(cluster: Cluster) -> bool:
+    """Whether HybridEP runs there: on Hopper and Blackwell."""
+    return bool(FLEX) and cluster.name.startswith(("h1", "h2", "h8", "b", "gb"))
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]

@@ -1,0 +1,135 @@
+"""`playbook plan MODEL`: what a user reads, the JSON of a script, exports, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from playbook.cli import exit_codes
+from playbook.cli.app import app
+from playbook.cli.plans.export import configuration
+from playbook.planner.choice.search import search
+from playbook.planner.choice.space import Question
+from playbook.planner.models import MODELS
+from playbook.planner.time.cluster import cluster
+from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.tree import load
+
+DECISIONS = [
+    "qwen3_235b_a22b --gpus 64 --hardware h100 --seq 4096 --gbs 512",
+    "deepseek_v3 --gpus 256 --hardware h100 --seq 131072 --gbs 256",
+    "qwen3_vl_30b_a3b --gpus 8 --hardware h200 --gbs 256",
+    "qwen3_30b_a3b --gpus 16 --hardware h100 --gbs 512",
+    "llama3_70b --gpus 128 --hardware h100 --seq 8192 --gbs 512",
+    "gpt_oss_120b --gpus 64 --hardware gb200 --gbs 1280",
+    "mixtral_8x7b --gpus 16 --hardware a100 --gbs 256",
+    "qwen3_next_80b_a3b --gpus 32 --hardware h100 --seq 65536 --gbs 64",
+    "qwen3_235b_a22b --gpus 32 --hardware h100 --gbs 512 --allow offload",
+    "kimi_k2 --goal gpus --hardware h100",
+]
+
+
+class Shown(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    exit_code: int
+    stdout: str
+
+
+@pytest.fixture
+def run(capsys) -> Callable[..., Shown]:
+    def ran(*words: str, command: str = "plan") -> Shown:
+        code = exit_codes.run(app, [command, *words])
+        return Shown(code, capsys.readouterr().out)
+
+    return ran
+
+
+def test_the_answer_is_one_screen_in_plain_words(run) -> None:
+    shown = run("Qwen3-8B", "--gpus", "8", "--gbs", "64")
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert len(lines) <= 24
+    assert "legal layouts" in lines[0]
+    assert any(line.startswith("second") for line in lines)
+    assert any(line.startswith("memory") for line in lines)
+    words = next(line for line in lines if line.startswith("check")).split()[1:]
+    assert run(*words[2:], command="layout").exit_code == 0
+
+
+def test_json_has_the_schema_that_scripts_read(run) -> None:
+    found = json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--top", "3", "--json").stdout)
+    assert found["schema"] == "plan/1"
+    assert len(found["plans"]) == 3
+    for plan in found["plans"]:
+        assert {"layout", "fits", "memory_gib", "tokens_per_s_per_gpu", "mfu"} <= set(plan)
+        speed = plan["tokens_per_s_per_gpu"]
+        assert speed["low"] < speed["value"] < speed["high"]
+    assert set(found["ties"]) <= {0, 1, 2}
+    assert found["assumptions"]
+
+
+def test_nothing_fits_is_exit_code_2_and_says_what_would(run) -> None:
+    shown = run("qwen3_235b_a22b", "--gpus", "32", "--gbs", "512")
+    assert shown.exit_code == 2
+    assert "nothing fits" in shown.stdout
+    assert "--gpus 64" in shown.stdout
+
+
+def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("model,hardware,gpus,seq_len,mbs,gbs,tp,pp,precision,tokens_per_s_per_gpu\nqwen3_8b,H100,8,4096,1,64,1,1,bf16,4000\n")
+    plain, scaled = (
+        json.loads(run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--json", *more).stdout)["plans"][0]
+        for more in ([], ["--anchor", str(table)])
+    )
+    assert scaled["layout"] == plain["layout"]
+    speeds = scaled["tokens_per_s_per_gpu"], plain["tokens_per_s_per_gpu"]
+    assert speeds[0]["value"] < speeds[1]["value"]
+    assert speeds[0]["high"] / speeds[0]["low"] < speeds[1]["high"] / speeds[1]["low"]
+
+
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "torchtitan", "playbook"])
+def test_the_winner_is_exported(run, target: str) -> None:
+    shown = run("qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target)
+    assert shown.exit_code == 0
+    assert "not expressible: parallel" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_8b", 8), pytest.param("deepseek_v3", 512, marks=pytest.mark.full)]
+)
+def test_the_exported_winner_passes_the_trainers_own_checks(model: str, gpus: int, tmp_path) -> None:
+    import yaml
+
+    best = search(Question(MODELS[model], model, cluster("h100"), gpus, 4096, 512), 1).choices[0]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(configuration(best.plan)))
+    report = dry_run(load(path), gpus)
+    assert report.layout["microbatches"] == best.plan.microbatches
+    assert max(s.peak for s in report.stages) == pytest.approx(best.peak, rel=0.02)
+
+
+def test_a_model_that_this_trainer_does_not_train_has_its_layout_exported(run) -> None:
+    shown = run("llama3_8b", "--gpus", "8", "--gbs", "64", "--export", "megatron-lm")
+    assert "--tensor-model-parallel-size" in shown.stdout
+    assert run("llama3_8b", "--gpus", "8", "--gbs", "64", "--export", "playbook").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["no_such_model"], ["qwen3_8b", "--hardware", "toaster"], ["qwen3_8b", "--goal", "fun"], ["qwen3_8b", "--fix", "tp"], []]
+)
+def test_mistakes_end_with_exit_code_2(run, words: list[str]) -> None:
+    assert run(*words).exit_code == 2
+
+
+@pytest.mark.parametrize("words", [DECISIONS[3], *(pytest.param(d, marks=pytest.mark.full) for d in DECISIONS)])
+def test_a_decision_has_an_answer_in_seconds(run, words: str) -> None:
+    began = time.process_time()
+    found = json.loads(run(*words.split(), "--json").stdout)
+    assert found["plans"]
+    assert time.process_time() - began < 5
