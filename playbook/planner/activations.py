@@ -69,7 +69,7 @@ def saved(plan: Plan, index: int) -> dict[str, float]:
     found: dict[str, float] = {}
     if mixer:
         found |= {"attention norm in": row, "attention norm out": row * eight, **_MIXERS[mixer](plan, wide, thin)}
-        if plan.options.unfused_attention and mixer == "attention":
+        if plan.options.attention == "unfused" and mixer == "attention":
             found["attention scores"] = _SCORE_BYTES * wide * plan.seq_len * plan.shape.heads / plan.tp
     if ffn:
         found |= {"mlp norm in": row, "mlp norm out": row * (eight if ffn == "mlp" else 1.0)}

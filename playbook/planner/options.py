@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FLEX = frozenset({"flex", "deepep", "hybridep", "ncclep"})
 DISPATCHERS = frozenset({"allgather", "alltoall"}) | FLEX
 BACKENDS = frozenset({"megatron", "torch"})
+ATTENTION = frozenset({"cudnn", "flash1", "flash2", "unfused"})
 RECOMPUTE = frozenset(
     {"full", "selective", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
 )
@@ -22,6 +23,7 @@ LABELS: Mapping[str, frozenset[str]] = {
     "dispatcher": DISPATCHERS,
     "cp_comm": CP_COMM,
     "sharding": SHARDING,
+    "attention": ATTENTION,
     "recompute": RECOMPUTE,
     "graphs": GRAPH_MODULES | {"full_iteration"},
     "fp8": FP8,
@@ -40,7 +42,8 @@ class Options:
     The backend `torch` is FSDP2 as torchtitan has it: float32 weights, gathered in bf16; recompute `selective` keeps the outputs of attention and
     of every second matrix product. `offload` sends activations of whole layers to the host, `offload_percent` says of how many; of the optimizer's
     state `optimizer_offload` percent live there. `fp8_params` leaves no bf16 copy of 8-bit weights. `lora` is the rank of adapters beside
-    frozen weights; `frozen` parts are not trained at all. `unfused_attention` writes its scores to memory, as trainers did before flash attention.
+    frozen weights; `frozen` parts are not trained at all. `attention` is that of the
+    backend unless an older kernel is named; `unfused` writes its scores to memory.
     """
 
     backend: str = "megatron"
@@ -55,7 +58,7 @@ class Options:
     sharding: str = "optimizer"
     precision_aware: bool = False
     recompute: tuple[str, ...] = ()
-    unfused_attention: bool = False
+    attention: str = ""
     graphs: tuple[str, ...] = ()
     capacity: bool = False
     ep_overlap: bool = False

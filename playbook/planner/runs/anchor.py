@@ -9,6 +9,7 @@ from statistics import median
 from playbook.planner.runs.table import Run
 
 _CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
+_CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
 _TIERS: tuple[tuple[str, ...], ...] = (
     (),
     ("hardware",),
@@ -46,8 +47,7 @@ class Anchors:
 
         With `leave_out`, runs of the same configuration do not count.
         """
-        own = configuration(run)
-        counted = [(r, e) for r, e in self.runs if not (leave_out and configuration(r) == own)]
+        counted = [(r, e) for r, e in self.runs if not (leave_out and _alike(r, run))]
         found, left = 0.0, 1.0
         for tier, columns in enumerate(_TIERS):
             same = _same(run, columns)
@@ -76,6 +76,12 @@ def newest(runs: Iterable[Run]) -> set[str]:
         if release == latest.get(key, ""):
             kept.setdefault(key, []).append(run.id)
     return {i for ids in kept.values() for i in ids}
+
+
+def _alike(a: Run, b: Run) -> bool:
+    """Whether two runs may be the same configuration: what one of them leaves open counts as the same."""
+    said = [(a.word(c).lower(), b.word(c).lower()) for c in _CHOICES]
+    return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in said)
 
 
 def _same(run: Run, columns: tuple[str, ...]) -> Callable[[Run], bool]:

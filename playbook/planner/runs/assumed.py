@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -11,7 +12,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner import memory
 from playbook.planner.models import find, named, published
-from playbook.planner.options import GRAPH_MODULES, RECOMPUTE, Options
+from playbook.planner.options import ATTENTION, BACKENDS, GRAPH_MODULES, RECOMPUTE, Options
 from playbook.planner.plan import Plan
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
@@ -19,6 +20,8 @@ from playbook.planner.time.cluster import Cluster, cluster
 
 _GIB = 1 << 30
 _NODE = 8
+_LAYOUT = ("mbs", "gbs", "tp", "pp", "ep", "dp", "fsdp")
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _VOCAB = 51200
 """Words of a GPT of stated sizes: those of GPT-2, padded."""
 _PRECISIONS = {
@@ -66,9 +69,12 @@ def assumed(run: Run) -> Assumed:
         raise Unexpressed("fine-tuning: the table has no lengths of samples, which decide attention and padding")
     if "VL" in run.word("model") or "multimodal" in task:
         raise Unexpressed("images: the table has no sizes of images")
+    if not any(run.word(c) for c in _LAYOUT) and (run.count("gpus") or 0) > _NODE:
+        raise Unexpressed(f"nothing of its layout and batch is known; state some of {', '.join(_LAYOUT)}")
     fp8 = _precision(run, machine, words)
     counts = _degrees(run, shape, words)
     sharding = _sharding(run, counts["gpus"])
+    unfused = run.word("attention") == "unfused"  # a trainer of that time has no sequence parallelism and no fused loss either
     base = Plan(
         shape,
         run.word("model"),
@@ -80,16 +86,19 @@ def assumed(run: Run) -> Assumed:
         etp=counts["etp"],
         seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
         imbalance=1.2 if run.word("routing") == "natural" else 1.0,
-        loss="native" if run.word("hidden") else "te",
+        loss="native" if unfused else "te",
         options=Options(
             sharding=sharding,
             fp8=fp8,
-            backend="torch" if sharding == "fsdp2" else "megatron",
-            unfused_attention=bool(run.word("hidden")),
-            sp=False if run.word("hidden") else None,
+            capacity="token_drop" in run.word("routing"),
+            backend=_one_of(run, "backend", BACKENDS) or "megatron",
+            attention=_one_of(run, "attention", ATTENTION),
+            sp=False if unfused else None,
         ),
     )
-    plans = _open_batch(run, base, words)
+    if shape.experts and run.count("ep") is None:
+        base = _spread(base, machine, words)
+    plans = _open_batch(run, base, machine, words)
     plans = [p for plan in plans for p in _open_options(run, plan, machine, words)]
     plans = [_recomputed(run, plan, machine) for plan in plans]
     if not run.word("recompute") and any(p.options.recompute for p in plans):
@@ -155,6 +164,9 @@ def _precision(run: Run, machine: Cluster, words: list[str]) -> str:
     if "+" in said:
         words.append(f"{said} as {name} throughout")
     found = _PRECISIONS[name or "bf16"]
+    if name == "fp8" and machine.name in _BLACKWELL:
+        words.append("fp8 on this GPU: mxfp8")
+        found = "mxfp8"
     if found and not machine.has_fp8:
         raise Unexpressed(f"{machine.name} has no 8-bit products")
     return found
@@ -174,12 +186,7 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
     silent = [k for k in ("tp", "cp", "pp") if given[k] is None]
     if silent:
         words.append(f"{', '.join(silent)} unknown: 1")
-    ep = given["ep"]
-    if ep is None:
-        ep = 1
-        if shape.experts:
-            ep = max(n for n in (1, 2, 4, 8) if shape.experts % n == 0 and gpus % (n * found["pp"]) == 0)
-            words.append(f"ep unknown: {ep}")
+    ep = given["ep"] or 1
     etp = given["etp"]
     if etp is None:
         etp = found["tp"] if shape.experts and gpus % (found["tp"] * ep * found["pp"]) == 0 else 1
@@ -188,27 +195,48 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
     return {**found, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
 
 
+def _spread(plan: Plan, machine: Cluster, words: list[str]) -> Plan:
+    """The plan with the least expert parallelism from 8 on that fits; the most, where none does."""
+    degrees = [n for n in (8, 16, 32, 64) if plan.shape.experts % n == 0 and plan.gpus % (n * plan.etp * plan.pp) == 0] or [1]
+    found = next((n for n in degrees if _fits(replace(plan, ep=n), machine)), degrees[-1])
+    words.append(f"ep unknown: {found}")
+    return replace(plan, ep=found)
+
+
+def _one_of(run: Run, column: str, known: Set[str]) -> str:
+    """A cell that is one of several words; empty where it is unknown."""
+    said = run.word(column)
+    if said and said not in known:
+        raise Unexpressed(f"{column} '{said[:40]}' is not known; expected one of {', '.join(sorted(known))}")
+    return said
+
+
 def _sharding(run: Run, gpus: int) -> str:
     said = run.word("fsdp").lower()
     if (said.isdigit() and int(said) > 1) or said.startswith("fsdp"):
-        return "fsdp2" if run.word("source_group") in ("torchtitan_dense", "torchtitan_blog") or said == "fsdp" else "fsdp"
+        return "fsdp2" if run.word("backend") == "torch" else "fsdp"
     found = _SHARDING.get(said)
     if found is None:
         raise Unexpressed(f"fsdp '{said[:40]}' is not known; expected nothing, 0, optimizer, zero3, fsdp or a degree")
-    return found or "optimizer"
+    return found or ("fsdp2" if run.word("backend") == "torch" else "optimizer")
 
 
-def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
+def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
     """Batches and chunks that a run may have had."""
-    mbs = run.count("mbs") or _assume(words, "mbs", 1)
+    mbs = run.count("mbs") or 0
+    if not mbs:
+        mbs = 1
+        if plan.options.sharding == "fsdp2" and run.count("gbs") is None:
+            mbs = next((n for n in (8, 4, 2) if _fits(replace(plan, mbs=n), machine)), 1)
+        _assume(words, "mbs", mbs)
     gbs, vpp = run.count("gbs"), run.count("vpp")
     dp = max(plan.dp, 1)
     if gbs is None and plan.options.sharding == "fsdp2" and plan.pp == 1:
         gbs = mbs * dp
         words.append(f"gbs unknown: {gbs}, one micro-batch")
-    batches = [gbs] if gbs else [mbs * dp * plan.pp * n for n in (1, 8)]
     if gbs is None:
-        words.append("gbs unknown: 1 or 8 micro-batches for each stage")
+        gbs = mbs * dp * plan.pp
+        words.append(f"gbs unknown: {gbs}, one micro-batch for each stage")
     if plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
         words.append(f"mbs {mbs} is all of a rank's batch: micro-batches of 1 through the pipeline")
         mbs = 1
@@ -221,7 +249,7 @@ def _open_batch(run: Run, plan: Plan, words: list[str]) -> list[Plan]:
         chunks = sorted({1, most})
         if most > 1:
             words.append(f"vpp unknown: 1 or {most}")
-    return [replace(plan, mbs=mbs, gbs=g, vpp=v) for g, v in product(batches, chunks)]
+    return [replace(plan, mbs=mbs, gbs=gbs, vpp=v) for v in chunks]
 
 
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
@@ -229,8 +257,8 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> l
     options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
     dispatchers = [run.word("dispatcher")]
     if not dispatchers[0] and plan.ep > 1:
-        dispatchers = ["alltoall", "hybridep"]
-        _once(words, "dispatcher unknown: alltoall or hybridep")
+        dispatchers = ["alltoall", "hybridep"] if plan.ep * plan.etp <= machine.domain else ["deepep"]
+        _once(words, f"dispatcher unknown: {' or '.join(dispatchers)}")
     if dispatchers == ["custom"]:
         dispatchers = ["deepep"]
     graphs = [_graphs(run)]
@@ -273,8 +301,8 @@ def _offloaded(run: Run, words: list[str]) -> int:
     if found:
         return min(100, int(found[1]))
     if "optimizer" in said:
-        _once(words, "share of the optimizer's state in host memory unknown: all of it")
-        return 100
+        _once(words, "share of the optimizer's state in host memory unknown: half of it")
+        return 50
     raise Unexpressed(f"offload '{said[:40]}' is not known; expected none, or optimizer with a percentage")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp, hypot, log
+from math import exp, hypot, log, sqrt
 from statistics import fmean, pstdev
 
 from playbook.errors import ConfigError, FileError
@@ -16,6 +16,9 @@ from playbook.planner.runs.table import Measured, Run
 from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.spread import QUANTILE
 from playbook.planner.time.step import Estimate, step_time
+
+_ASSUMED = 0.1
+"""Spread that each assumption adds, beside that of the ways tried."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def predict(run: Run) -> Prediction | str:
     return Prediction(
         exp(fmean(logs)),
         flops.per_token(shape, found.plans[0].seq_len),
-        hypot(fmean(t.spread for t in times), between),
+        hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(len(found.words))),
         found.plans[0],
         found.cluster,
         tuple(dict.fromkeys((*found.words, *times[0].assumptions))),

@@ -7,11 +7,13 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
-from playbook.yaml_files import did_you_mean
+from playbook.paths import data_root
+from playbook.yaml_files import did_you_mean, read
 
 _MAX_BYTES = 20_000_000
 _MAX_ROWS = 20_000
@@ -20,7 +22,7 @@ _MEASURED = ("tflops_per_gpu", "tokens_per_s_per_gpu", "step_time_s", "mfu_pct",
 _ABOUT = ("mem_unit", "mem_kind", "quality", "status", "other", "source", "params_total_B", "params_active_B")
 _SET = (
     "id", "source_group", "release_or_date", "model", "task", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp",
-    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing",
+    "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
 _VTRAIN = {
@@ -29,6 +31,11 @@ _VTRAIN = {
     "iteration time (ms)": "step_time_ms",
 }  # fmt: skip
 """Columns of the vTrain project's table of timed iterations: GPTs of stated sizes on A100s, every layer recomputed."""
+
+
+_VTRAIN_RUNS = {
+    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "source_group": "vTrain",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,15 +153,26 @@ def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool
     if vtrain:
         row = {_VTRAIN[k]: v for k, v in row.items() if k in _VTRAIN}
         milliseconds = _number(path, line, "iteration time (ms)", row.pop("step_time_ms", ""))
-        row |= {"id": f"line{line}", "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "source_group": "vTrain"}
+        row |= {"id": f"line{line}", **_VTRAIN_RUNS}
         return Run(row["id"], line, row, path.parent), Measured(step_time_s=milliseconds and milliseconds / 1e3)
     numbers = {name: _number(path, line, name, row.get(name, "")) for name in _MEASURED}
     gib = numbers["mem_gb"] and numbers["mem_gb"] * (1e9 / 2**30 if row.get("mem_unit") == "GB" else 1.0)
-    said = {k: v for k, v in row.items() if k in _SET}
+    said = {**_of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
     shown = Measured(
         numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
     )
     return Run(row.get("id", f"line{line}"), line, said, path.parent), shown
+
+
+@cache
+def _sources() -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = read(data_root("tables") / "run_sources.yaml")[0]
+    return table
+
+
+def _of_source(group: str) -> dict[str, str]:
+    """What a source says of all its runs."""
+    return _sources().get(group, {})
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:

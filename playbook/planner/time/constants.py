@@ -31,7 +31,12 @@ EP_HIDDEN = Constant(
     "published",
     "between 37 % (Megatron Bridge, expert overlap on 16 H100) and nearly all (DeepSeek-V3 report, DualPipe), of what compute covers",
 )
-SCAN_SHARE = Constant(0.25, 0.4, "published", "Mamba-2, arXiv 2405.21060, section 9: chunked scans reach about a quarter of the peak")
+SCAN_RATE = Constant(
+    78e12,
+    0.5,
+    "published",
+    "Mamba-2, arXiv 2405.21060, section 9, on A100s: a quarter of the peak; its Triton kernels use nothing that later GPUs added",
+)
 
 IN_STEP = Constant(
     0.97,
@@ -51,6 +56,9 @@ HOST_EXPERT = (
     Constant(0.04e-3, 0.3, "measured", "h200.json, megatron_grouped"),
     Constant(0.11e-3, 0.3, "measured", "h200.json, megatron_grouped"),
 )
+HOST_MLA = Constant(
+    1.6, 0.3, "assumed", "launches of compressed attention over those of plain: two products, a norm and a concatenation more for each side"
+)
 HOST_TORCH = Constant(0.5, 0.4, "assumed", "FSDP2 with compiled layers launches about half of megatron-core's kernels")
 HOST_GRAPHED = Constant(0.75, 0.3, "measured", "1 x H200, record megatron-graphs-one-gpu: 10 % faster; 4 x H200: 4 %")
 
@@ -60,4 +68,10 @@ HOST_STEP = Constant(5e-3, 0.5, "assumed", "data, logging and the optimizer's la
 HOST_FP8 = Constant(1.4, 0.3, "assumed", "launches that scale and cast each operand, where no fused kernel does")
 STRAGGLERS = Constant(
     0.07, 0.4, "measured", "4 x H200, six runs of 24 layers: 6 to 10 % longer than one GPU's figures and their communication"
+)
+FLASH_1 = Constant(
+    1.7,
+    0.2,
+    "published",
+    "FlashAttention-2, arXiv 2307.08691, section 4.1: 1.7 to 3 times as fast as the first version, 1.3 to 2.5 times as Triton's",
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import log
+from math import exp, log, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,7 +79,7 @@ class Laws:
         x = log(max(length, 1.0))
         i = bisect(lengths, x)
         if i == 0:
-            return shares[0] * max(0.25, length / 1024) if length < 1024 else shares[0]
+            return shares[0] * sqrt(length / exp(lengths[0]))  # a shorter row fills fewer tiles of the causal square
         if i == len(lengths):
             return shares[-1]
         part = (x - lengths[i - 1]) / (lengths[i] - lengths[i - 1])
@@ -157,7 +157,14 @@ def _grouped(rows: Rows, backend: str, phase: str, peak: float, bandwidth: float
 
 
 def _attention(rows: Rows, kernel: str, head_dim: int, phase: str, peak: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    found = [r for r in rows if r["kind"] == "attention" and (r["kernel"], r["head_dim"], r["phase"]) == (kernel, head_dim, phase)]
-    lengths = sorted({int(r["length"]) for r in found})
-    mean: Callable[[int], float] = lambda n: median(r["flops_per_s"] for r in found if r["length"] == n) / peak  # noqa: E731
-    return tuple(log(n) for n in lengths), tuple(mean(n) for n in lengths)
+    """Lengths by their logarithm, and the median share at each. A short backward pass waited for the host; it is taken to lose as much as the forward pass."""
+    forward, found = (
+        {n: median(r["flops_per_s"] for r in same if r["length"] == n) / peak for n in sorted({int(r["length"]) for r in same})}
+        for same in (
+            [r for r in rows if r["kind"] == "attention" and (r["kernel"], r["head_dim"], r["phase"]) == (kernel, head_dim, p)]
+            for p in ("forward", phase)
+        )
+    )
+    least, sure, *_ = sorted(found)
+    found[least] = max(found[least], found[sure] * forward[least] / forward[sure])
+    return tuple(log(n) for n in found), tuple(found.values())

@@ -24,6 +24,9 @@ _SORTS = {"hybridep": 0, "flex": 1, "deepep": 1, "ncclep": 1}
 """Times that each copy of a token is read and written one way, beside the dispatch: into the order of ranks, and into that of experts."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
 """Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
+_BIASED_GLU = 18
+"""Widths that an expert's activation reads and writes where it has biases and clamps, which only the kernel of MXFP8 experts fuses: two biases, two
+clamps, sigmoid, two products."""
 _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _SCAN_PASSES = 12
@@ -48,9 +51,10 @@ class Work(NamedTuple):
     graphs: tuple[str, ...]
     ep_overlap: bool
     torch: bool
-    unfused: bool
+    attention: str
     frozen: bool
     native_loss: bool
+    capacity: bool
 
 
 class Kind(NamedTuple):
@@ -96,10 +100,12 @@ _NOTHING = Cost(Parts(), Parts())
 def work(plan: Plan) -> Work:
     """The part of a plan that a layer's time depends on."""
     o = plan.options
+    torch = o.backend == "torch" or o.sharding == "fsdp2"
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance, o.dispatcher or "alltoall",
-        o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, o.backend == "torch" or o.sharding == "fsdp2", o.unfused_attention,
+        o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
+        o.capacity,
     )  # fmt: skip
 
 
@@ -121,7 +127,7 @@ def cost(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     if w.frozen:  # half of the gradients' products, those of weights, are not needed
         backward = backward._replace(products=backward.products / 2, grouped=backward.grouped / 2)
     again = _again(cluster, shape, kind, w, blocks)
-    routed = kind.ffn == "experts"
+    routed = kind.ffn == "experts" and not w.capacity
     return Cost(_waited(forward, w, routed=routed), _waited(backward.plus(again), w, routed=routed))
 
 
@@ -233,18 +239,20 @@ def _attention(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> Cost:
     found = _sum(_dense(cluster, rows, i, o, w.fp8) for _, i, o in _projections(shape, kind.mixer, w.tp))
     core = _core(cluster, shape, kind, w)
     h = shape.hidden
+    more = constants.HOST_MLA.value if shape.mla is not None and kind.mixer == "attention" else 1.0
+    hosts = [_host(cluster, more * x.value) for x in constants.HOST_ATTENTION]
     # Norm and residual, then what is done to queries and keys: rotation, and their own norms.
     heads = _turned(shape, kind, w)
     moved = BF16 * (5 * local * h + 2 * rows * heads)
     forward = found.forward._replace(
         attention=core[0],
         elementwise=found.forward.elementwise + _bytes(cluster, moved),
-        host=_host(cluster, constants.HOST_ATTENTION[0].value),
+        host=hosts[0],
     )
     backward = found.backward._replace(
         attention=core[1],
         elementwise=found.backward.elementwise + _bytes(cluster, 1.6 * moved),
-        host=_host(cluster, constants.HOST_ATTENTION[1].value),
+        host=hosts[1],
     )
     gather = _tensor(cluster, shape, w)
     ring = _context(cluster, shape, kind, w)
@@ -287,8 +295,9 @@ def _core(cluster: Cluster, shape: Shape, kind: Kind, w: Work) -> tuple[float, f
     width = 2 * shape.head_dim if shape.mla is None else shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim
     flops = 2.0 * rows * shape.heads * width * context / w.tp
     length = 2 * context / (1 if kind.windowed else w.cp)
-    slower, kernel = 1 / constants.IN_STEP.value, "flash" if w.torch and cluster.has_fp8 else "cudnn"
-    if w.unfused:
+    slower = (constants.FLASH_1.value if w.attention == "flash1" else 1.0) / constants.IN_STEP.value
+    kernel = "flash" if w.attention != "cudnn" and cluster.has_fp8 else "cudnn"
+    if w.attention == "unfused":
         return _unfused(cluster, rows * shape.heads / w.tp, w.seq_len / w.cp, flops)
     forward = laws.attention_fixed + slower * flops / (laws.attention_share(kernel, shape.head_dim, "forward", length) * peak)
     return forward, laws.attention_fixed + slower * 2.5 * flops / (laws.attention_share(kernel, shape.head_dim, "backward", length) * peak)
@@ -303,7 +312,7 @@ def _unfused(cluster: Cluster, rows: float, keys: float, causal_flops: float) ->
 def _scan(cluster: Cluster, rows: float, width: float, states: float) -> tuple[float, float]:
     """A chunked recurrence, both passes: passes over its inputs, and small products with the state and within chunks."""
     moved = _bytes(cluster, _SCAN_PASSES * BF16 * rows * width)
-    multiplied = 2.0 * 4 * rows * states / (constants.SCAN_SHARE.value * cluster.bf16_flops_per_s)
+    multiplied = 2.0 * 4 * rows * states / constants.SCAN_RATE.value
     return moved + multiplied, 2 * (moved + multiplied)
 
 
@@ -380,9 +389,10 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     one = _dispatch(cluster, shape, w)
     hidden = 1 - constants.EP_HIDDEN.value if w.ep_overlap else 1.0
     shared = 2 * _tensor(cluster, shape, w) if shape.shared_ffn else 0.0
+    beside = [x.value if shape.shared_ffn else 0.0 for x in constants.HOST_MLP]
     hosts = [
-        _host(cluster, base.value + min(experts, 64) * each.value)
-        for base, each in zip(constants.HOST_MOE, constants.HOST_EXPERT, strict=True)
+        _host(cluster, base.value + min(experts, 64) * each.value + other)
+        for base, each, other in zip(constants.HOST_MOE, constants.HOST_EXPERT, beside, strict=True)
     ]
     return Cost(
         found.forward._replace(elementwise=found.forward.elementwise + forward, ep=2 * one * hidden, tp=shared, host=hosts[0]),

@@ -93,7 +93,7 @@ def test_timed_iterations_of_vtrain_are_taken(write):
 
 
 def test_unknown_cells_are_said_and_widen_the_interval(write):
-    stated, unknown = check(write(HEADER + ",dispatcher,cuda_graph", RUN + ",alltoall,none", RUN.replace("a,", "b,", 1) + ",,"))
+    stated, unknown = check(write(HEADER + ",dispatcher,cuda_graph", RUN + ",deepep,none", RUN.replace("a,", "b,", 1) + ",,"))
     assert unknown.prediction.spread > stated.prediction.spread
     assert any("dispatcher unknown" in w for w in unknown.prediction.words)
     assert not any("dispatcher unknown" in w for w in stated.prediction.words)
