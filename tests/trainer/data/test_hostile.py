@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import webdataset
 from data_sets import TEXT, TEXTS, VL, config, jpeg, shard, tar, text_source, vqa_table, words_of, write_parquet, write_vqav2
 
 from playbook.errors import ConfigError, DataError
@@ -108,8 +109,7 @@ def test_a_member_named_upwards_leads_nowhere(tmp_path: Path) -> None:
 
 
 def test_webdataset_itself_writes_what_we_read(tmp_path: Path) -> None:
-    wds = pytest.importorskip("webdataset")
-    with wds.TarWriter(str(tmp_path / "a.tar")) as sink:
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as sink:
         for n in range(20):
             sink.write({"__key__": f"s{n:03d}", "jpg": jpeg(n), "json": {"question": f"q{n}", "answer": f"a{n}"}})
     cfg = config(VL, data__path=str(tmp_path), data__pack=False, train__global_batch_size=1)
