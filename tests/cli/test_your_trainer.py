@@ -1,0 +1,134 @@
+"""The guide for other trainers: its files are written as it shows them, and its console blocks run. The workflows that it offers run in a clone."""
+
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from playbook.paths import data_root, repo_root
+
+GUIDE = data_root("guide") / "your-trainer.md"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+SCRIPT = repo_root() / "tests" / "support" / "ranks" / "foreign_script.py"
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line as a person's shell would, with `playbook` and `python` of this environment and a pip that installs nothing."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {
+        "playbook": f'exec {sys.executable} -m playbook "$@"',
+        "python": f'exec {sys.executable} "$@"',
+        "pip": "exit 0",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(stat.S_IRWXU)
+    place = tmp_path / "theirs"
+    place.mkdir()
+    path = os.pathsep.join(str(repo_root() / part) for part in ("", "bench", "trainer"))
+    git = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {**os.environ, **git, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+
+    def run(line, folder=place, **more):
+        return subprocess.run(["bash", "-ec", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=300)
+
+    run.place = place
+    return run
+
+
+@pytest.mark.full
+def test_every_console_block_of_the_guide_runs(shell):
+    ran = 0
+    for language, title, text in BLOCK.findall(GUIDE.read_text()):
+        if title:
+            path = shell.place / title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif language == "console":
+            for line in text.splitlines():
+                done = shell(line)
+                assert done.returncode in (0, 3), f"{line}\n{done.stdout}{done.stderr}"  # undecided where the machine is busy
+                ran += 1
+    assert ran >= 7
+    assert (shell.place / "gate.xml").is_file()
+
+
+CASE = """
+id: step-time
+kind: command
+summary: Their script.
+command: [python, train.py, --launch, "{run}"]
+candidate: {arguments: [--fast]}
+steps: {count: 20}
+metric: step_seconds
+profiles: {cpu: {}}
+"""
+
+
+@pytest.fixture
+def clone(shell):
+    """A clone of a small repository, and a function that makes commits in it; `origin/main` is the first of them."""
+    upstream = shell.place / "upstream"
+    (upstream / "bench").mkdir(parents=True)
+    (upstream / "train.py").write_text(SCRIPT.read_text())
+    (upstream / "bench" / "step-time.yaml").write_text(CASE)
+    (upstream / "requirements.txt").write_text("")
+    (upstream / ".gitignore").write_text(".playbook/\ngate.*\nsummary.md\n")
+    assert shell("git init -q -b main . && git add -A && git commit -q -m first", upstream).returncode == 0
+    folder = shell.place / "clone"
+    assert shell(f"git clone -q {upstream} {folder}").returncode == 0
+
+    def commit(message, plant):
+        (folder / "plant.json").write_text(plant)
+        done = shell(f"git add -A && git commit -q --allow-empty -m {shlex.quote(message)} && git rev-parse --short HEAD", folder)
+        return done.stdout.strip()
+
+    commit.folder = folder
+    return commit
+
+
+def steps_of(name):
+    """The steps of a workflow that run a command, by their names, and the job's variables."""
+    text = (data_root("guide") / "ci" / name).read_text()
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    return {step["name"]: step["run"] for step in job["steps"] if "run" in step}, job["env"]
+
+
+def test_the_workflow_for_gpus_runs_the_same_steps():
+    (cpu, _), (gpu, _) = steps_of("github.yml"), steps_of("github-gpu.yml")
+    assert {name: line.replace("90m", "40m") for name, line in gpu.items()} == {k: v for k, v in cpu.items() if k != "Install"}
+
+
+@pytest.mark.full
+def test_the_workflow_as_shipped_fails_on_the_slow_commit_and_names_it(shell, clone):
+    steps, variables = steps_of("github.yml")
+    more = {**variables, "BASE": "origin/main", "GITHUB_STEP_SUMMARY": str(clone.folder / "summary.md")}
+    clone("harmless", '{"noise": 0.002}')
+    for step in ("Install", "Gate"):
+        assert shell(steps[step], clone.folder, **more).returncode == 0
+    slow = clone("a slower collate", '{"slower": 0.2}')
+    failed = shell(steps["Gate"], clone.folder, **more)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    named = shell(steps["Name the commit"], clone.folder, **more)
+    assert named.returncode == 0, named.stderr
+    assert named.stdout.splitlines()[-1].split()[0] == slow
+    summary = (clone.folder / "summary.md").read_text()
+    assert "**pass**" in summary
+    assert "**regression**" in summary
+    assert "a slower collate" in summary
+
+
+@pytest.mark.full
+def test_the_job_for_gitlab_as_shipped_fails_on_the_slow_commit(shell, clone):
+    (job,) = yaml.safe_load((data_root("guide") / "ci" / "gitlab.yml").read_text()).values()
+    more = {**job["variables"], "CI_MERGE_REQUEST_TARGET_BRANCH_NAME": "main"}
+    lines = "\n".join([*job["before_script"], *job["script"]])
+    clone("slow", '{"slower": 0.2}')
+    assert shell(lines, clone.folder, **more).returncode == 1
+    assert (clone.folder / "gate.xml").is_file()
