@@ -106,6 +106,12 @@ class EvidenceList(BaseModel):
     left_out: int = 0
 
 
+class NearLayout(BaseModel):
+    """A legal layout, by what it changes."""
+
+    changes: dict[str, Any]
+
+
 class LayoutAnswer(BaseModel):
     """Whether a layout is legal, and the degrees that follow from it."""
 
@@ -118,6 +124,10 @@ class LayoutAnswer(BaseModel):
     """Data-parallel degree of the experts."""
     min_gpus: int
     """The smallest number of GPUs that holds one copy of the model."""
+    uneven: list[list[int]] | None
+    """Decoder layers of each stage, chunk by chunk, where they are not alike; null where they are."""
+    nearest: list[NearLayout]
+    """The nearest legal layouts of one that is not."""
 
 
 class StageMemory(BaseModel):
@@ -146,12 +156,38 @@ class StageMemory(BaseModel):
 
 
 class MemoryAnswer(BaseModel):
-    """Peak allocated memory. Units: bytes per GPU."""
+    """Peak allocated memory. Units: bytes per GPU; GiB where the name says so."""
 
+    verdict: str
+    """fits, tight or does not fit, where the GPU is named."""
+    gpu_gib: float | None
     peak: float
     stage: int
     """The pipeline stage with the highest peak."""
     stages: list[StageMemory]
+
+
+class PlannedLayout(BaseModel):
+    """One plan. Units: GiB, tokens per second and GPU with their 80 % interval."""
+
+    memory_gib: float
+    tokens_per_s_per_gpu: dict[str, float]
+    mfu: float
+    settings: list[str]
+    """What `playbook layout memory` takes."""
+
+
+class PlanAnswer(BaseModel):
+    """The fastest plans that fit, best first."""
+
+    plans: list[PlannedLayout]
+    ties: list[int]
+    """Places of plans that cannot be told from the first."""
+    runner_up: str | None
+    """Why the second lost."""
+    nearest: dict[str, Any] | None
+    """Where nothing fits: what comes nearest, and what would fit."""
+    assumptions: list[str]
 
 
 class PlannedProfile(BaseModel):

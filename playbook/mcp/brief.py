@@ -88,12 +88,26 @@ def _confirmation(answer: Mapping[str, Any]) -> str:
 
 def _layout(answer: Mapping[str, Any]) -> str:
     if not answer["legal"]:
-        return "\n".join(answer["broken"])
+        near = [f"nearest: {_pairs(n['changes'])}" for n in answer["nearest"]]
+        return "\n".join([*answer["broken"], *near])
     return f"legal: DP {answer['dp']}, expert DP {answer['edp']}; at least {count(answer['min_gpus'], 'GPU')}"
 
 
 def _memory(answer: Mapping[str, Any]) -> str:
-    return f"peak {answer['peak'] / _GIB:.1f} GiB per GPU, on stage {answer['stage']} of {len(answer['stages'])}"
+    of = f" of {answer['gpu_gib']:g} GiB" if answer["gpu_gib"] else ""
+    return f"{answer['verdict']}: peak {answer['peak'] / _GIB:.1f} GiB per GPU{of}, on stage {answer['stage']} of {len(answer['stages'])}"
+
+
+def _plans(answer: Mapping[str, Any]) -> str:
+    if not answer["plans"]:
+        near = answer["nearest"]
+        return (
+            f"nothing fits; nearest {near['memory_gib']:.1f} GiB; fits with {', or '.join(near['ways'])}" if near else "no layout is legal"
+        )
+    return "\n".join(
+        f"{p['tokens_per_s_per_gpu']['value']:.0f} tokens/s/GPU, {p['memory_gib']:.0f} GiB: {' '.join(p['settings'])}"
+        for p in answer["plans"]
+    )
 
 
 SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
@@ -105,5 +119,6 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "plan_confirmation": _confirmation,
     "check_layout": _layout,
     "estimate_memory": _memory,
+    "plan_layout": _plans,
 }
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""

@@ -26,6 +26,7 @@ from playbook.cards.model import Card
 from playbook.cards.pages import load_pages
 from playbook.cards.terms import stated
 from playbook.errors import PlaybookError
+from playbook.mcp import planning
 from playbook.mcp.answers import (
     CardAnswer,
     CardList,
@@ -37,16 +38,16 @@ from playbook.mcp.answers import (
     MemoryAnswer,
     PageHit,
     Plan,
+    PlanAnswer,
     SearchAnswer,
     SearchHit,
-    StageMemory,
     Standing,
 )
 from playbook.mcp.brief import SUMMARIES, shallow, shortened
-from playbook.planner import layout, memory
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan as LayoutPlan
+from playbook.planner.shapes import Shape
 from playbook.records.read import Record, earlier, with_status
 from playbook.skills.check import claim_ids
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, skill_text, standing
@@ -89,7 +90,6 @@ _Etp = Annotated[int, _number("Tensor parallel inside experts.")]
 _Vpp = Annotated[int, _number("Chunks of layers per stage.")]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
-Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
 
@@ -237,7 +237,7 @@ def _layout(out: MCPServer[Any]) -> None:
         seq_len: _Seq,
         micro_batch_size: _Micro,
         global_batch_size: _Global,
-        model: Annotated[str | None, Field(max_length=64, description=f"A preset, {_EXAMPLES}; or give the four counts.")] = None,
+        model: Annotated[str | None, Field(max_length=100_000, description="As elsewhere; or give the four counts.")] = None,
         heads: Annotated[int | None, _number("Attention heads.")] = None,
         kv_heads: Annotated[int | None, _number("Key-value heads.")] = None,
         layers: Annotated[int | None, _number("Decoder layers.")] = None,
@@ -254,14 +254,40 @@ def _layout(out: MCPServer[Any]) -> None:
             given = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "experts": experts}
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
             batch = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-            return _layout_answer(gpus, shape(model, given), degrees, vpp=vpp, batch=batch, model=model)
+            whole = None if model is None else planning.shape_of(model, instead=f"; or leave it out and give {', '.join(given)}")
+            counts, widths = _counts(whole, given), None if any(given.values()) else whole
+            return planning.layout_answer(gpus, counts, degrees, vpp=vpp, batch=batch, shape=widths)
+
+    @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
+    def plan_layout(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: Annotated[str, Field(max_length=64, description="Kind of GPU, such as h100.")],
+        seq_len: _Seq = 4096,
+        global_batch_size: Annotated[int, _number("0 stands for four million tokens.", 0, 1_000_000_000)] = 0,
+        goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, or fewest GPUs.")] = "tokens/s",
+        backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
+        allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
+        fix: Annotated[
+            list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Settings to keep, such as tp=1.")
+        ] = [],  # noqa: B006
+        top: Annotated[int, _number("Plans.", most=20)] = 3,
+    ) -> PlanAnswer:
+        """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
+        with _told():
+            found = planning.plan_answer(
+                model, gpus, hardware, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend, allow=[*allow],
+                fix=fix, top=top,
+            )  # fmt: skip
+            return bounded(found, "ask for fewer plans")
 
 
 def _memory(out: MCPServer[Any]) -> None:
     @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
     def estimate_memory(
-        model: Annotated[str, Field(max_length=64, description=f"A preset, {_EXAMPLES}.")],
+        model: planning.Model,
         gpus: _Gpus,
+        hardware: planning.Hardware = None,
         seq_len: _Seq = 4096,
         micro_batch_size: _Micro = 1,
         global_batch_size: Annotated[int, _number("0 stands for one pipeline's worth.", 0, 1_000_000_000)] = 0,
@@ -271,23 +297,17 @@ def _memory(out: MCPServer[Any]) -> None:
         ep: _Ep = 1,
         etp: _Etp = 1,
         vpp: _Vpp = 1,
-        sharding: Annotated[
-            Literal["none", "optimizer", "fsdp", "fsdp2"], Field(description="Of the state over data parallelism.")
-        ] = "optimizer",
-        recompute: Annotated[list[Module], Field(max_length=8, description="Modules made again in the backward pass.")] = [],  # noqa: B006  (read only; None would widen the schema)
-        fp8: Annotated[Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"], Field(description="Recipe; empty for BF16.")] = "",
-        uneven: Annotated[bool, Field(description="Allow stages of unequal length.")] = False,
+        sharding: Annotated[planning.Sharding, Field(description="Of the state over data parallelism.")] = "optimizer",
+        recompute: Annotated[list[planning.Module], Field(max_length=8, description="Modules made again in the backward pass.")] = [],  # noqa: B006  (read only; None would widen the schema)
+        fp8: Annotated[planning.Fp8, Field(description="Recipe; empty for BF16.")] = "",
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
         with _told():
-            shape(model, {})
             plan = LayoutPlan(
-                MODELS[model], model, gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=micro_batch_size, gbs=global_batch_size,
-                seq_len=seq_len, options=Options(sharding=sharding, recompute=tuple(recompute), fp8=fp8, uneven=uneven),
+                planning.shape_of(model), "", gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=micro_batch_size, gbs=global_batch_size,
+                seq_len=seq_len, options=Options(sharding=sharding, recompute=tuple(recompute), fp8=fp8),
             )  # fmt: skip
-            stages = [StageMemory(**s.row()) for s in memory.estimate(plan)]
-            most = max(stages, key=lambda s: s.peak)
-            return bounded(MemoryAnswer(peak=most.peak, stage=most.stage, stages=stages), "ask with a smaller pp")
+            return bounded(planning.memory_answer(plan, hardware), "ask with a smaller pp")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
@@ -408,39 +428,18 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     return EvidenceList(claim_id=claim_id, records=rows, left_out=len(found) - len(rows))
 
 
-def shape(model: str | None, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Layers, experts and other counts of a model: the given ones, the rest from the table of models.
+def _counts(shape: Shape | None, given: Mapping[str, int | None]) -> dict[str, int]:
+    """Layers, experts and other counts of a model: the given ones, the rest from its shape.
 
     Raises:
-        PlaybookError: the model is not in the table, or counts are missing.
+        PlaybookError: counts are missing.
     """
-    if model is not None and model not in MODELS:
-        other = f"; or leave it out and give {', '.join(given)}" if given else ""
-        raise PlaybookError(f"model '{model}' is not known{did_you_mean(model, MODELS)}{other}")
-    known = {k: getattr(MODELS[model], k) for k in given} if model else {}
+    known = {k: getattr(shape, k) for k in given} if shape else {}
     counts = {**known, **{k: v for k, v in given.items() if v is not None}}
     missing = [k for k in given if k not in counts]
     if missing:
         raise PlaybookError(f"{', '.join(missing)} missing; give them, or name a model ({', '.join(sorted(MODELS))})")
     return counts
-
-
-def _layout_answer(
-    gpus: int, counts: Mapping[str, int], degrees: Mapping[str, int], *, vpp: int, batch: Mapping[str, int], model: str | None = None
-) -> LayoutAnswer:
-    """The rules that a layout breaks, as `playbook layout check` finds them, and the degrees that follow; with a model its widths count."""
-    numbers: dict[str, Any] = {**counts, **degrees, **batch}
-    options = Options(sp=degrees["tp"] > 1)
-    broken = layout.check(gpus=gpus, vpp=vpp, options=options, shape=MODELS[model] if model else None, **numbers)
-    attention = degrees["tp"] * degrees["pp"] * degrees["cp"]
-    expert = degrees["etp"] * degrees["ep"] * degrees["pp"]
-    return LayoutAnswer(
-        legal=not broken,
-        broken=broken,
-        dp=None if gpus % attention else gpus // attention,
-        edp=None if gpus % expert else gpus // expert,
-        min_gpus=layout.min_gpus(**degrees),
-    )
 
 
 def bounded(answer: A, instead: str) -> A:

@@ -28,12 +28,26 @@ from playbook.errors import PlaybookError
 from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
 from playbook.planner import memory
+from playbook.planner.choice import document
+from playbook.planner.choice.search import search
+from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import cluster
 
-TOOLS = {"search", "estimate_memory", "list_cards", "get_card", "get_claim", "list_evidence", "check_layout", "plan_confirmation"}
-MAX_DEFINITIONS = 12_000
+TOOLS = {
+    "search",
+    "estimate_memory",
+    "list_cards",
+    "get_card",
+    "get_claim",
+    "list_evidence",
+    "check_layout",
+    "plan_confirmation",
+    "plan_layout",
+}
+MAX_DEFINITIONS = 13_300
 """Characters of all tool definitions together, which every client puts before each of its model's answers."""
 MAX_SUMMARY = 6000
 WARM_S = 0.05
@@ -230,7 +244,7 @@ def test_a_model_that_is_not_known_is_refused_in_whole_sentences(library):
 
 def test_layouts_are_judged_by_the_trainers_rules(library):
     good = answer(library, "check_layout", **LAYOUT, ep=8)
-    assert good == {"legal": True, "broken": [], "dp": 8, "edp": 1, "min_gpus": 8}
+    assert good == {"legal": True, "broken": [], "dp": 8, "edp": 1, "min_gpus": 8, "uneven": None, "nearest": []}
     bad = answer(library, "check_layout", **{**LAYOUT, "gpus": 6}, tp=4, ep=5)
     assert not bad["legal"]
     assert bad["dp"] is None
@@ -274,6 +288,33 @@ def test_memory_over_mcp_is_the_estimate(library):
     options = Options(recompute=("layernorm", "moe_act"))
     assert found["peak"] == memory.peak(Plan(MODELS["qwen3_30b_a3b"], gpus=8, ep=8, mbs=2, options=options))
     assert found["stages"][found["stage"]]["peak"] == found["peak"]
+    assert found["verdict"].startswith("no GPU is named")
+    assert answer(library, "estimate_memory", **asked, hardware="h200")["verdict"] == "fits"
+    assert answer(library, "estimate_memory", **asked, hardware="a100")["verdict"] == "does not fit"
+
+
+def test_uneven_pipelines_and_the_nearest_layouts_are_told(library):
+    asked = {**LAYOUT, "model": "deepseek_v3", "gpus": 256, "global_batch_size": 256, "ep": 8}
+    stages = answer(library, "check_layout", **asked, pp=16)["uneven"]
+    assert sum(map(sum, stages)) == 61
+    near = answer(library, "check_layout", **{**asked, "ep": 24}, pp=16)["nearest"]
+    assert near[0]["changes"]
+
+
+def test_a_layout_is_planned_as_the_command_plans_it(library):
+    found = answer(library, "plan_layout", model="Qwen3-8B", gpus=8, hardware="h100", global_batch_size=64, top=2)
+    question = Question(MODELS["qwen3_8b"], "qwen3_8b", cluster("h100"), 8, 4096, 64)
+    assert [p["settings"] for p in found["plans"]] == [document.words(c.plan) for c in search(question, 2).choices]
+    none = answer(library, "plan_layout", model="deepseek_v3", gpus=8, hardware="h100")
+    assert none["plans"] == []
+    assert none["nearest"]["ways"]
+
+
+def test_a_model_may_be_the_text_of_its_configuration(library):
+    text = (data_root("tables") / "models" / "llama3_8b.json").read_text()
+    asked = {"gpus": 8, "seq_len": 4096}
+    assert answer(library, "estimate_memory", model=text, **asked) == answer(library, "estimate_memory", model="llama3_8b", **asked)
+    assert "no JSON" in refusal(library, "estimate_memory", model="{", **asked)
 
 
 degree = st.integers(1, 40)
@@ -391,7 +432,19 @@ VALID = {
         "sharding": "optimizer",
         "recompute": ["moe_act"],
         "fp8": "",
-        "uneven": False,
+        "hardware": "h100",
+    },
+    "plan_layout": {
+        "model": "llama3_8b",
+        "gpus": 8,
+        "hardware": "h200",
+        "seq_len": 4096,
+        "global_batch_size": 8,
+        "goal": "tokens/s",
+        "backend": "torch",
+        "allow": [],
+        "fix": ["tp=1", "cp=1", "pp=1", "mbs=1"],
+        "top": 1,
     },
     "list_cards": {},
     "get_card": {"card_id": "vlm-real-data", "section": "answer"},
