@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.stats import binomtest
 
 from playbook_bench.judge.slowdown import LIMIT, Answer, judge_slowdown
 from playbook_bench.run.schedule import AA_PAIRS, last_pair
@@ -61,8 +62,14 @@ def rows() -> Sequence[tuple[str, float, Draw, Draw]]:
     ]
 
 
+def share(count: int, of: int) -> str:
+    """A share in percent, with its exact 95 % interval (Clopper and Pearson) and the counts."""
+    found = binomtest(count, of).proportion_ci()
+    return f"{100 * count / of:.3f} % [{100 * found.low:.3f}, {100 * found.high:.3f}], {count} of {of}"
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--series", type=int, default=2000)
     number = parser.parse_args().series
@@ -70,13 +77,25 @@ def main() -> None:
     out.write(
         f"| slowdown, noise of a launch | {' | '.join(a.replace('_', ' ') for a in ANSWERS)} | pairs on average |\n|---|{'---:|' * 5}\n"
     )
+    told: list[tuple[str, float, Counter[Answer]]] = []
     for seed, (name, slower, baseline, candidate) in enumerate(rows()):
         rng = np.random.default_rng(seed)
         found = [series(rng, slower, baseline, candidate) for _ in range(number)]
         counts = Counter(answer for answer, _ in found)
+        told.append((name, slower, counts))
         shares = " | ".join(f"{100 * counts[a] / number:.2f} %" for a in ANSWERS)
         out.write(f"| {name} | {shares} | {sum(pairs for _, pairs in found) / number:.1f} |\n")
         out.flush()
+    at_limit, five = ([c for _, s, c in told if s == slower] for slower in (LIMIT, 0.05))
+    found_at = [c for name, _, c in told if name == "+5 %, launches vary by 0.5 %"]
+    out.write("\n| what is promised | share of series, 95 % interval |\n|---|---|\n")
+    for what, rows_of, answer in (
+        ("+5 % where launches vary by 0.5 % is a regression, in 99 %", found_at, "regression"),
+        ("+5 % passes, at any noise, in 0.1 % at most", five, "pass"),
+        ("the limit passes, at any noise, in 0.1 %", at_limit, "pass"),
+        ("the limit is a regression, at any noise, in 2.5 % at most", at_limit, "regression"),
+    ):
+        out.write(f"| {what} | {share(sum(c[answer] for c in rows_of), len(rows_of) * number)} |\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
 from playbook_bench.judge.curve_rules import Question, decide
@@ -85,6 +86,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
+def interval(share: float, count: int) -> str:
+    """As `percent`, with the exact 95 % interval (Clopper and Pearson)."""
+    found = binomtest(round(share * count), count).proportion_ci()
+    return f"{percent(share)} [{percent(found.low)}, {percent(found.high)}]"
+
+
 def main() -> None:
     """All tables."""
     parser = argparse.ArgumentParser(description="How often verdicts err, and what they find, by simulation.")
@@ -96,7 +103,7 @@ def main() -> None:
         out = [", ".join(map(str, looks)), f"{noisier:g}", f"{100 * outliers:g} %"]
         for version in RULES:
             confirmed, refuted, _ = series(version, looks, 0.0, count, noisier, outliers)
-            out += [percent(confirmed), percent(refuted), percent(confirmed + refuted)]
+            out += [percent(confirmed), percent(refuted), interval(confirmed + refuted, count)]
         return out
 
     settings = [(looks, noisier, 0.0) for looks in (three, two) for noisier in (0.5, 1.0, 1.5, 2.0, 4.0)]

@@ -46,6 +46,30 @@ def gates(which: str, made: tuple[list[Pair], list[Run]], allowed: dict[str, flo
     return {g.name: g.detail for g in found if not g.ok}
 
 
+def test_norms_of_zero_hide_no_later_difference() -> None:
+    before, after = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    made = series(before={"grad_norm": before}, after={"grad_norm": after})
+    assert "grad_norm of step 4 is 2, and 1 before" in gates("training", made)["grad_norm"]
+    assert "grad_norm of step 1 is 0.0002" in gates("training", series(before={"grad_norm": 1e-4}, after={"grad_norm": 2e-4}))["grad_norm"]
+
+
+def test_two_launches_of_the_older_commit_show_its_rounding() -> None:
+    pairs, runs = series(pairs=2, after={"loss": 2.001})
+    assert "loss" in gates("training", (pairs, [r for r in runs if r.role != "aa"])), "a relative difference of 5e-4"
+    alone = [(pairs[0][0], pairs[0][1])]
+    assert gates("training", (alone, [*alone[0]])) == {}
+
+
+def test_a_launch_of_the_noise_that_was_cut_short_is_compared_as_far_as_it_goes() -> None:
+    pairs, runs = series()
+    cut = [r.model_copy(update={"samples": r.samples[:3]}) if r.role == "aa" else r for r in runs]
+    assert gates("training", (pairs, cut)) == {}
+
+
+def test_an_allowance_of_nothing_lets_what_is_equal_pass() -> None:
+    assert gates("cost", series(), {"memory": 0.0, "process": 0.0}) == {}
+
+
 # By hand, from tables of Student's t: with 4 pairs and 4 of noise the deviation has 7 degrees of freedom, and with three looks the one-sided rates
 # are 0.025 / 3 (t = 3.128) and 0.001 / 3 (t = 5.795). Pairs of deviation 0.004 (sample: 0.004619) and noise of 0.004 pool to 0.004276.
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_a_case_may_look_after_two_pairs() -> None:
         ("rising", [], ["1", "2", "4"], "oom"),
         ("knee", [], ["8"], "margin"),
         ("knee", [], ["4", "8"], "oom"),
+        ("knee", ["2"], ["1"], "oom"),
         ("knee", ["4"], ["8"], "oom"),
         ("reaches", ["1"], ["2"], "margin"),
         ("reaches", ["1"], ["8"], "oom"),
