@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, pstdev
 
 from playbook.planner.runs.table import Run
 
@@ -13,14 +14,16 @@ _CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
 _TIERS: tuple[tuple[str, ...], ...] = (
     (),
     ("hardware",),
-    ("hardware", "precision"),
+    ("source_group",),
     ("source_group", "hardware", "precision"),
-    ("model", "hardware", "precision"),
+    ("source_group", "model", "hardware"),
     ("source_group", "model", "hardware", "precision"),
 )
 """Kinds of runs, from any to the same model on the same hardware in the same precision by the same people."""
-_PRIOR = 1.0
-"""Runs that what is known of the wider kind counts for."""
+_KINDS_SPREAD = 0.2
+"""Standard deviation of the logarithm by which one kind of runs differs from the wider one."""
+_RUNS_SPREAD = 0.15
+"""The least by which runs of one kind differ; a single run is taken to differ so much from its kind."""
 _KNOWN = (1.0, 0.95, 0.9, 0.85, 0.75, 0.7)
 """What is left of a prediction's spread once runs of a kind have scaled it, tier by tier; from the published runs, each left out in turn."""
 
@@ -54,14 +57,20 @@ class Anchors:
             errors = [e for r, e in counted if same(r)]
             if not errors:
                 continue
-            found = (len(errors) * median(errors) + _PRIOR * found) / (len(errors) + _PRIOR) if tier else median(errors)
+            found += _trust(errors) * (median(errors) - found)
             left = _KNOWN[tier]
         return Scale(found, left)
 
 
+def _trust(errors: Sequence[float]) -> float:
+    """How far to go from what is known of the wider kind to the median of these: less, the fewer they are and the more they differ."""
+    own = max(_RUNS_SPREAD, pstdev(errors))
+    return len(errors) * _KINDS_SPREAD**2 / (len(errors) * _KINDS_SPREAD**2 + own**2)
+
+
 def configuration(run: Run) -> tuple[str, ...]:
     """What makes two runs the same configuration, whoever ran it and when."""
-    return tuple(run.word(c).lower() for c in _CONFIGURATION)
+    return tuple(_plain(run, c) for c in _CONFIGURATION)
 
 
 def newest(runs: Iterable[Run]) -> set[str]:
@@ -85,5 +94,10 @@ def _alike(a: Run, b: Run) -> bool:
 
 
 def _same(run: Run, columns: tuple[str, ...]) -> Callable[[Run], bool]:
-    wanted = [run.word(c).lower() for c in columns]
-    return lambda other: [other.word(c).lower() for c in columns] == wanted
+    wanted = [_plain(run, c) for c in columns]
+    return lambda other: [_plain(other, c) for c in columns] == wanted
+
+
+def _plain(run: Run, column: str) -> str:
+    """A cell without what spelling may differ in: case and punctuation."""
+    return re.sub("[^a-z0-9]", "", run.word(column).lower())

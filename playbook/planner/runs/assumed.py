@@ -20,6 +20,11 @@ from playbook.planner.time.cluster import Cluster, cluster
 
 _GIB = 1 << 30
 _NODE = 8
+_GRAPHED = ("attn", "moe_router", "moe_preprocess")
+_INTERLEAVED = 8
+"""Micro-batches for each stage where the batch is unknown and the pipeline interleaves: nobody does so for a short one."""
+_NATURAL = 1.2
+"""Tokens of the fullest rank over the mean, where routing is not forced to be even: early in training 1.2 to 2."""
 _LAYOUT = ("mbs", "gbs", "tp", "pp", "ep", "dp", "fsdp")
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _VOCAB = 51200
@@ -85,7 +90,7 @@ def assumed(run: Run) -> Assumed:
         ep=counts["ep"],
         etp=counts["etp"],
         seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
-        imbalance=1.2 if run.word("routing") == "natural" else 1.0,
+        imbalance=1.0 if "balance" in run.word("routing") or "drop" in run.word("routing") else _NATURAL,
         loss="native" if unfused else "te",
         options=Options(
             sharding=sharding,
@@ -96,6 +101,8 @@ def assumed(run: Run) -> Assumed:
             sp=False if unfused else None,
         ),
     )
+    if shape.experts and not run.word("routing"):
+        words.append("routing unknown: natural, the fullest rank has 1.2 times the mean")
     if shape.experts and run.count("ep") is None:
         base = _spread(base, machine, words)
     plans = _open_batch(run, base, machine, words)
@@ -235,8 +242,9 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> lis
         gbs = mbs * dp
         words.append(f"gbs unknown: {gbs}, one micro-batch")
     if gbs is None:
-        gbs = mbs * dp * plan.pp
-        words.append(f"gbs unknown: {gbs}, one micro-batch for each stage")
+        each = _INTERLEAVED if (vpp or 1) > 1 else 1
+        gbs = mbs * dp * plan.pp * each
+        words.append(f"gbs unknown: {gbs}, {each} micro-batch{'es' if each > 1 else ''} for each stage")
     if plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
         words.append(f"mbs {mbs} is all of a rank's batch: micro-batches of 1 through the pipeline")
         mbs = 1
@@ -263,9 +271,9 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> l
         dispatchers = ["deepep"]
     graphs = [_graphs(run)]
     said = run.word("cuda_graph")
-    if not said and machine.domain > _NODE:
-        graphs = [(), ("full_iteration",)]
-        _once(words, "CUDA graphs unknown: none or the whole step, as recipes for this GPU have them")
+    if not said and machine.name in _BLACKWELL and plan.shape.experts:
+        graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
+        _once(words, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]
     near = plan.ep * plan.etp <= machine.domain
     if plan.ep > 1 and not near and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
