@@ -102,15 +102,31 @@
     const rows = stages.map((s) => [s.stage, s.layers, s.in_flight.join("+"), ...used.map((part) => gib(s[part])), gib(s.peak)]);
     return [
       element("h2", "Memory of each GPU"),
-      element("p", [element("strong", `${(most / GIB).toFixed(1)} GiB`, {id: "pb-peak"}), ` allocated at the peak, on stage ${fullest.stage}.`]),
+      element("p", [element("strong", `${(most / GIB).toFixed(1)} GiB`, {id: "pb-peak"}), ` allocated at the peak, on stage ${fullest.stage}. `,
+        element("span", holders(most), {id: "pb-holders"})]),
       ...stages.map((s) => bar(s, most)), legend,
       table(["Stage", "Layers", "In flight", ...used.map((part) => part.replace("_", " ")), "peak, GiB"], rows),
     ];
   }
 
+  // GPUs that have so many bytes and five percent more.
+  function holders(bytes) {
+    const fitting = Object.entries(tables.gpu_gib).filter(([, gib]) => bytes / GIB <= (1 - tables.tight) * gib).map(([name]) => name);
+    return fitting.length ? `It fits ${fitting.join(", ")}.` : "No GPU that is known here has that much.";
+  }
+
+  function held(plan) {
+    try {
+      return !holders(Math.max(...PlaybookMemory.estimate(tables, plan).map((s) => s.peak))).startsWith("No GPU");
+    } catch {
+      return true;
+    }
+  }
+
   function verdict(plan, broken, model, given) {
-    const shown = [element("p", element("strong", broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}` : "This layout can run."),
-      {class: broken.length ? "pb-refuted" : "pb-confirmed", id: "pb-legal"})];
+    const fits = broken.length === 0 && held(plan), legal = fits ? "This layout can run." : "This layout breaks no rule, and no GPU holds it.";
+    const shown = [element("p", element("strong", broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}` : legal),
+      {class: fits ? "pb-confirmed" : "pb-refuted", id: "pb-legal"})];
     if (!broken.length) return shown;
     shown.push(element("ul", broken.map((sentence) => element("li", sentence)), {id: "pb-broken"}));
     const offers = PlaybookLayout.nearest(tables, plan);

@@ -9,6 +9,7 @@ import typer
 
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import USAGE, print_json, print_table, say
+from playbook.errors import ConfigError
 from playbook.text import count
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ Model = Annotated[
     str, typer.Option("--model", help="A model's name, such as deepseek_v3, or the path of a config.json; an unknown one lists them all.")
 ]
 Memory = Annotated[float | None, typer.Option("--memory", min=0.001, help="GiB of one GPU's memory: says whether the peak fits.")]
+Hardware = Annotated[str | None, typer.Option("--hardware", help="Kind of GPU, such as h100: says whether the peak fits.")]
 _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 
 
@@ -53,13 +55,23 @@ def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as
 
 
 @_layout_app.command("memory")
-def layout_memory(model: Model, settings: Settings = None, gpus: _Gpus = None, memory: Memory = None, as_json: AsJson = False) -> None:
+def layout_memory(
+    model: Model,
+    settings: Settings = None,
+    gpus: _Gpus = None,
+    memory: Memory = None,
+    hardware: Hardware = None,
+    as_json: AsJson = False,
+) -> None:
     """Estimate peak allocated memory per rank and pipeline stage, for the layers of megatron-core (a vision tower is split over TP).
 
-    With --memory, exit code 2 if it does not fit.
+    With --memory or --hardware, exit code 2 if it does not fit.
     """
     from playbook.planner.memory import estimate, verdict
+    from playbook.planner.time.cluster import cluster
 
+    if hardware is not None:
+        memory = cluster(hardware).memory_gib
     plan = _plan(model, settings, gpus)
     stages = estimate(plan)
     most = max(stages, key=lambda s: s.peak)
@@ -72,10 +84,19 @@ def layout_memory(model: Model, settings: Settings = None, gpus: _Gpus = None, m
             plan,
             stages,
             most,
-            "no GPU is named: --memory GIB says whether that fits" if found is None else f"{found}: a GPU has {memory:g} GiB",
+            _unnamed(most.peak) if found is None else f"{found}: a GPU has {memory:g} GiB",
         )
     if found == "does not fit":
         raise typer.Exit(USAGE)
+
+
+def _unnamed(peak: float) -> str:
+    """What can be said of a peak where no GPU is named."""
+    from playbook.planner.time.cluster import cluster, clusters
+
+    holders = [name for name in clusters() if peak <= cluster(name).memory_gib * GIB]
+    held = f"it is under what {', '.join(holders)} have" if holders else "no GPU that is known here has that much"
+    return f"no GPU is named: {held}; --hardware or --memory says whether it fits"
 
 
 def _show_memory(plan: Plan, stages: list[StageBytes], most: StageBytes, verdict: str) -> None:
@@ -105,14 +126,16 @@ def layout_traffic(model: Model, settings: Settings = None, gpus: _Gpus = None, 
 
 def _plan(model: str, settings: list[str] | None, gpus: int | None) -> Plan:
     """The plan of a model known by name, or of a configuration file; a file's model goes by the file's name, or that of its folder."""
-    from playbook.planner.models import MODELS, find
-    from playbook.planner.plan import parse
+    from playbook.planner.models import find, named
+    from playbook.planner.plan import idle, parse
 
-    if model in MODELS:
-        return parse(model, settings or [], gpus=gpus)
     path = Path(model)
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return parse(name, settings or [], gpus=gpus, shape=find(model))
+    name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    plan = parse(name, settings or [], gpus=gpus, shape=find(model))
+    useless = idle(plan, [word.partition("=")[0] for word in settings or []])
+    if useless:
+        raise ConfigError("; ".join(useless))
+    return plan
 
 
 def degrees(plan: Plan) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -96,6 +96,28 @@ class Plan:
         if found:
             raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in found))
         return self
+
+
+_NEEDED: Mapping[str, tuple[str, Callable[[Plan], bool]]] = {
+    "cp_comm": ("cp 1", lambda p: p.cp > 1),
+    "cp_sizes": ("cp 1", lambda p: p.cp > 1),
+    "sp": ("tp 1", lambda p: p.tp > 1),
+    "overlap_p2p": ("pp 1", lambda p: p.pp > 1),
+    "uneven": ("pp 1", lambda p: p.pp > 1),
+    "dispatcher": ("ep and etp 1", lambda p: p.ep * p.etp > 1 or not p.shape.experts),
+    "capacity": ("a model without experts", lambda p: p.shape.experts > 0),
+    "imbalance": ("a model without experts", lambda p: p.shape.experts > 0),
+    "shared_overlap": ("a model without shared experts", lambda p: p.shape.shared_ffn > 0),
+    "optimizer_instances": ("data parallelism that shards nothing, or by fsdp2", lambda p: p.options.sharding in ("optimizer", "fsdp")),
+    "offload_percent": ("no offload of layers", lambda p: p.options.offload),
+    "precision_aware": ("the torch backend", lambda p: p.options.backend == "megatron"),
+}
+"""Settings that do nothing in some plans: with what, and where they do something."""
+
+
+def idle(plan: Plan, given: Iterable[str]) -> list[str]:
+    """The settings among those `given` that have no effect on the plan, each as found and what to do."""
+    return [f"{key} has no effect with {_NEEDED[key][0]}; leave it out" for key in given if key in _NEEDED and not _NEEDED[key][1](plan)]
 
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")

@@ -12,6 +12,7 @@ from playbook.planner import activations, flops, memory, plan, search, shapes
 from playbook.planner.models import MODELS
 from playbook.planner.options import FLEX, FP8, LABELS, Options
 from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import cluster, clusters
 from playbook.site.text import attribute, front_matter
 
 _SCRIPTS = ("layout.js", "memory.js", "calculator.js")
@@ -129,6 +130,8 @@ def tables() -> dict[str, Any]:
         "freed": {k: sorted(v) for k, v in activations.FREED.items()},
         "param_bytes": memory.PARAM_BYTES,
         "host_bytes": memory.HOST_BYTES,
+        "gpu_gib": {name: cluster(name).memory_gib for name in clusters()},
+        "tight": memory.TIGHT,
         "workspace_bytes": memory.WORKSPACE_BYTES,
         "fp8_copies": {k: memory.fp8_copies(k) for k in ["", *sorted(FP8)]},
         "backward": flops.BACKWARD,

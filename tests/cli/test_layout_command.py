@@ -76,3 +76,23 @@ def test_a_peak_is_compared_with_the_gpu_that_is_named(capsys, gib, code, says):
     found, out, _ = run(capsys, *words)
     assert (found, out.strip().splitlines()[-1].startswith(says)) == (code, True), out
     assert json.loads(run(capsys, *words, "--json")[1])["verdict"] == (says if gib else None)
+
+
+def test_a_peak_is_set_beside_the_gpu_that_is_named_or_none_is(capsys):
+    _, out, _ = run(capsys, "memory", "--model", "deepseek_v3")
+    assert "no GPU is named: no GPU that is known here has that much" in out
+    code, out, _ = run(capsys, "memory", "--model", "qwen3_8b", "gpus=8", "tp=2", "--hardware", "h100")
+    assert (code, "fits: a GPU has 79.6 GiB" in out) == (0, True)
+    assert run(capsys, "memory", "--model", "deepseek_v3", "gpus=8", "--hardware", "h100")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["cp_comm=a2a"], "cp 1"), (["imbalance=2"], "without experts"), (["sp=true"], "tp 1"), (["offload_percent=50"], "no offload"),
+        (["optimizer_instances=2", "sharding=none"], "shards nothing"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(capsys, words, why):
+    code, _, err = run(capsys, "memory", "--model", "qwen3_8b", "gpus=8", *words)
+    assert (code, "has no effect" in err, why in err) == (2, True, True)
