@@ -50,6 +50,7 @@ check: $(VENV)/.dev
 	$(BIN)/playbook schemas export --check
 	$(BIN)/playbook cards check
 	$(BIN)/playbook skills check
+	$(BIN)/python tools/planted_faults.py --check
 
 parity: $(VENV)/.dev
 	rm -f docs/parity/models.jsonl docs/parity/layouts.jsonl docs/parity/megatron.jsonl

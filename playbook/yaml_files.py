@@ -71,10 +71,10 @@ def read(path: Path) -> tuple[Any, Marks]:
         if len(raw) > MAX_BYTES:  # first: the last character may be cut
             raise FileError([Finding(name, 1, 1, f"is too large; at most {MAX_BYTES} bytes are read")])
         text = raw.decode("utf-8")
-    except OSError as e:
-        raise FileError([Finding(name, 1, 1, f"cannot be read: {e.strerror or e}")]) from e
     except UnicodeDecodeError as e:
         raise FileError([Finding(name, 1, 1, f"is not UTF-8 text (byte {e.start}); save it as UTF-8")]) from e
+    except (OSError, ValueError) as e:  # a name with a null byte is a ValueError
+        raise FileError([Finding(name, 1, 1, f"cannot be read: {getattr(e, 'strerror', None) or e}")]) from e
     return parse(text, name)
 
 

@@ -15,8 +15,8 @@ from playbook.cli.confirm import show_outcomes
 from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, Seed, commands
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
-from playbook.cli.output import complain, print_json, print_table, print_trace, say
-from playbook.errors import LaunchError
+from playbook.cli.output import complain, print_json, print_table, print_trace, print_walls, say
+from playbook.errors import LaunchError, PlaybookError
 from playbook.records.case import list_cases, load_case
 from playbook.records.commands import Steps
 from playbook_bench.commands import ab as two_commands
@@ -137,14 +137,25 @@ def bench_aa(
 
 @_bench_app.command("trace")
 def bench_trace(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="A case's id.")],
+    case: Annotated[str | None, typer.Argument(metavar="CASE", help="A case's id: both its variants are launched and traced.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read a trace of any trainer instead: .nsys-rep, .sqlite or Chrome trace (.json, .json.gz).")
+    ] = None,
     profile: Profile = None,
     results: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Trace both variants in launches of their own: time per range, with Nsight Systems where it is on PATH, else Kineto."""
+    """Where the time of a step goes: per range for both variants of a case; for a file, per class of kernels, with the wall that the step runs into."""
     from playbook_bench.trace import collect
 
+    if (case is None) == (file is None):
+        raise PlaybookError(
+            "found a case and a file, or neither; expected one of them: playbook bench trace CASE, or playbook bench trace --file FILE"
+        )
+    if file is not None:
+        _trace_file(file, as_json)
+        return
+    assert case is not None
     result = collect.run(case, profile=profile, results=results, progress=complain if as_json else say)
     if as_json:
         print_json(result.model_dump(mode="json"))
@@ -157,7 +168,19 @@ def bench_trace(
     raise typer.Exit(0 if result.ok else 5)
 
 
-# --- two commands, with no file ---------------------------------------------------------------------------------------------------
+def _trace_file(file: Path, as_json: bool) -> None:
+    """The walls of a trace that somebody else made; with our ranges in it, their table as well."""
+    from playbook_bench.trace import collect, table, walls
+
+    timeline = collect.timeline_from_file(file)
+    found = walls.walls(timeline)
+    ranges = table.build(timeline).model_dump(mode="json") if any(s.name == table.STEP for s in timeline.spans) and timeline.ops else None
+    if as_json:
+        print_json({**asdict(found), "ranges": ranges})
+        return
+    if ranges is not None:
+        print_trace(ranges)
+    print_walls(asdict(found))
 
 
 class _Launches(report.TerminalProgress):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from datetime import date
 
     from playbook.cards.model import Card, Claim, MechanismCheck
+    from playbook.records.evidence import Evidence, Measured
     from playbook.records.read import Present, Reader, Record
     from playbook.records.staleness import Here
 
@@ -34,14 +35,14 @@ def evidence_list(
     """List the records: those of this folder's runs and those in the repository."""
     from playbook.cards.load import load_all
     from playbook.cards.model import by_claim
-    from playbook.records.read import EVIDENCE
+    from playbook.records.evidence import Evidence
 
     if results is not None and not results.is_dir():
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     cards = load_all()
     claims = by_claim(cards)
-    found = [r for r in reversed(records_here(cards, here(), results)) if r.schema == EVIDENCE]
-    rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(r)} for r in found]
+    found = [(r, r.content) for r in reversed(records_here(cards, here(), results)) if isinstance(r.content, Evidence)]
+    rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -135,10 +136,16 @@ def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | N
 def present(mine: Here | None) -> Present:
     """What this version of the playbook compares verdicts with."""
     from playbook.records.read import Present
-    from playbook_bench.judge.outdated import case_changes
     from playbook_trainer.revision import PERFORMANCE_REVISION
 
-    return Present(PERFORMANCE_REVISION, mine, case_changes)
+    return Present(PERFORMANCE_REVISION, mine, _case_changes)
+
+
+def _case_changes(measured: Measured) -> list[str]:
+    """As the harness says it; its modules are read once a verdict is asked about, which half of the commands never do."""
+    from playbook_bench.judge.outdated import case_changes
+
+    return case_changes(measured)
 
 
 def here() -> Here:
@@ -198,13 +205,14 @@ def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]
     }
 
 
-def _origin(record: Record) -> dict[str, Any]:
+def _origin(content: Evidence) -> dict[str, Any]:
     """What a list of records says of each beside its verdict."""
+    claim, case = content.measured.claim, content.measured.case
     return {
-        "claim": record.get("measured", "claim", "id"),
-        "card": record.get("measured", "claim", "card"),
-        "case": record.get("measured", "case", "id"),
-        "expires": record.get("expires"),
+        "claim": claim.id if claim else None,
+        "card": claim.card if claim else None,
+        "case": case.id if case else None,
+        "expires": content.expires,
     }
 
 

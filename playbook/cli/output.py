@@ -88,6 +88,33 @@ def print_trace(trace: Mapping[str, Any]) -> None:
         say(f"note: {note}")
 
 
+def print_walls(found: Mapping[str, Any]) -> None:
+    """Time by class of kernels, how it lies in the step, and the wall in one sentence."""
+    idle = {
+        name: found[key]
+        for name, key in (
+            ("idle", "idle"),
+            ("  for the host", "host_idle"),
+            ("  for data", "data_wait"),
+            ("exposed communication", "exposed"),
+        )
+    }
+    rows = [
+        {"time of a step": c["name"], "ms": f"{c['ms']:.2f}", "share": f"{c['share']:.1%}", "count": f"{c['count']:g}"}
+        for c in found["classes"]
+    ]
+    rows += [
+        {"time of a step": name, "ms": f"{share * found['span_ms']:.2f}", "share": f"{share:.1%}", "count": ""}
+        for name, share in idle.items()
+        if share is not None
+    ]
+    print_table(rows, ("time of a step", "ms", "share", "count"))
+    say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
+    for note in found["notes"]:
+        say(f"note: {note}")
+    say(found["sentence"])
+
+
 def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     """A card as text, with the status of its claims."""
     yield f"{card.id}: {card.title}"

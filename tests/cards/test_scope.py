@@ -43,6 +43,7 @@ def test_number_predicates(predicate, met):
         (["H100", "B200"], "NVIDIA H200", False),
         ("B200", "NVIDIA GB200", False),  # another machine, although the name contains the other
         ("GB200|GB300", "NVIDIA GB200", True),
+        ("GB200 NVL72", "NVIDIA GB200", False),  # all words of a part, not one of them
         ("H100", "NVIDIA H100 80GB HBM3", True),
     ],
 )

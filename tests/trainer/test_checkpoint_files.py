@@ -62,6 +62,18 @@ def test_a_byte_that_has_changed_in_the_index_is_noticed(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_index_that_leaves_a_part_of_a_tensor_out_is_refused(tmp_path):
+    header = Header(step=7, world_size=1, parallel={}, model={}, data={"row": 0})
+    dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)
+    path = tmp_path / "step_00000007" / "checkpoint.json"
+    index = json.loads(path.read_text())
+    del index["sha256"], index["tensors"]["model.a"]["pieces"][1]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="has pieces for 3 of its 12 values"):
+        read_index(path.parent)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_byte_that_has_changed_in_a_tensor_is_noticed(tmp_path):
     header = Header(step=7, world_size=1, parallel={}, model={}, data={"row": 0})
     dcp.save(pieces(), storage_writer=Writer(tmp_path, header, keep=1), planner=SavePlanner(), no_dist=True)

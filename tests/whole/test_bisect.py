@@ -58,10 +58,8 @@ def test_a_commit_that_the_gate_leaves_undecided_is_passed_over() -> None:
 
 def test_a_signal_between_two_gates_leaves_no_files(repo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     repo({"n": 1})
-    seen = []
 
     def ended(*_: Any, **__: Any) -> gate.GateResult:
-        seen.append(len(list(tmp_path.glob("playbook-gate-*"))))
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was not heard")
 
@@ -73,7 +71,6 @@ def test_a_signal_between_two_gates_leaves_no_files(repo: Any, tmp_path: Path, m
             run(repo, tmp_path, "HEAD~1")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert seen == [1]
     assert not list(tmp_path.glob("playbook-gate-*"))
 
 

@@ -24,9 +24,6 @@ class Adapter:
     """Whether `parse` takes the file's name rather than its text."""
 
 
-_ARRIVAL = "`playbook ab` and cases of kind `command` time each line as it arrives"
-_OWN = "print one line for each step"
-
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter(
         "playbook",
@@ -34,46 +31,46 @@ ADAPTERS: tuple[Adapter, ...] = (
         ("metrics.jsonl",),
         parsers.playbook,
         "it always does",
-        "metrics.jsonl holds them",
+        "metrics.jsonl holds it",
     ),
     Adapter(
         "jsonl",
         'JSON lines with named fields: `{"step": 1, "seconds": 0.5, "loss": 2.3, "tokens": 4096}`',
         ("log.jsonl",),
         parsers.json_lines,
-        _OWN,
-        f"Print `seconds` of the step, or `elapsed` since the start; {_ARRIVAL}",
+        "one line printed for each step",
+        "Print `seconds` of the step, or `elapsed` since the start",
     ),
     Adapter(
         "megatron",
         "iteration lines of Megatron-LM, Megatron-DeepSpeed and Megatron-Bridge",
         (),
         parsers.megatron,
-        "--log-interval 1 (Megatron-Bridge: logger.log_interval=1)",
-        "iteration lines hold them",
+        "`--log-interval 1`; Megatron-Bridge: `logger.log_interval=1`",
+        "iteration lines hold it",
     ),
     Adapter(
         "torchtitan",
         "`step: 10  loss: ...  tps: ...` lines of torchtitan",
         (),
         parsers.torchtitan,
-        "--metrics.log_freq 1",
-        f"Keep the logger's time stamps before the lines; {_ARRIVAL}",
+        "`--metrics.log_freq 1`",
+        "Keep the logger's time stamps before the lines",
     ),
     Adapter(
         "hf",
         "`trainer_state.json` of the Hugging Face Trainer, or the dictionaries that it prints",
         ("trainer_state.json",),
         parsers.hugging_face,
-        "logging_steps=1",
-        f"With include_num_input_tokens_seen='all', trainer_state.json holds `train_runtime` and tokens for each step logged; {_ARRIVAL}",
+        "`logging_steps=1`",
+        "With `include_num_input_tokens_seen='all'`, trainer_state.json holds `train_runtime` and tokens for each step logged",
     ),
     Adapter(
         "lightning",
         "`metrics.csv` of Lightning's CSVLogger",
         ("metrics.csv",),
         parsers.lightning,
-        "Trainer(log_every_n_steps=1)",
+        "`log_every_n_steps=1`",
         "Log `step_time` in seconds in the module, or add the ThroughputMonitor callback",
         printed=False,
     ),
@@ -82,7 +79,7 @@ ADAPTERS: tuple[Adapter, ...] = (
         "TensorBoard's event files, given as a path",
         ("events.out.tfevents.*",),
         events.read,
-        "write scalars at each step",
+        "scalars written at each step",
         "The moments at which scalars were written are the clock",
         printed=False,
         binary=True,

@@ -20,6 +20,7 @@ _BURST_S = 5e-5
 """Lines closer than this were written at once, whatever the steps took."""
 FIELDS = ("tokens", "loss", "grad_norm", "memory_bytes", "skipped", "samples", "tokens_per_s", "flops_per_s")
 _NOT_WHEN_SKIPPED = frozenset({"loss", "grad_norm"})
+_ARRIVAL = "`playbook ab` and cases of kind `command` time each printed line as it arrives"
 _NEXT_LINE = 1.5
 """A line further in epochs than this many usual ones stands after a missing one."""
 _ROUNDING = 1e-6
@@ -223,7 +224,9 @@ def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Cl
             )
     else:
         known = ", ".join(sorted(kept)) or "nothing known here"
-        raise LogError(f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}")
+        raise LogError(
+            f"{wanted.adapter}: lines about steps hold {known}; expected the seconds of a step as well. {wanted.timed}; {_ARRIVAL}"
+        )
     for line, value in list(zip(lines, seconds, strict=True))[clock != "logged" :]:
         if not 0 < value < math.inf:
             raise LogError(

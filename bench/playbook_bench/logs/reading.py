@@ -69,7 +69,7 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
     """The adapter of that name; without a name, the one that reads files of this name, or the first that knows a line."""
     if name is not None and name.startswith(_PATTERN):
         parse = parsers.by_pattern(name.removeprefix(_PATTERN))
-        return Adapter("regex", "lines that a pattern finds", (), parse, "print one line for each step", "Name a group `seconds` or `ms`")
+        return Adapter("regex", "lines that a pattern finds", (), parse, "one line printed for each step", "Name a group `seconds` or `ms`")
     if name is not None:
         found = next((each for each in ADAPTERS if each.name == name), None)
     elif isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):

@@ -12,6 +12,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -30,7 +31,7 @@ from playbook_bench.run import store
 from playbook_bench.run.series import threads_per_rank
 from playbook_bench.run.variants import Resolved, configurations
 from playbook_bench.trace import kineto, nsys
-from playbook_bench.trace.table import build
+from playbook_bench.trace.table import Timeline, build
 from playbook_trainer.config.tree import ProfileConfig
 
 FOLDER = "traces"
@@ -96,15 +97,26 @@ def table_from_file(path: Path) -> TraceTable:
     Raises:
         PlaybookError: neither, or damaged.
     """
+    return build(timeline_from_file(path, ranges=True))
+
+
+def timeline_from_file(path: Path, ranges: bool = False) -> Timeline:
+    """What a report of any trainer holds; `ranges`: it must hold ours. A `.nsys-rep` is exported first, by the nsys on this machine.
+
+    Raises:
+        PlaybookError: it is no report, or damaged.
+    """
     if path.suffix == ".nsys-rep":
-        raise PlaybookError(f"{path}: is an Nsight Systems report; export it first: nsys export --type sqlite {path}")
+        if not shutil.which("nsys") or not path.is_file():
+            raise PlaybookError(f"{path}: is an Nsight Systems report; export it first: nsys export --type sqlite {path}")
+        with tempfile.TemporaryDirectory() as folder:
+            return nsys.read(_exported(path, Path(folder) / "trace.sqlite"), ranges)
     try:
         with path.open("rb") as f:
             head = f.read(len(_SQLITE))
     except OSError as e:
         raise PlaybookError(f"{path}: cannot be read ({e.strerror or e}); expected a SQLite export of nsys or a Chrome trace") from e
-    reader = nsys.read if head == _SQLITE or path.suffix == ".sqlite" else kineto.read
-    return build(reader(path))
+    return nsys.read(path, ranges) if head == _SQLITE or path.suffix == ".sqlite" else kineto.read(path)
 
 
 def read(path: Path) -> TraceResult:
@@ -181,15 +193,23 @@ def _report(run_folder: Path, collector: Collector, target: Path) -> Path:
     exported, original = target.with_name(target.name + ".sqlite"), target.with_name(target.name + ".nsys-rep")
     if not original.is_file():
         raise PlaybookError(f"nsys left no {original.name}; its output is in {run_folder / 'rank0.log'}")
-    if not exported.is_file():
-        words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(exported), str(original)]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_REPORT_S, check=False)
-        except subprocess.TimeoutExpired as e:
-            raise PlaybookError(f"nsys export took more than {_REPORT_S:g} s; trace fewer steps (profile.steps)") from e
-        if done.returncode or not exported.is_file():
-            raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
-    return exported
+    return exported if exported.is_file() else _exported(original, exported)
+
+
+def _exported(report: Path, target: Path) -> Path:
+    """The report as SQLite.
+
+    Raises:
+        PlaybookError: nsys cannot.
+    """
+    words = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(target), str(report)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_REPORT_S, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise PlaybookError(f"nsys export took more than {_REPORT_S:g} s; trace fewer steps (profile.steps)") from e
+    if done.returncode or not target.is_file():
+        raise PlaybookError(f"nsys export failed: {(done.stderr or done.stdout)[-300:]}")
+    return target
 
 
 def _files(folder: Path, variant: str) -> list[ReportFile]:

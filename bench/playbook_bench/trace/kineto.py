@@ -56,13 +56,17 @@ def read(path: Path) -> Timeline:
     if not isinstance(events, list):
         raise PlaybookError(f"{path}: has no list 'traceEvents'; expected the Chrome trace that torch.profiler writes")
     complete, forward_threads = _events(events, path)
-    spans = [Span(e.thread, _range_name(e.name), e.start, e.end) for e in complete if e.category == "user_annotation" and _is_range(e)]
+    annotations = [e for e in complete if e.category == "user_annotation"]
+    spans = [Span(e.thread, _range_name(e.name), e.start, e.end) for e in annotations if _is_range(e)]
     _check_one_rank(events, spans, path)
     stacks = Stacks(close_backward(spans))
     device = [e for e in complete if e.category in _DEVICE]
     if device:
-        return _device_timeline(spans, stacks, complete, device, forward_threads)
-    return _host_timeline(spans, stacks, complete, forward_threads)
+        found = _device_timeline(spans, stacks, complete, device, forward_threads)
+    else:
+        found = _host_timeline(spans, stacks, complete, forward_threads)
+    found.marks = [Span(e.thread, e.name, e.start, e.end) for e in annotations if not _is_range(e)]
+    return found
 
 
 def _check_one_rank(raw: list[Any], spans: list[Span], path: Path) -> None:
@@ -180,16 +184,16 @@ def _device_timeline(
                 calls[correlation] = e
     climb = _Climb(events, stacks, flows)
     ops: list[Op] = []
-    missed = 0
+    unlaunched: list[Op] = []
     for e in device:
         call = calls.get(_int(e.args.get("correlation")) or -1)
-        if call is None:
-            missed += 1
-            continue
         kind: Kind = "copy" if _DEVICE[e.category] == "copy" else _kind(e.name)
+        if call is None:
+            unlaunched.append(Op(0, e.start, e.start, e.end, kind, e.name))
+            continue
         ops.append(Op(call.thread, call.start, e.start, e.end, kind, e.name, climb.hint(call.thread, call.start)))
-    notes = [f"{missed} operations have no recorded launching call and are left out"] if missed else []
-    return Timeline("kineto", "gpu", spans, ops, notes)
+    notes = [f"{len(unlaunched)} operations have no recorded launching call and are left out"] if unlaunched else []
+    return Timeline("kineto", "gpu", spans, ops, unlaunched, notes=notes)
 
 
 def _kind(name: str) -> Kind:
@@ -216,7 +220,7 @@ def _host_timeline(spans: list[Span], stacks: Stacks, events: list[Event], flows
         if e.category == "user_annotation" and e.name.startswith("gloo:"):
             ops.append(Op(e.thread if main is None else main, e.start, e.start, e.end, "communication", e.name))
     notes = ["no GPU in this trace: busy is host time, the union of operator time on the rank's threads"]
-    return Timeline("kineto", "host", spans, ops, notes)
+    return Timeline("kineto", "host", spans, ops, notes=notes)
 
 
 def _outermost(events: list[Event]) -> list[Event]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,8 +26,9 @@ MAX_ROWS = 5_000_000
 _TICK, _MAX_TICKS = 1_000_000, 20_000
 _PROCESS = 0xFFFFFFFFFF000000
 _MAX_TIME = 1 << 62
+_RANGES = "NVTX_EVENTS"
 _NEEDED = {
-    "NVTX_EVENTS": {"start", "end", "eventType", "text", "globalTid"},
+    _RANGES: {"start", "end", "eventType", "text", "globalTid"},
     "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "end", "globalTid", "correlationId"},
     "CUPTI_ACTIVITY_KIND_KERNEL": {"start", "end", "correlationId"},
 }
@@ -39,11 +41,11 @@ _GRAPH = "CUDA graph"
 _Calls = dict[tuple[int, int], tuple[int, int]]
 
 
-def read(path: Path) -> Timeline:
-    """The trace of the process that ran the steps.
+def read(path: Path, ranges: bool = True) -> Timeline:
+    """The trace of the process that ran the steps; without ranges, of the process whose kernels ran longest.
 
     Raises:
-        PlaybookError: not a SQLite file, damaged, or without the tables that a trace of CUDA and NVTX has.
+        PlaybookError: not a SQLite file, damaged, or without the tables that a trace of CUDA has, and of NVTX where ranges are wanted.
     """
     if not path.is_file():
         raise PlaybookError(f"{path}: no such file; expected the SQLite export of an Nsight Systems report")
@@ -52,7 +54,7 @@ def read(path: Path) -> Timeline:
             raise PlaybookError(f"{path}: is not a SQLite file; make one with: nsys export --type sqlite {path.stem}.nsys-rep")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as db:
-            return _timeline(_guarded(db), path)
+            return _timeline(_guarded(db), path, ranges)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as e:
         raise PlaybookError(f"{path}: cannot be read ({e}); export the report again: nsys export --type sqlite") from e
 
@@ -72,30 +74,27 @@ def _guarded(db: sqlite3.Connection) -> sqlite3.Connection:
     return db
 
 
-def _timeline(db: sqlite3.Connection, path: Path) -> Timeline:
+def _timeline(db: sqlite3.Connection, path: Path, ranges: bool) -> Timeline:
     tables = _tables(db)
-    _check(tables, path)
+    _check(tables, path, ranges)
     strings = _strings(db, tables)
-    spans = _spans(db, tables, strings, path)
-    process = _process(spans)
+    spans = _spans(db, tables, strings, path) if "NVTX_EVENTS" in tables else []
+    process = _process(spans) if ranges else _busiest(db, tables, path)
     spans = [s for s in spans if s.thread & _PROCESS == process]
     notes: list[str] = []
     calls = _calls(db, path)
     ops: list[Op] = []
-    missed = 0
-    for op in _operations(db, tables, strings, calls, process, path):
-        if op is None:
-            missed += 1
-        else:
-            ops.append(op)
+    unlaunched: list[Op] = []
+    for op, launched in _operations(db, tables, strings, calls, process, path):
+        (ops if launched else unlaunched).append(op)
     if graphs := sum(op.name == _GRAPH for op in ops):
         notes.append(
             f"{graphs} launches of CUDA graphs were recorded whole and count as computation, with what they communicate and copy; "
             "nsys shows what is in them with --cuda-graph-trace=node"
         )
-    if missed:
-        notes.append(f"{missed} operations have no recorded launching call and are left out")
-    return Timeline("nsys", "gpu", spans, ops, notes)
+    if unlaunched:
+        notes.append(f"{len(unlaunched)} operations have no recorded launching call and are left out")
+    return Timeline("nsys", "gpu", spans, ops, unlaunched, notes=notes)
 
 
 def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
@@ -109,15 +108,15 @@ def _tables(db: sqlite3.Connection) -> dict[str, set[str]]:
     return {n: {str(row[1]) for row in db.execute(f'PRAGMA table_info("{n}")')} for n in names if n in wanted}
 
 
-def _check(tables: dict[str, set[str]], path: Path) -> None:
-    missing = [n for n in _NEEDED if n not in tables]
+def _check(tables: dict[str, set[str]], path: Path, ranges: bool) -> None:
+    missing = [n for n in _NEEDED if n not in tables and (ranges or n != _RANGES)]
     if missing:
         raise PlaybookError(
             f"{path}: has no table {', '.join(missing)}; expected a trace of CUDA and NVTX. "
             "Trace again with: nsys profile -s none --cpuctxsw=none -t cuda,nvtx ... and with profile.nvtx=true"
         )
     for name, columns in _NEEDED.items():
-        lacking = sorted(columns - tables[name])
+        lacking = sorted(columns - tables.get(name, columns))
         if lacking:
             raise PlaybookError(f"{path}: table {name} has no column {', '.join(lacking)}; this version of the export is not known here")
 
@@ -175,6 +174,29 @@ def _process(spans: list[Span]) -> int:
     return max(counts, key=lambda p: counts[p], default=0)
 
 
+def _busiest(db: sqlite3.Connection, tables: dict[str, set[str]], path: Path) -> int:
+    """The process whose kernels ran longest, which must have used one GPU."""
+    kernels = "CUPTI_ACTIVITY_KIND_KERNEL"
+    columns = [c if c in tables[kernels] else "NULL" for c in ("start", "end", "globalPid", "deviceId")]
+    busy: Counter[int] = Counter()
+    devices: defaultdict[int, set[object]] = defaultdict(set)
+    for start, end, owner, device in _rows(db, kernels, columns, path):
+        begin, until = _times(path, kernels, start, end)
+        process = owner & _PROCESS if isinstance(owner, int) else 0
+        busy[process] += until - begin
+        devices[process].add(device)
+    if not busy:
+        raise PlaybookError(
+            f"{path}: holds no kernels; expected a trace of steps on a GPU. Trace with -t cuda,nvtx while the run makes steps"
+        )
+    process = max(busy, key=lambda p: (busy[p], -p))
+    if len(devices[process]) > 1:
+        raise PlaybookError(f"{path}: holds kernels of {len(devices[process])} GPUs in one process; expected one GPU for each process")
+    return process or next(
+        (tid & _PROCESS for tid, *_ in _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", ["globalTid"], path) if isinstance(tid, int)), 0
+    )
+
+
 def _calls(db: sqlite3.Connection, path: Path) -> _Calls:
     """(process, correlation) of each CUDA call, to its thread and begin."""
     table = "CUPTI_ACTIVITY_KIND_RUNTIME"
@@ -190,8 +212,8 @@ def _calls(db: sqlite3.Connection, path: Path) -> _Calls:
 
 def _operations(
     db: sqlite3.Connection, tables: dict[str, set[str]], strings: dict[int, str], calls: _Calls, process: int, path: Path
-) -> Iterator[Op | None]:
-    """Kernels, copies, fills and graphs of one process; None for each whose launching call was not recorded.
+) -> Iterator[tuple[Op, bool]]:
+    """Kernels, copies, fills and graphs of one process, each with whether its launching call was recorded.
 
     By default nsys records the launch of a CUDA graph whole: its kernels are in no other table.
     """
@@ -206,12 +228,10 @@ def _operations(
             if isinstance(owner, int) and owner & _PROCESS != process:
                 continue
             call = calls.get((process, number))
-            if call is None:
-                yield None
-                continue
             unnamed = _GRAPH if table == _GRAPHS else table.rsplit("_", 1)[1].lower()
             names = [strings.get(label, str(label)) if isinstance(label, int) else str(label or unnamed) for label in labels]
-            yield Op(call[0], call[1], begin, until, _kind(table, names), names[0])
+            thread, launch = call or (0, begin)
+            yield Op(thread, launch, begin, until, _kind(table, names), names[0]), call is not None
 
 
 def _kind(table: str, names: list[str]) -> Kind:

@@ -67,6 +67,10 @@ class Timeline:
     """What `busy` means: the union of device work, or of operator time on the host's threads."""
     spans: list[Span] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
+    unlaunched: list[Op] = field(default_factory=list)
+    """Device work whose launching call was not recorded: it belongs to no range, and its `launch` is its start."""
+    marks: list[Span] = field(default_factory=list)
+    """Ranges that libraries opened, of steps and of waits for data; they name no part of the step."""
     notes: list[str] = field(default_factory=list)
 
 

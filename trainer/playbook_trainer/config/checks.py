@@ -22,9 +22,8 @@ def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
     if config.backend == "megatron" and here:
         problems += megatron.package_problems(config)
     if problems:
-        raise ConfigError(
-            f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:\n" + "\n".join(f"  - {p}" for p in problems)
-        )
+        listed = f" {problems[0]}" if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)
+        raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}:{listed}")
 
 
 def layout_problems(config: TrainerConfig, world: int) -> list[str]:

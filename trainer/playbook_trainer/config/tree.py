@@ -387,7 +387,7 @@ def _read(path: Path) -> tuple[Any, Marks]:
     """The file's content, for the caller to change; every variant of a case reads the same few files."""
     try:
         stat = path.stat()
-    except OSError:  # which reading it will say
+    except (OSError, ValueError):  # which reading it will say
         return read(path)
     data, marks = _parsed(path, (stat.st_mtime_ns, stat.st_size))
     return deepcopy(data), marks

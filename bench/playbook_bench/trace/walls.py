@@ -1,0 +1,243 @@
+"""What holds a step back, from the trace of any trainer: which wall it runs into, by stated thresholds.
+
+Source: idle time is the host's where the next kernel was launched only after the device had run dry, the test of HolisticTraceAnalysis
+(https://hta.readthedocs.io, "Idle Time Breakdown", host wait), here on the union of all streams.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from playbook.errors import PlaybookError
+from playbook.intervals import Interval, length, subtract, union
+from playbook.kernel_names import kernel_class
+from playbook_bench.trace.table import NS_PER_MS, STEP, Op, Span, Timeline, exclusive
+
+Wall = Literal["data wait", "host-bound", "exposed communication", "memory-bound kernels", "compute-bound", "mixed", "no GPU"]
+
+DATA_WAIT = 0.10
+"""Share of the step in which the GPU is idle while the host fetches data. A tenth of the step is worth a data loader's settings, and is above what tracing itself adds."""
+HOST_BOUND = 0.10
+"""Share of the step in which the GPU is idle because the next kernel was not launched yet. Tracing adds 2 to 8 % to a step that the GPU bounds (1 to 3 us
+for each operator), so a smaller share may be the profiler's own."""
+EXPOSED = 0.15
+"""Share of the step in which collectives run and nothing is computed. Above the skew that ranks have when each hides what it can: a collective also waits for the slowest rank."""
+BUSY = 0.80
+"""Share of the step in which kernels compute: from here on the kernels are what there is to shorten, and below it no single cause above its threshold says enough."""
+MOST = 0.50
+"""Share of the computing time that a class of kernels needs to name the wall: more than all others together."""
+
+_STEP = re.compile(r"^(ProfilerStep#\d+|(train(ing)?[ _]?)?(step|iteration)([ _:#]*\d+)?)$", re.IGNORECASE)
+_DATA = re.compile(
+    r"^data$|enumerate\(DataLoader\)|data_?(loader|loading|wait)|(get|next|fetch)_batch|batch[-_ ]generator|collate", re.IGNORECASE
+)
+_UNKNOWN = -(1 << 63)
+"""The launch of an operation whose call was not recorded: before everything, so that no idle time is laid to the host for it."""
+_PRODUCTS = frozenset({"products", "grouped products", "attention"})
+
+
+@dataclass(frozen=True)
+class ClassTime:
+    """Time of one class of kernels. Units: milliseconds for each step; where streams overlap, computation counts first, so that the classes add up to the busy time."""
+
+    name: str
+    ms: float
+    share: float
+    """Of the step."""
+    count: float
+
+
+@dataclass(frozen=True)
+class Walls:
+    """Where the time of a step went, and which wall that is. Shares are of the step, 0 to 1; None: this trace cannot tell."""
+
+    wall: Wall
+    sentence: str
+    collector: str
+    num_steps: int
+    span_ms: float
+    busy: float
+    idle: float
+    host_idle: float | None
+    """Idle because the host had not launched the next kernel, data waits excluded."""
+    data_wait: float | None
+    communication: float
+    exposed: float
+    computing: float
+    classes: tuple[ClassTime, ...]
+    beyond: tuple[Wall, ...]
+    """All walls above their thresholds, the largest first."""
+    notes: tuple[str, ...]
+
+
+def walls(trace: Timeline) -> Walls:
+    """The walls of a trace.
+
+    Raises:
+        PlaybookError: nothing ran in it.
+    """
+    ops = [*trace.ops, *(op._replace(launch=_UNKNOWN) for op in trace.unlaunched)]
+    if not any(op.end > op.start for op in ops):
+        raise PlaybookError(
+            "the trace holds no operations; expected kernels of some steps. Trace with nsys -t cuda,nvtx or torch.profiler while the run makes steps"
+        )
+    notes = [note for note in trace.notes if "left out" not in note]
+    if trace.unlaunched:
+        notes.append(
+            f"{len(trace.unlaunched)} operations have no recorded launching call: idle time before them does not count as the host's"
+        )
+    steps = _steps(trace)
+    if not steps:
+        notes.append("no range marks a step: shares are of the whole trace, from its first operation to its last")
+    window = _window(ops, steps)
+    ops = sorted(
+        (
+            op._replace(start=max(op.start, window[0]), end=min(op.end, window[1]))
+            for op in ops
+            if op.end > window[0] and op.start < window[1]
+        ),
+        key=_begin,
+    )
+    span = window[1] - window[0]
+    busy = union((op.start, op.end) for op in ops)
+    compute, sent = (union((op.start, op.end) for op in ops if op.kind == kind) for kind in ("compute", "communication"))
+    idle = subtract([window], busy)
+    data = _data(trace, window)
+    if trace.measures == "host":
+        waited: float | None = length(data) / span if data else 0.0
+        host = None
+    else:
+        of_data = [piece for gap in idle for piece in _inside(gap, data)]
+        by_host = [gap for gap in idle if _starved(gap, ops)]
+        waited = length(of_data) / span
+        host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
+    exposed = subtract(sent, compute)
+    classes = _classes(ops, span, max(1, len(steps)))
+    shares = {"busy": length(busy) / span, "exposed": length(exposed) / span, "computing": length(compute) / span}
+    beyond = _beyond(trace.measures, waited, host, shares["exposed"])
+    wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
+    return Walls(
+        wall=wall,
+        sentence=_sentence(wall, waited, host, shares, classes),
+        collector=trace.collector,
+        num_steps=max(1, len(steps)),
+        span_ms=span / NS_PER_MS / max(1, len(steps)),
+        busy=shares["busy"],
+        idle=1 - shares["busy"],
+        host_idle=host,
+        data_wait=waited,
+        communication=length(sent) / span,
+        exposed=shares["exposed"],
+        computing=shares["computing"],
+        classes=classes,
+        beyond=tuple(beyond),
+        notes=tuple(notes),
+    )
+
+
+def _begin(op: Op) -> tuple[int, int]:
+    return op.start, op.launch
+
+
+def _steps(trace: Timeline) -> list[Span]:
+    """Steps by our own ranges, by torch.profiler's marks, or by a common name; of the thread that has the most."""
+    for candidates in ([s for s in trace.spans if s.name == STEP], trace.marks, trace.spans):
+        named = [s for s in candidates if _STEP.match(s.name) and s.end > s.start]
+        threads = Counter(s.thread for s in named)
+        if threads:
+            return [s for s in named if s.thread == threads.most_common(1)[0][0]]
+    return []
+
+
+def _window(ops: Sequence[Op], steps: Sequence[Span]) -> Interval:
+    """From the first step's begin until the last step and the work it launched have ended."""
+    if not steps:
+        return min(op.start for op in ops), max(op.end for op in ops)
+    first, last = min(s.start for s in steps), max(s.end for s in steps)
+    return first, max([last, *(op.end for op in ops if first <= op.launch < last)])
+
+
+def _data(trace: Timeline, window: Interval) -> list[Interval]:
+    """When some thread of the rank fetched data."""
+    found = (s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name))
+    return union((max(s.start, window[0]), min(s.end, window[1])) for s in found)
+
+
+def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
+    """The parts of a gap that lie in sorted stretches."""
+    first = max(0, bisect_left(stretches, gap) - 1)
+    out = []
+    for start, end in stretches[first:]:
+        if start >= gap[1]:
+            break
+        if end > gap[0]:
+            out.append((max(start, gap[0]), min(end, gap[1])))
+    return out
+
+
+def _starved(gap: Interval, ops: Sequence[Op]) -> bool:
+    """Whether the operation that ends an idle gap was launched only after the gap began; a gap that nothing ends is the host's too."""
+    i = bisect_left(ops, (gap[1], _UNKNOWN), key=_begin)
+    return i >= len(ops) or ops[i].start > gap[1] or ops[i].launch > gap[0]
+
+
+def _classes(ops: Sequence[Op], span: int, num_steps: int) -> tuple[ClassTime, ...]:
+    """Classes, the largest first."""
+    time: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for op, own in zip(ops, exclusive(ops), strict=True):
+        kind = {"communication": "collectives", "copy": "copies"}.get(op.kind) or kernel_class(op.name)
+        time[kind] += own
+        count[kind] += 1
+    return tuple(ClassTime(name, ns / NS_PER_MS / num_steps, ns / span, count[name] / num_steps) for name, ns in time.most_common())
+
+
+def _beyond(measures: str, waited: float | None, host: float | None, exposed: float) -> list[Wall]:
+    """Walls outside the kernels that are above their thresholds, the largest first."""
+    found: list[tuple[float, Wall]] = []
+    if waited is not None and waited > DATA_WAIT:
+        found.append((waited, "data wait"))
+    if host is not None and host > HOST_BOUND:
+        found.append((host, "host-bound"))
+    if measures == "gpu" and exposed > EXPOSED:
+        found.append((exposed, "exposed communication"))
+    return [wall for _, wall in sorted(found, reverse=True)]
+
+
+def _kernels(measures: str, computing: float, classes: Sequence[ClassTime]) -> Wall:
+    """What bounds the kernels, by their names: a trace holds no counters."""
+    if measures == "host":
+        return "no GPU"
+    of_compute = {c.name: c.share for c in classes if c.name not in ("collectives", "copies")}
+    total = sum(of_compute.values())
+    if computing < BUSY or not total:
+        return "mixed"
+    if sum(share for name, share in of_compute.items() if name in _PRODUCTS) > MOST * total:
+        return "compute-bound"
+    return "memory-bound kernels" if of_compute.get("elementwise", 0.0) > MOST * total else "mixed"
+
+
+def _sentence(wall: Wall, waited: float | None, host: float | None, shares: dict[str, float], classes: Sequence[ClassTime]) -> str:
+    """The answer in one sentence, with the share behind it and what to try."""
+    largest = classes[0].name if classes else "nothing"
+    match wall:
+        case "data wait":
+            return f"Data wait: for {waited:.0%} of the step the host fetches data and the GPU has nothing to do; try more loader workers, prefetching, or cheaper collation."
+        case "host-bound":
+            return f"Host-bound: for {host:.0%} of the step the GPU waits because the next kernel is not launched yet; try CUDA graphs, torch.compile, fused kernels, or larger micro-batches."
+        case "exposed communication":
+            return f"Exposed communication: for {shares['exposed']:.0%} of the step collectives run and nothing is computed; try overlap, or another layout or dispatcher."
+        case "memory-bound kernels":
+            return f"Memory-bound kernels: computing takes {shares['computing']:.0%} of the step, most of it in elementwise kernels; try fusion, by torch.compile or fused norms, rotary and optimizer."
+        case "compute-bound":
+            return f"Compute-bound: computing takes {shares['computing']:.0%} of the step, most of it in products; what is left is fewer FLOPs (recomputation, padding) or faster ones (FP8)."
+        case "no GPU":
+            return f"No GPU in this trace: the host works for {shares['busy']:.0%} of the step, most in {largest}, and waits for data for {waited or 0:.0%}."
+        case "mixed":
+            idle = f"idle {1 - shares['busy']:.0%}, exposed communication {shares['exposed']:.0%}, computing {shares['computing']:.0%}"
+            return f"Mixed: no single cause is above its threshold ({idle}; the largest class is {largest})."

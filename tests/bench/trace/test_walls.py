@@ -1,0 +1,327 @@
+"""Walls: traces with planted causes, whose answers are known, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from playbook.cli.app import main
+from playbook.errors import PlaybookError
+from playbook.kernel_names import CLASSES, OTHER, kernel_class
+from playbook.paths import repo_root
+from playbook_bench.trace import nsys
+from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
+from playbook_bench.trace.walls import BUSY, DATA_WAIT, EXPOSED, HOST_BOUND, Walls, walls
+
+MS = NS_PER_MS
+GEMM, ADD, NCCL, MEMCPY = "nvjet_sm90_tst_128x256", "void at::native::vectorized_elementwise_kernel<4>", "ncclDevKernel_AllReduce", "memcpy"
+KINDS = {NCCL: "communication", MEMCPY: "copy"}
+
+
+def op(name: str, start: float, end: float, launch: float | None = None) -> Op:
+    """By default launched long before: the device's queue was full."""
+    return Op(
+        1, round((start - 5 if launch is None else launch) * MS), round(start * MS), round(end * MS), KINDS.get(name, "compute"), name
+    )  # type: ignore[arg-type]
+
+
+def span(name: str, start: float, end: float) -> Span:
+    return Span(1, name, round(start * MS), round(end * MS))
+
+
+def trace(ops: list[Op], *spans: Span, marks: list[Span] | None = None) -> Timeline:
+    return Timeline("nsys", "gpu", [span("step", 0, 100), *spans] if marks is None else list(spans), ops, marks=marks or [])
+
+
+def planted(idle: float, launch: float | None = None) -> list[Op]:
+    """100 ms with one idle gap in the middle."""
+    half = (100 - idle) / 2
+    return [op(GEMM, 0, half), op(GEMM, half + idle, 100, launch)]
+
+
+def test_a_gap_before_a_late_launch_is_the_hosts() -> None:
+    found = walls(trace(planted(40, launch=69.9)))
+    assert found.wall == "host-bound"
+    assert found.idle == pytest.approx(0.4)
+    assert found.host_idle == pytest.approx(0.4)
+    assert "40%" in found.sentence
+
+
+def test_a_gap_before_an_early_launch_is_not_the_hosts() -> None:
+    found = walls(trace(planted(40, launch=10)))
+    assert (found.wall, found.host_idle) == ("mixed", 0)
+    assert found.idle == pytest.approx(0.4)
+
+
+def test_a_gap_under_a_data_range_waits_for_data() -> None:
+    for name in (
+        "data",
+        "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+        "[pl][profile]train_dataloader_next",
+        "get_batch",
+    ):
+        found = walls(trace(planted(40, launch=69.9), span(name, 20, 65)))
+        assert found.wall == "data wait"
+        assert found.data_wait == pytest.approx(0.35)
+        assert found.host_idle == pytest.approx(0.05)
+
+
+def test_fetching_that_the_gpu_does_not_wait_for_is_no_wall() -> None:
+    found = walls(trace([op(GEMM, 0, 100)], span("data", 0, 90)))
+    assert (found.wall, found.data_wait) == ("compute-bound", 0)
+
+
+def test_a_collective_with_nothing_beside_it_is_exposed() -> None:
+    found = walls(trace([op(GEMM, 0, 70), op(NCCL, 60, 90), op(GEMM, 90, 100)]))
+    assert found.wall == "exposed communication"
+    assert (found.communication, found.exposed) == (pytest.approx(0.3), pytest.approx(0.2))
+
+
+def test_a_copy_does_not_hide_a_collective_and_computation_does() -> None:
+    assert walls(trace([op(GEMM, 0, 80), op(NCCL, 80, 100), op(MEMCPY, 80, 100)])).exposed == pytest.approx(0.2)
+    assert walls(trace([op(GEMM, 0, 100), op(NCCL, 20, 100)])).wall == "compute-bound"
+
+
+@pytest.mark.parametrize(
+    ("names", "wall"), [((GEMM, ADD), "compute-bound"), ((ADD, GEMM), "memory-bound kernels"), (("mystery", GEMM), "mixed")]
+)
+def test_kernels_are_told_apart_by_what_takes_most_of_their_time(names: tuple[str, str], wall: str) -> None:
+    found = walls(trace([op(names[0], 0, 60), op(names[1], 60, 95)]))
+    assert found.wall == wall
+    assert sum(c.share for c in found.classes) == pytest.approx(found.busy)
+
+
+def test_the_largest_of_several_walls_comes_first_and_the_others_are_named() -> None:
+    found = walls(trace([op(GEMM, 0, 40), op(NCCL, 40, 60), op(GEMM, 90, 100, launch=89)]))
+    assert found.beyond == ("host-bound", "exposed communication")
+
+
+@pytest.mark.parametrize("margin", [-0.01, 0.01])
+def test_thresholds_decide(margin: float) -> None:
+    over = margin > 0
+    assert (walls(trace(planted(100 * (HOST_BOUND + margin), launch=99))).wall == "host-bound") is over
+    idle = 100 * (DATA_WAIT + margin)
+    assert (walls(trace(planted(idle, launch=99), span("data", 0, 100))).wall == "data wait") is over
+    alone = 100 * (EXPOSED + margin)
+    assert (walls(trace([op(GEMM, 0, 100 - alone), op(NCCL, 100 - alone, 100)])).wall == "exposed communication") is over
+    assert (walls(trace([op(GEMM, 0, 100 * (BUSY + margin)), op(MEMCPY, 50, 100)])).wall == "compute-bound") is over
+
+
+def test_steps_are_found_by_the_profilers_marks_or_else_the_whole_trace_counts() -> None:
+    marked = walls(trace([op(GEMM, 0, 10), op(GEMM, 50, 90, 49)], marks=[span("ProfilerStep#3", 0, 50), span("ProfilerStep#4", 50, 100)]))
+    assert (marked.num_steps, marked.span_ms) == (2, pytest.approx(50))
+    bare = walls(trace([op(GEMM, 10, 20), op(GEMM, 50, 90, 49)], marks=[]))
+    assert (bare.num_steps, bare.span_ms) == (1, pytest.approx(80))
+    assert any("no range marks a step" in note for note in bare.notes)
+
+
+def test_work_without_a_recorded_launch_is_counted_and_blames_nobody() -> None:
+    timeline = trace([op(GEMM, 0, 50)])
+    timeline.unlaunched = [Op(0, 90 * MS, 90 * MS, 100 * MS, "compute", GEMM)]
+    found = walls(timeline)
+    assert (found.busy, found.host_idle) == (pytest.approx(0.6), 0)
+    assert any("no recorded launching call" in note for note in found.notes)
+
+
+def test_an_empty_trace_is_refused() -> None:
+    with pytest.raises(PlaybookError, match="no operations"):
+        walls(trace([]))
+
+
+TIME = st.integers(0, 60)
+OPS = st.lists(
+    st.builds(
+        lambda n, a, d, w: Op(1, a - w, a, a + d, KINDS.get(n, "compute"), n),  # type: ignore[arg-type]
+        st.sampled_from([GEMM, ADD, NCCL, MEMCPY, "\x00odd"]), TIME, st.integers(1, 30), st.integers(-5, 40),
+    ),
+    min_size=1,
+    max_size=25,
+)  # fmt: skip
+SPANS = st.lists(
+    st.builds(lambda n, a, d: Span(1, n, a, a + d), st.sampled_from(["step", "data", "x", "ProfilerStep#1"]), TIME, TIME), max_size=6
+)
+
+
+@given(ops=OPS, spans=SPANS)
+def test_shares_add_up_for_any_trace(ops: list[Op], spans: list[Span]) -> None:
+    try:
+        found = walls(Timeline("kineto", "gpu", spans, ops))
+    except PlaybookError:
+        return
+    assert found.host_idle is not None
+    assert found.data_wait is not None
+    assert found.busy + found.idle == pytest.approx(1)
+    assert found.host_idle + found.data_wait <= found.idle + 1e-9
+    assert found.exposed <= found.communication + 1e-9
+    assert found.computing + found.exposed <= found.busy + 1e-9
+    assert sum(c.share for c in found.classes) == pytest.approx(found.busy)
+    assert found.sentence.isprintable()
+
+
+NAMES = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "products",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(Params)": "products",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize32x32x8": "products",
+    "aten::addmm": "products",
+    "aten::mm": "products",
+    "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalINS1_17GroupProblemShapeIN4cute5tupleIJiii": "grouped products",
+    "aten::_grouped_mm": "grouped products",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention",
+    "void (anonymous namespace)::softmax_warp_forward<float>": "elementwise",
+    "at::native::(anonymous namespace)::fill_reverse_indices_kernel(long*, int)": "elementwise",
+    "void transformer_engine::normalization::rmsnorm_fwd_general_kernel": "elementwise",
+    "triton_poi_fused__to_copy_add_cat_mul_rsub_sigmoid_silu_split_0": "elementwise",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy": "elementwise",
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)": "collectives",
+    "void deep_ep::intranode::dispatch<8>": "collectives",
+    "Memcpy DtoD (Device -> Device)": "copies",
+    "my_secret_kernel": OTHER,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_have_the_class_that_their_names_say(name: str) -> None:
+    assert kernel_class(name) == NAMES[name]
+
+
+def kernels_in(record: object) -> Iterator[str]:
+    """Names below any key `kernels` of a record."""
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ():
+        yield from value if key == "kernels" and isinstance(value, dict) else kernels_in(value)
+
+
+def test_hardly_a_kernel_of_our_records_has_no_class() -> None:
+    records = [path for path in sorted((repo_root() / "bench/results").glob("h200*/*.json")) if '"kernels"' in path.read_text()]
+    names = {name for path in records[-20:] for name in kernels_in(json.loads(path.read_text()))}
+    unknown = {name for name in names if kernel_class(name) == OTHER}
+    assert len(names) > 100
+    assert len(unknown) < 0.05 * len(names), unknown
+    assert {kernel_class(name) for name in names} <= {kind for kind, _ in CLASSES} | {OTHER}
+
+
+def chrome(path: Path, *, gap_us: int = 400, data: bool = False, steps: int = 3) -> Path:
+    """A trace of torch.profiler without any range of ours: each step 1000 us, with a gap before a late launch."""
+    events: list[dict[str, object]] = []
+    for i in range(steps):
+        t = 1000 * i
+        about = {"ph": "X", "pid": 7, "tid": 7}
+        events.append({**about, "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": t, "dur": 1000})
+        late = t + gap_us - 10
+        for k, (name, launch, start, length) in enumerate([(GEMM, late, t + gap_us, 900 - gap_us), (ADD, late + 1, t + 900, 100)]):
+            number = 10 * i + k + 1
+            events.append(
+                {**about, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launch, "dur": 3, "args": {"correlation": number}}
+            )
+            args = {"correlation": number, "device": 0}
+            events.append({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 1, "ts": start, "dur": length, "args": args})
+        if data:
+            events.append(
+                {
+                    **about,
+                    "cat": "user_annotation",
+                    "name": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+                    "ts": t,
+                    "dur": gap_us - 20,
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "trace", *words])
+    out = capsys.readouterr()
+    return int(left.value.code or 0), out.out, out.err
+
+
+def test_the_command_answers_with_a_table_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json")))
+    assert code == 0
+    assert out.splitlines()[-1].startswith("Host-bound: for 40% of the step")
+    assert "products" in out
+    assert "1.0 ms a step over 3 steps, by kineto" in out
+    code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)), "--json")
+    found = json.loads(out)
+    assert (code, found["wall"], found["num_steps"], found["ranges"]) == (0, "data wait", 3, None)
+    assert found["data_wait"] == pytest.approx(0.38, abs=0.01)
+
+
+def test_the_command_wants_a_case_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("case", "--file", "x.json")):
+        code, _, err = shown(capsys, *words)
+        assert (code, "expected one of them" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"traceEvents": [1, 2, 3]}', '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "x"}]}', "\x00\x01"],
+)
+def test_hostile_files_are_one_line_and_exit_code_2(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(content)
+    code, _, err = shown(capsys, "--file", str(tmp_path / "t.json"))
+    assert code == 2
+    assert "expected" in err or "valid JSON" in err
+    assert "Traceback" not in err
+
+
+def kernels_only(path: Path, *, device: bool = True, second: bool = False) -> Path:
+    """An nsys export of two ranks' processes with CUDA alone: no NVTX, no names of ours."""
+    import sqlite3
+
+    one, two = 0x0100_0000_1000_0000, 0x0100_0000_2000_0000
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+    db.execute("INSERT INTO StringIds VALUES (1, ?)", (GEMM,))
+    db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER)")
+    columns = "start INTEGER, end INTEGER, correlationId INTEGER, globalPid INTEGER, deviceId INTEGER, shortName INTEGER"
+    db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({columns})")
+    for process, busy in ((one, 6), (two, 3)):
+        for i in range(4):
+            start = 10 * i * MS
+            db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?)", (start - MS, start, process | 5, i))
+            gpu = i % 2 if second else process >> 28 & 1
+            db.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,1)", (start, start + busy * MS, i, process, gpu))
+    db.commit()
+    db.close()
+    return path
+
+
+def test_an_export_without_ranges_is_read_for_the_process_that_computes_most(tmp_path: Path) -> None:
+    found: Walls = walls(nsys.read(kernels_only(tmp_path / "t.sqlite"), ranges=False))
+    assert (found.wall, found.busy) == ("host-bound", pytest.approx(24 / 36))
+    with pytest.raises(PlaybookError, match="2 GPUs in one process"):
+        nsys.read(kernels_only(tmp_path / "two.sqlite", second=True), ranges=False)
+
+
+@pytest.mark.full
+def test_a_real_trace_of_a_slow_loader_waits_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import time
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.data import DataLoader
+
+    class Slow(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            time.sleep(0.03)
+            return torch.ones(64, 64)
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for batch in DataLoader(Slow(), batch_size=1):
+            (batch @ batch).sum()
+            profiler.step()
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    code, out, _ = shown(capsys, "--file", str(tmp_path / "t.json"), "--json")
+    found = json.loads(out)
+    assert (code, found["wall"]) == (0, "data wait")
+    assert found["data_wait"] > 0.5
