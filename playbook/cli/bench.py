@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from playbook.errors import LaunchError, PlaybookError
 from playbook.records.case import list_cases, load_case
 from playbook.records.commands import Steps
 from playbook_bench.commands import ab as two_commands
+from playbook_bench.commands import traced
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
@@ -218,6 +219,15 @@ def ab(
     warm_up: Annotated[int | None, typer.Option("--warm-up", help="Steps that are not timed; the first fifth, if not given.")] = None,
     loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
     timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nsys|FILE", help="Trace one more launch of each, by nsys or into the command's own FILE: which wall each runs into."
+        ),
+    ] = None,
+    trace_with: Annotated[
+        list[str] | None, typer.Option("--trace-with", metavar="WORD", help="Added to the command in that launch, so that it writes FILE.")
+    ] = None,
     results: Results = None,
     pairs: Pairs = None,
     budget: Budget = None,
@@ -263,6 +273,20 @@ def ab(
     found = two_commands.answer(outcome.evidence.derived, asked.margin)
     report.print_outcome(outcome, out, found.verdict)
     report.print_summary([outcome], out)
+    walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
     if as_json:
-        print_json(two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence))
+        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
+        print_json(answered | ({"walls": walls} if walls else {}))
+    for variant, each in [] if as_json else walls.items():
+        say(f"\n{variant}")
+        print_walls(each)
     raise typer.Exit(two_commands.EXIT_CODES[found.verdict])
+
+
+def _walls(asked: two_commands.Question, profile: str, how: traced.Asked) -> dict[str, dict[str, Any]]:
+    """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
+    try:
+        return {variant: asdict(each) for variant, each in traced.both(two_commands.case_of(asked, profile), profile, how).items()}
+    except PlaybookError as e:
+        complain(f"no trace: {e}")
+        return {}

@@ -34,12 +34,13 @@ def seen(trace: Path) -> dict[str, Any]:
             head = f.read(len(_SQLITE))
     except OSError as e:
         raise PlaybookError(f"it left no trace {trace.name} ({e.strerror or e}); name the file that it writes in trace.file") from e
-    timeline = (nsys if head == _SQLITE else kineto).read(trace)
-    sent = Counter(op for o in timeline.ops if o.kind == "communication" and (op := _collective(o.name)))
+    timeline = nsys.read(trace, ranges=False) if head == _SQLITE else kineto.read(trace)
+    ran = [*timeline.ops, *timeline.unlaunched]
+    sent = Counter(op for o in ran if o.kind == "communication" and (op := _collective(o.name)))
     return {
         "ranges": dict(Counter(span.name for span in timeline.spans)),
         "collectives": [{"op": op, "count": count} for op, count in sent.items()],
-        "kernels": dict(Counter(o.name for o in timeline.ops)),
+        "kernels": dict(Counter(o.name for o in ran)),
     }
 
 

@@ -75,8 +75,16 @@ class Walls:
     notes: tuple[str, ...]
 
 
-def walls(trace: Timeline) -> Walls:
-    """The walls of a trace.
+@dataclass(frozen=True)
+class Tail:
+    """The last steps of a run, as its log tells them: what counts of a trace in which no range marks a step."""
+
+    num_steps: int
+    seconds: float
+
+
+def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
+    """The walls of a trace, from its marked steps; else from as much of its end as `tail` says; else from all of it.
 
     Raises:
         PlaybookError: nothing ran in it.
@@ -91,10 +99,7 @@ def walls(trace: Timeline) -> Walls:
         notes.append(
             f"{len(trace.unlaunched)} operations have no recorded launching call: idle time before them does not count as the host's"
         )
-    steps = _steps(trace)
-    if not steps:
-        notes.append("no range marks a step: shares are of the whole trace, from its first operation to its last")
-    window = _window(ops, steps)
+    window, num_steps = _window(ops, _steps(trace), tail, notes)
     ops = sorted(
         (
             op._replace(start=max(op.start, window[0]), end=min(op.end, window[1]))
@@ -117,7 +122,7 @@ def walls(trace: Timeline) -> Walls:
         waited = length(of_data) / span
         host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
     exposed = subtract(sent, compute)
-    classes = _classes(ops, span, max(1, len(steps)))
+    classes = _classes(ops, span, num_steps)
     shares = {"busy": length(busy) / span, "exposed": length(exposed) / span, "computing": length(compute) / span}
     beyond = _beyond(trace.measures, waited, host, shares["exposed"])
     wall = beyond[0] if beyond else _kernels(trace.measures, shares["computing"], classes)
@@ -125,8 +130,8 @@ def walls(trace: Timeline) -> Walls:
         wall=wall,
         sentence=_sentence(wall, waited, host, shares, classes),
         collector=trace.collector,
-        num_steps=max(1, len(steps)),
-        span_ms=span / NS_PER_MS / max(1, len(steps)),
+        num_steps=num_steps,
+        span_ms=span / NS_PER_MS / num_steps,
         busy=shares["busy"],
         idle=1 - shares["busy"],
         host_idle=host,
@@ -154,12 +159,17 @@ def _steps(trace: Timeline) -> list[Span]:
     return []
 
 
-def _window(ops: Sequence[Op], steps: Sequence[Span]) -> Interval:
-    """From the first step's begin until the last step and the work it launched have ended."""
-    if not steps:
-        return min(op.start for op in ops), max(op.end for op in ops)
-    first, last = min(s.start for s in steps), max(s.end for s in steps)
-    return first, max([last, *(op.end for op in ops if first <= op.launch < last)])
+def _window(ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: list[str]) -> tuple[Interval, int]:
+    """From the first step's begin until the last step and the work it launched have ended, or what stands for it; and the number of steps."""
+    if steps:
+        first, last = min(s.start for s in steps), max(s.end for s in steps)
+        return (first, max([last, *(op.end for op in ops if first <= op.launch < last)])), len(steps)
+    first, last = min(op.start for op in ops), max(op.end for op in ops)
+    if tail is None:
+        notes.append("no range marks a step: shares are of the whole trace, from its first operation to its last")
+        return (first, last), 1
+    notes.append(f"no range marks a step: shares are of the last {tail.seconds:.3g} s, which the log gives to {tail.num_steps} steps")
+    return (max(first, last - max(1, round(tail.seconds * 1e9))), last), tail.num_steps
 
 
 def _data(trace: Timeline, window: Interval) -> list[Interval]:

@@ -61,6 +61,8 @@ def main() -> None:
     arguments.add_argument("--faster", action="store_true")
     told = arguments.parse_args()
     set_seed(7)
+    if told.faster:
+        print("one product for all tokens")
 
     def collate(samples: list[Tensor]) -> dict[str, Tensor]:
         time.sleep(told.collate_ms / 1000)
