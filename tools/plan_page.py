@@ -1,0 +1,54 @@
+"""Ten decisions and the planner's answers: writes the second half of `docs/guide/plans.md`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
+
+from playbook.cli import exit_codes  # noqa: E402
+from playbook.cli.app import app  # noqa: E402
+
+PAGE = ROOT / "docs" / "guide" / "plans.md"
+MARK = "## Ten decisions"
+DECISIONS = (
+    ("Qwen3-235B on 64 H100 at 4K", "playbook plan qwen3_235b_a22b --gpus 64 --hardware h100 --seq 4096 --gbs 512"),
+    ("DeepSeek-V3 at 128K on 256 H100", "playbook plan deepseek_v3 --gpus 256 --hardware h100 --seq 131072 --gbs 256"),
+    ("Qwen3-VL-30B on 8 H200", "playbook plan qwen3_vl_30b_a3b --gpus 8 --hardware h200 --gbs 256"),
+    ("Qwen3-30B-A3B on two nodes without NVLink between them", "playbook plan qwen3_30b_a3b --gpus 16 --hardware h100 --gbs 512"),
+    ("Llama-3-70B on 128 H100: how many tokens per second", "playbook plan llama3_70b --gpus 128 --hardware h100 --seq 8192 --gbs 512"),
+    ("GPT-OSS-120B on 64 GB200", "playbook plan gpt_oss_120b --gpus 64 --hardware gb200 --gbs 1280"),
+    ("Mixtral 8x7B on 16 A100", "playbook plan mixtral_8x7b --gpus 16 --hardware a100 --gbs 256"),
+    ("Qwen3-Next at 64K on 32 H100", "playbook plan qwen3_next_80b_a3b --gpus 32 --hardware h100 --seq 65536 --gbs 64"),
+    (
+        "The first of these, resumed on half the GPUs with the same batch",
+        "playbook plan qwen3_235b_a22b --gpus 32 --hardware h100 --seq 4096 --gbs 512 --allow offload",
+    ),
+    ("The smallest cluster that trains Kimi-K2", "playbook plan kimi_k2 --goal gpus --hardware h100"),
+)
+"""A question as someone would ask it, and the command that answers it."""
+
+
+def answer(command: str) -> str:
+    """What the command prints, in a process that has it loaded."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exit_codes.run(app, shlex.split(command)[1:])
+    return shown.getvalue().rstrip()
+
+
+def sections() -> str:
+    """Each question with its command and the answer."""
+    parts = [f"### {question}\n\n```text\n$ {command}\n{answer(command)}\n```" for question, command in DECISIONS]
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
+    PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
