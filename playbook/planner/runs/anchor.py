@@ -18,13 +18,14 @@ _TIERS: tuple[tuple[str, ...], ...] = (
     ("source_group", "hardware", "precision"),
     ("source_group", "model", "hardware"),
     ("source_group", "model", "hardware", "precision"),
+    ("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"),
 )
-"""Kinds of runs, from any to the same model on the same hardware in the same precision by the same people."""
+"""Kinds of runs, from any to the same layout of the same model on the same hardware in the same precision by the same people."""
 _KINDS_SPREAD = 0.2
 """Standard deviation of the logarithm by which one kind of runs differs from the wider one."""
 _RUNS_SPREAD = 0.15
 """The least by which runs of one kind differ; a single run is taken to differ so much from its kind."""
-_KNOWN = (1.0, 0.95, 0.9, 0.85, 0.75, 0.7)
+_KNOWN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.45)
 """What is left of a prediction's spread once runs of a kind have scaled it, tier by tier; from the published runs, each left out in turn."""
 
 

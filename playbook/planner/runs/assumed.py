@@ -138,10 +138,9 @@ def _shape(run: Run) -> Shape:
 def _found(name: str, folder: str) -> Shape:
     if re.search(r"\.(json|ya?ml)\Z|/", name):
         return find(f"{folder}/{name}")
-    try:
-        return published(name)
-    except ConfigError as e:
-        raise Unexpressed(str(e)) from e
+    if not named(name):
+        raise Unexpressed(f"model '{name[:80]}' is not known; name a preset, or the path of a config.json beside the table")
+    return published(name)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.paths import repo_root
 from playbook.planner.time.laws import Laws, calibrated
-from playbook.yaml_files import did_you_mean, read
+from playbook.yaml_files import read
 
 _GPUS = "gpus.yaml"
 _CALIBRATION = "h200.json"
@@ -52,9 +52,7 @@ def cluster(name: str) -> Cluster:
     names = _names()
     found = names.get(_plain(name))
     if found is None:
-        raise ConfigError(
-            f"hardware '{name[:40]}' is not known{did_you_mean(name[:40], clusters())}; expected one of {', '.join(clusters())}"
-        )
+        raise ConfigError(f"hardware '{name[:40]}' is not known; expected one of {', '.join(clusters())}")
     return _load(found)
 
 

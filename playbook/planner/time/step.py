@@ -13,7 +13,7 @@ from playbook.planner.plan import Plan
 from playbook.planner.shapes import Shape
 from playbook.planner.time import collectives, layer, spread
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_STEP, IN_STEP, STRAGGLERS
+from playbook.planner.time.constants import CPU_ADAM, DP_OVERLAP, HOST_SEND, HOST_STEP, IN_STEP, STRAGGLERS
 from playbook.planner.time.layer import BF16, Kind, Parts, Work
 
 _FP32 = 4
@@ -184,6 +184,8 @@ def _between(plan: Plan, cluster: Cluster, stages: list[_Stage], slow: _Stage) -
     tokens = plan.mbs * plan.seq_len / plan.cp / (plan.tp if plan.sequence_parallel else 1)
     one = collectives.send(cluster, plan.gpus // plan.pp, BF16 * tokens * plan.shape.hidden)
     hidden = plan.vpp > 1 and plan.options.overlap_p2p
+    if not hidden:
+        one += HOST_SEND.value / cluster.host_speed
     sends = 2 * one * (plan.pp - 1 if hidden else plan.microbatches * plan.vpp + plan.pp - 1)
     waited = max(0.0, sum(s.seconds for s in stages) - slow.seconds) / plan.vpp
     table = plan.grad_bytes * plan.shape.vocab * plan.shape.hidden / plan.tp if plan.shape.tied else 0.0

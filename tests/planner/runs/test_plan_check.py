@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from playbook.cli.app import app
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook.planner.runs.check import check, document, ranking, total
+from playbook.planner.runs.check import check, document, groups, ranking, total
 from playbook.planner.runs.table import read_runs
 
 PUBLISHED = data_root("tables") / "published_runs.csv"
@@ -48,8 +48,8 @@ def test_a_prediction_never_reads_what_was_measured(tmp_path):
     assert sum(p is not None for p in predicted[0].values()) > len(rows) / 2
 
 
-def test_every_published_run_is_predicted_or_says_why_not():
-    found = check(PUBLISHED)
+def test_every_published_run_is_predicted_or_says_why_not(published):
+    found = published
     assert len(found) == len(rows_of(PUBLISHED))
     for row in found:
         assert (row.prediction is None) != (row.why is None)
@@ -57,6 +57,35 @@ def test_every_published_run_is_predicted_or_says_why_not():
             assert row.interval.low < row.interval.value < row.interval.high
             assert row.prediction.tflops_per_gpu < row.prediction.peak_tflops
     assert total(found)["median_error"] < total(found)["constant_mfu"]["median_error"]
+
+
+@pytest.fixture(scope="module")
+def published():
+    return check(PUBLISHED)
+
+
+def test_errors_on_published_runs_stay_within_their_bounds(published):
+    found = total(published)
+    assert found["runs"] > 250
+    assert found["median_error"] < 0.18
+    assert found["p90_error"] < 0.4
+    assert 0.75 <= found["covered"] <= 0.9
+    for group in groups(published):
+        assert group["runs"] <= 10 or group["p90_error"] < group["constant_mfu"]["p90_error"], group["group"]
+
+
+def test_layouts_of_published_runs_are_chosen_well(published):
+    found = ranking(published)
+    assert found["winner_within_5_percent"] >= 0.9
+    assert found["mean_regret"] < 0.02
+
+
+def test_anchored_errors_and_intervals_stay_within_their_bounds():
+    found = total(check(PUBLISHED, leave_one_out=True))
+    assert found["median_error"] < 0.1
+    assert found["p90_error"] < 0.35
+    assert 0.75 <= found["covered"] <= 0.9
+    assert found["width"] < 1.5
 
 
 def test_an_anchor_takes_a_constant_error_away(write):
