@@ -1,0 +1,78 @@
+"""Cases over the real packages: the Hugging Face Trainer and Lightning, with planted differences, and proofs that are missed when they are gone."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook_bench.run import confirm, prove, replay
+from playbook_bench.run.options import Options
+
+SCRIPTS = Path(__file__).parents[2] / "support" / "examples"
+CASE = """
+id: real-trainer
+kind: command
+summary: A trainer of somebody else.
+command: [{python}, {script}, --steps, "{steps}", --output, "{{run}}/out"]
+baseline: {baseline}
+candidate: {candidate}
+steps: {{{where}, count: {steps}, warm_up: 4}}
+metric: step_seconds
+profiles: {{cpu: {{}}}}
+budget: {{pairs: [2], launch_timeout_s: 60}}
+guardrails: {{loss: {{relative: 0.01}}}}
+{more}
+"""
+PROOF = """
+activation:
+  baseline: {forbid: [{log: one product for all tokens}]}
+  candidate: {require: [{log: one product for all tokens}]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Not in this repository, whose files may change meanwhile: launches of other files are not compared."""
+    monkeypatch.chdir(tmp_path)
+
+
+def case(folder, script, baseline, candidate, where, more="", steps=16):
+    path = folder / "real-trainer.yaml"
+    values = {"baseline": baseline, "candidate": candidate, "where": where, "more": more, "steps": steps}
+    path.write_text(CASE.format(python=sys.executable, script=SCRIPTS / script, **values))
+    return str(path)
+
+
+def measured(path, folder):
+    (found,) = confirm.bench_run(path, Options(profile="cpu", results=folder / "results", seed=1))
+    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    assert replay.replay(found.path) == (True, [])
+    return found.evidence.derived
+
+
+@pytest.mark.full
+def test_a_slow_collator_of_the_hugging_face_trainer_is_found(tmp_path):
+    """From what it prints, which holds no time: the arrival of its lines is the clock."""
+    slow = "{arguments: [--collate-ms, '90']}"
+    found = measured(case(tmp_path, "train_hugging_face.py", "{arguments: [--collate-ms, '30']}", slow, "log: hf"), tmp_path)
+    assert found.comparison.high < -0.4
+    assert "not vouched for" in found.verdict.sentence
+
+
+@pytest.mark.full
+def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_path):
+    """From the state that it saves. A candidate that leaves the setting out is noticed."""
+    where = 'file: "{run}/out/trainer_state.json"'
+    told = ("train_hugging_face.py", "{arguments: [--batch, '64']}", "{arguments: [--batch, '64', --faster]}", where, PROOF)
+    found = measured(case(tmp_path, *told), tmp_path)
+    assert found.comparison.low > 0.1
+    assert [c.ok for c in found.receipts] == [True, True]
+    path = case(tmp_path, *told[:2], "{arguments: [--batch, '64', --collate-ms, '1']}", *told[3:], steps=6)
+    assert [(p.outcome, p.ok) for p in prove.prove([path], profile="cpu")] == [("ok", True), ("ok", False)]
+
+
+@pytest.mark.full
+def test_less_work_in_lightning_is_found(tmp_path):
+    where = 'log: lightning, file: "{run}/out/metrics.csv"'
+    told = ("{arguments: [--work, '2000']}", "{arguments: [--work, '500']}", where)
+    assert measured(case(tmp_path, "train_lightning.py", *told), tmp_path).comparison.low > 0.1
