@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from playbook import files
 from playbook.errors import ConfigError
 from playbook.yaml_files import Strict
-from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.config.tree import CheckpointConfig, TrainerConfig, dump
 from playbook_trainer.data.resume import state_problem
 
 INDEX = "checkpoint.json"
@@ -55,6 +55,7 @@ _FULL = ("unexpected pos", "iostream error")
 _NOT_PLAIN = "Weights only load failed"
 _SEAL = b',"sha256":"'
 _NAME = re.compile(r"step_(\d{8})\Z")
+_H = TypeVar("_H", bound="Header")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)}
 
 
@@ -118,17 +119,29 @@ def sealed(content: bytes) -> bytes:
     return content[:-1] + _SEAL + hashlib.sha256(content[:-1]).hexdigest().encode() + b'"}'
 
 
-def check_seal(content: bytes, header: Header, folder: Path) -> None:
-    """Refuse a checkpoint.json whose checksum does not match its bytes.
+def read_header(folder: Path, kind: type[_H], name: str) -> _H:
+    """The `checkpoint.json` of a folder as a `kind`, which messages call `name`.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: it is missing, is none of that kind, or is not as it was written, by its checksum.
     """
+    path = folder / INDEX
+    try:
+        content = path.read_bytes()
+        header = kind.model_validate_json(content)
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = "".join(f"{x}." for x in first["loc"])[:-1]
+        said = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ConfigError(f"{path} is no {name}: {said}; {e.error_count()} such problems; choose another checkpoint.dir") from e
     if header.sha256 is not None and hashlib.sha256(content.rpartition(_SEAL)[0]).hexdigest() != header.sha256:
         raise ConfigError(
             f"bytes of {folder / INDEX} are not as they were written, by their checksum; the checkpoint is damaged, "
             f"remove {folder} to go on from an older one"
         )
+    return header
 
 
 def complete(root: Path) -> list[Path]:
@@ -136,15 +149,15 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if _NAME.match(p.name)) if root.is_dir() else []
 
 
-def newest(directory: str | None, rank: int, world: int) -> Path | None:
+def newest(checkpoint: CheckpointConfig, rank: int, world: int) -> Path | None:
     """The newest complete checkpoint, which rank 0 looks for; None where there is none.
 
     Raises:
-        ConfigError: the directory cannot be made, or is a checkpoint itself.
+        ConfigError: the directory cannot be made, is a checkpoint itself, or holds one that must not be continued.
     """
     found: list[Path | None] = [None]
-    if rank == 0 and directory:
-        root = Path(directory)
+    if rank == 0 and checkpoint.dir:
+        root = Path(checkpoint.dir)
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -156,6 +169,8 @@ def newest(directory: str | None, rank: int, world: int) -> Path | None:
     if world > 1:
         # A shared file system may show the ranks different states of the folder.
         dist.broadcast_object_list(found)
+    if found[0] is not None and not checkpoint.resume:
+        raise ConfigError(f"{found[0]} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
     return found[0]
 
 
@@ -211,23 +226,12 @@ def read_index(folder: Path) -> Index:
     Raises:
         ConfigError: it is missing, or not what this version writes.
     """
-    path = folder / INDEX
-    try:
-        content = path.read_bytes()
-        index = Index.model_validate_json(content)
-    except OSError as e:
-        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
-    except ValidationError as e:
-        first = e.errors()[0]
-        where = "".join(f"{x}." for x in first["loc"])[:-1]
-        said = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(f"{path} is no index of a checkpoint: {said}; {e.error_count()} such problems") from e
+    path, index = folder / INDEX, read_header(folder, Index, "index of a checkpoint")
     if folder.name.startswith("step_") and folder.name.removeprefix("step_").lstrip("0") != str(index.step or ""):
         raise ConfigError(f"{path} is of step {index.step}, and its folder of another; it was altered or moved, remove {folder}")
     for name, stored in index.tensors.items():
         if problem := stored.problem():
             raise ConfigError(f"{path}: tensor '{name}' {problem}; the checkpoint is damaged, remove {folder} to go on from an older one")
-    check_seal(content, index, folder)
     return index
 
 

@@ -67,11 +67,9 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is of another model, or damaged, or there is one that must not be continued.
         """
-        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
+        folder = newest(self._config.checkpoint, self._axes.world.rank, self._axes.world.size)
         if folder is None:
             return None
-        if not self._config.checkpoint.resume:
-            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
         index = read_index(folder)
         _same_model(index, dump(self._config)["model"], folder)
         ensure_state(self._optimizer, self._parts)

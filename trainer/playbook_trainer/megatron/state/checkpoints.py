@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch.distributed import checkpoint as dcp
 
 from playbook.errors import ConfigError, DataError
@@ -34,11 +34,11 @@ from playbook_trainer.checkpoint_files import (
     Header,
     as_written,
     cause,
-    check_seal,
     clear_leftovers,
     complete,
     is_full,
     newest,
+    read_header,
     sealed,
     write_durably,
     writing_folder,
@@ -80,12 +80,10 @@ class MegatronSaver:
         Raises:
             ConfigError: the checkpoint is of another model, layout or backend, or there is one that must not be continued.
         """
-        folder = newest(self._config.checkpoint.dir, self._axes.world.rank, self._axes.world.size)
+        folder = newest(self._config.checkpoint, self._axes.world.rank, self._axes.world.size)
         if folder is None:
             return None
-        if not self._config.checkpoint.resume:
-            raise ConfigError(f"{folder} exists, and checkpoint.resume is false; choose another checkpoint.dir, or remove it")
-        header = _read_header(folder)
+        header = read_header(folder, MegatronHeader, "checkpoint of the megatron backend")
         if problem := difference(header, self._config, self._format):
             raise ConfigError(f"{folder} {problem}. Choose another checkpoint.dir")
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -316,26 +314,6 @@ def install(chunk: Any, own: dict[str, Any]) -> None:
     missing, unexpected = chunk.module.load_state_dict(own, strict=False)
     if wrong := [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]:
         raise KeyError(f"the model's {', '.join(wrong[:3])} is not among its tensors, or not the model's")
-
-
-def _read_header(folder: Path) -> MegatronHeader:
-    """Read the metadata of a checkpoint.
-
-    Raises:
-        ConfigError: it is missing, or not what this backend writes.
-    """
-    path = folder / INDEX
-    try:
-        content = path.read_bytes()
-        header = MegatronHeader.model_validate_json(content)
-    except OSError as e:
-        raise ConfigError(f"{path} cannot be read: {e.strerror or e}; give a folder that this trainer has written") from e
-    except ValidationError as e:
-        raise ConfigError(
-            f"{path} is no checkpoint of the megatron backend ({e.error_count()} problems); choose another checkpoint.dir"
-        ) from e
-    check_seal(content, header, folder)
-    return header
 
 
 def difference(header: MegatronHeader, config: TrainerConfig, form: str) -> str | None:
