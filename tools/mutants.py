@@ -55,7 +55,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """The modules that decide; of the gate, what decides in it."""
-TESTS = ("tests/bench/judge", "tests/bench/commands", "tests/trainer/observe/test_receipt.py", "tests/bench/run/test_gate_decision.py")
+TESTS = ("tests/bench/judge", "tests/trainer/observe/test_receipt.py", "tests/bench/run/test_gate_decision.py")
 _GRACE_S = 20
 """A mutant that makes its tests take so much longer is noticed."""
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {

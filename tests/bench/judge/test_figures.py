@@ -120,6 +120,33 @@ def test_the_claims_metric_is_the_one_that_is_judged() -> None:
     assert found.comparison.metric == "step_seconds"
 
 
+@pytest.mark.parametrize(
+    ("telling", "proof", "said"),
+    [
+        ({"data_sha": None}, Activation(), "; not vouched for: data; activation not proven"),
+        ({"data_sha": None, "tokens": 0}, make_case().activation, "; not vouched for: data, equal work"),
+        ({}, Activation(), "; activation not proven"),
+    ],
+)
+def test_a_commands_verdict_says_what_it_does_not_rest_on(telling: dict, proof: Activation, said: str) -> None:
+    case = make_case(activation=proof).model_copy(update={"command": ["train"]})
+    runs, aa = series(around(0.2), **{k: v for k, v in telling.items() if k == "data_sha"})
+    bare = [r.model_copy(update={"data_sha": telling.get("data_sha", "d")}) for r in runs]
+    if "tokens" in telling:
+        bare = [r.model_copy(update={"samples": [s.model_copy(update={"useful_tokens": 0}) for s in r.samples]}) for r in bare]
+    found = verdict.derive(measured(bare, aa, case=case)).verdict
+    assert (found.status, found.sentence.endswith(said)) == ("confirmed", True), found.sentence
+    assert "vouched" not in judge(around(0.2)).verdict.sentence
+
+
+def test_the_first_launches_of_a_command_show_whether_its_log_has_the_metric() -> None:
+    case = make_case().model_copy(update={"command": ["train"]})
+    runs = [make_run(v, None, i, role="burn_in", samples=[]) for i, v in enumerate(("baseline", "candidate"))]
+    short = [r.model_copy(update={"samples": make_run().samples[:2]}) for r in runs]
+    assert verdict.derive(measured(short, case=case)).verdict.reason == "run_error"
+    assert verdict.derive(measured(short)).verdict.reason == "budget", "of our trainer their speed is not looked at"
+
+
 def test_the_first_thing_that_is_missing_is_the_reason() -> None:
     missing = [Missing(reason="package", detail="no deep_ep"), Missing(reason="profile", detail="no profile")]
     found = verdict.derive(measured([], missing=missing)).verdict

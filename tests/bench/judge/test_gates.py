@@ -7,9 +7,9 @@ import math
 import pytest
 from test_verdict import STEPS, make_case, make_run
 
-from playbook.records.case import Delta, Guardrails, Loss
-from playbook.records.evidence import Baseline, Gate, Run, Sample
-from playbook_bench.judge import guards, metrics
+from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
+from playbook.records.evidence import Baseline, CollectiveCount, Gate, Observed, Run, Sample
+from playbook_bench.judge import guards, metrics, receipt
 from playbook_bench.judge.rules import Rules
 
 RULES = Rules()
@@ -321,3 +321,74 @@ def test_a_variant_that_drifts_is_named_with_its_drift(names: tuple[str, str]) -
 )
 def test_a_run_without_usable_figures_says_which(metric: str, fields: dict, says: str | None) -> None:
     assert guards.complete(make_run(**fields), metrics.get(metric)) == says
+
+
+COMMAND = make_case().model_copy(update={"command": ["train"], "baseline": {}, "candidate": {}})
+"""A case of a command: what its log does not tell is not compared, and is said."""
+
+
+def lossless(**fields: object) -> Run:
+    run = make_run(**fields)
+    return run.model_copy(update={"samples": [s.model_copy(update={"loss": None}) for s in run.samples]})
+
+
+@pytest.mark.parametrize(
+    ("shas", "ok", "says"),
+    [
+        ((None, None), True, "not compared"),
+        (("d", "d"), True, ""),
+        (("d", "e"), False, "data hashes d, e"),
+        (("d", None), False, "data hashes"),
+    ],
+)
+def test_the_data_of_a_command_are_compared_where_its_log_tells_them(shas: tuple, ok: bool, says: str) -> None:
+    gate = guards.data(COMMAND, pair({"data_sha": shas[0]}, {"data_sha": shas[1]}))
+    assert (gate.ok, gate.detail.startswith(says)) == (ok, True)
+    if shas == (None, None):
+        assert not guards.data(make_case(), pair({"data_sha": None}, {"data_sha": None})).ok, "our trainer always tells it"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ok", "says"), [((0, 0), True, "not compared"), ((100, 100), True, ""), ((100, 90), False, "useful tokens")]
+)
+def test_the_work_of_a_command_is_compared_where_its_log_tells_it(tokens: tuple[int, int], ok: bool, says: str) -> None:
+    gate = guards.work(COMMAND, SECONDS, pair({"tokens": tokens[0]}, {"tokens": tokens[1]}))
+    assert (gate.ok, gate.detail.startswith(says)) == (ok, True)
+    assert guards.work(make_case(), SECONDS, pair({"tokens": 0}, {"tokens": 0})).detail == ""
+
+
+def test_the_losses_of_a_command_are_compared_where_its_log_tells_them() -> None:
+    silent = lossless(), lossless(variant="candidate", position=1)
+    assert said(guards.loss(COMMAND, [silent])) == (True, "not compared: the log tells no loss")
+    assert not guards.loss(make_case(), [silent]).ok
+    assert not guards.loss(COMMAND, [(make_run(), silent[1])]).ok, "one tells it and one does not"
+    assert not guards.loss(COMMAND, pair({}, {"loss": 3.0})).ok
+
+
+@pytest.mark.parametrize(
+    ("delta", "seen", "ok"),
+    [
+        ({"environment": {"A": "2"}}, "a2", True),
+        ({"environment": {"B": "2"}}, "a2", False),
+        ({"revision": "v2"}, "source", True),
+        ({"files": {"a": "b"}}, "source", True),
+        ({"environment": {"A": "2"}}, "source", False),
+    ],
+)
+def test_what_the_variants_of_a_command_set_may_differ(delta: dict, seen: str, ok: bool) -> None:
+    strict = STRICT | {"source": {"env": {"A": "1"}, "trainer": {"world_size": 1, "source_sha": "t", "performance_revision": 2}}}
+    case = COMMAND.model_copy(update={"candidate": delta})
+    assert guards.environment(case, strict, [make_run(), make_run("candidate", strict_sha=seen)]).ok is ok
+    plain = make_case().model_copy(update={"candidate": delta})
+    assert not guards.environment(plain, strict, [make_run(), make_run("candidate", strict_sha=seen)]).ok
+
+
+def test_rules_about_a_trace_are_asked_of_the_discarded_launch_and_those_about_the_log_of_the_others() -> None:
+    both = Receipt(require=[Rule(collective="all_to_all", count="2"), Rule(log="overlap on")], forbid=[Rule(log="fallback")])
+    case = COMMAND.model_copy(update={"activation": Activation(every=both), "trace": Traced(file="trace.json")})
+    traced = make_run(role="burn_in", pair=None, observed=Observed(collectives=[CollectiveCount(op="all_to_all", count=2)]))
+    logged = make_run(observed=Observed(logs={"overlap on": 1, "fallback": 0}))
+    found = receipt.judge_case(case, [traced, logged, make_run(outcome="crash", observed=None)])
+    assert [(c.ok, c.observed, c.runs) for c in found] == [(True, 1.0, 1), (True, 0.0, 1), (True, 2.0, 1)], found
+    untraced = receipt.judge_case(case.model_copy(update={"trace": None}), [traced, logged])
+    assert [c.ok for c in untraced] == [False, True, True], "without a trace of its own, launches of the series show all"
