@@ -12,13 +12,15 @@ import in_process
 import pytest
 
 from playbook.cards.load import load_all
+from playbook.cards.model import by_claim
+from playbook.cli import check
 from playbook.cli.agents import library_here
 from playbook.errors import ConfigError, StoreError
 from playbook.mcp.server import evidence_list
 from playbook.paths import data_root
 from playbook.records.evidence import Evidence, Measured, stored_sha
 from playbook.records.first_rules import FIRST_RULES
-from playbook.records.read import read, verdicts
+from playbook.records.read import read, standings, verdicts
 from playbook.site.cards import Shelf
 from playbook.site.evidence import evidence_page
 from playbook_bench.run import replay, store
@@ -145,6 +147,35 @@ def test_terminal_server_and_site_refuse_it_with_the_same_words(tmp_path, data, 
     cards = load_all()
     record = next(r for r in read([Path(".playbook/results")], cards))
     assert "timed window" in evidence_page(Shelf(cards, [record], date(2026, 11, 1), {}), record, "x")
+
+
+def test_the_check_of_cards_reads_all_evidence(tmp_path, data, monkeypatch):
+    """It read none: a forged record was found by whoever happened to replay it."""
+    sealed(tmp_path / "cpu", data, FORGERIES["candidate times halved"][0])
+    real = check.data_root
+    monkeypatch.setattr(check, "data_root", lambda kind: tmp_path if kind == "results" else real(kind))
+    found = [f.message for f in check.check_all([], "2026-11-24")[2] if f.file.startswith(str(tmp_path))]
+    assert found
+    assert all("timed window" in f and f.endswith("restore the file, or run the case again") for f in found)
+
+
+def test_a_rewritten_claim_is_no_verdict_on_todays(tmp_path, data):
+    """An easier margin, sealed again: the record agrees with itself, and no reader takes it for a verdict on the claim as the card has it."""
+    cards = load_all()
+    claim = by_claim(cards)[data["measured"]["claim"]["id"]][1]
+
+    def easier(measured):
+        measured["claim"]["expect"]["margin"] = {"value": -90.0, "unit": "percent"}
+        measured["claim"]["expect"]["op"] = ">="
+
+    sealed(tmp_path / "cpu", data, easier)
+    (record,) = read([tmp_path], cards)
+    today = date.fromisoformat(data["expires"])
+    assert standings([record], claim, today) == {"stale"}
+    assert record.reasons(today, claim) == ["the claim has changed since"]
+    sealed(tmp_path / "words" / "cpu", data, lambda m: m["claim"].update(statement="Any other words."))
+    (reworded,) = read([tmp_path / "words"], cards)
+    assert reworded.other_words(claim) == "Any other words."
 
 
 def test_an_unchanged_copy_counts(tmp_path, data):

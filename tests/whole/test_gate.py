@@ -16,6 +16,7 @@ from playbook.records.case import Activation, Case, Delta, Receipt, Rule
 from playbook.yaml_files import load
 from playbook_bench.judge import slowdown
 from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
 from playbook_bench.run import bisect, checkout, gate
 from playbook_bench.run.options import Options
@@ -281,6 +282,27 @@ def load(path, overrides): return Config(dtype="bf16", **overrides)
     (package / "tree.py").write_text(code)
     path = checkout.import_path(tmp_path, [tmp_path])
     assert checkout.resolve_in(tmp_path, path, Path("x.yaml"), {"seed": 3}) == {"dtype": "bf16", "seed": 3}
+
+
+def test_a_default_that_a_commit_changes_in_the_code_is_said_first(repo, tmp_path):
+    """From fp32 to bf16, which passed as +0.0 %: of this code, with the case that continuous integration gates on. Nothing needs to be launched for it."""
+    for part in ("playbook", "bench/playbook_bench", "trainer"):
+        shutil.copytree(repo_root() / part, repo.root / part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    repo({})
+    path = repo.root / "trainer" / "playbook_trainer" / "config" / "tree.py"
+    plain = 'router_dtype: Literal["fp32", "bf16"] = "fp32"'
+    assert plain in path.read_text()
+    path.write_text(path.read_text().replace(plain, plain.replace('= "fp32"', '= "bf16"')))
+
+    class Refusing:
+        def run(self, spec, on_step=None):
+            return Result("crash", 1, "planted", 0.0, 0.0)
+
+    found = gate.run(
+        "moe-dispatch-bytes", "HEAD", Options(profile="cpu", results=tmp_path / "results", launcher=Refusing()), root=repo.root
+    )
+    assert found.differences == ["moe.router_dtype: fp32 -> bf16"]
+    assert found.status == "error"
 
 
 def test_a_tree_that_does_not_read_the_configuration_does_not_pass(repo, tmp_path):
