@@ -65,8 +65,10 @@ def json_lines(text: str) -> Iterator[Row]:
 
 
 def playbook(text: str) -> Iterator[Row]:
-    """Our `metrics.jsonl`."""
-    return (row for row in json_lines(text) if {"timed", "useful_tokens"} <= row[1].keys())
+    """Our `metrics.jsonl`. A step without update is marked as not finite as well, and is none the worse for it."""
+    for number, row in json_lines(text):
+        if {"timed", "useful_tokens"} <= row.keys():
+            yield number, {name: value for name, value in row.items() if not (name == "nan" and row.get("skipped"))}
 
 
 def hugging_face(text: str) -> Iterator[Row]:

@@ -92,6 +92,24 @@ def test_a_skipped_update_is_a_step_without_loss() -> None:
     assert (steps[2].skipped, steps[2].loss, steps[3].skipped) == (True, None, False)
 
 
+def test_our_own_skipped_update_is_no_nan_and_a_nan_is() -> None:
+    skipped = '"loss": null, "nan": true, "skipped": true'
+    log = read(logs.playbook().replace('"loss": 2.3,', f"{skipped},"), steps=8)
+    assert (log.steps[3].loss, [s.loss for s in log.steps].count(None)) == (None, 1)
+    with pytest.raises(LogError, match="NaN"):
+        read(logs.playbook().replace('"loss": 2.3,', '"loss": 2.3, "nan": true,'), steps=8)
+
+
+def test_what_version_4_of_the_trainer_prints_is_read_too() -> None:
+    """Numbers without quotes; a NaN loss is averaged away there, and its gradient norm tells."""
+    text = "".join(f"{{'loss': {x}, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': {i / 4}}}\n" for i, x in enumerate(logs.LOSSES, 1))
+    text += "{'train_runtime': 4.3, 'train_loss': 2.3, 'epoch': 2.0}\n"
+    arrivals = [*logs.moments(), 9.0, 9.0]
+    assert [s.loss for s in read(text, "hf", steps=8, arrivals=arrivals).steps] == list(logs.LOSSES[1:])
+    with pytest.raises(LogError, match="grad_norm nan"):
+        read(text.replace("'loss': 2.26, 'grad_norm': 1.5", "'loss': 0.0, 'grad_norm': nan"), "hf", steps=8, arrivals=arrivals)
+
+
 def without(text: str, fragment: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if fragment not in line)
 

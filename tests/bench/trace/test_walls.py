@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from playbook.cli.app import main
 from playbook.errors import PlaybookError
 from playbook.kernel_names import CLASSES, OTHER, kernel_class
 from playbook.paths import repo_root
-from playbook_bench.trace import nsys
+from playbook_bench.trace import collect, nsys
 from playbook_bench.trace.table import NS_PER_MS, Op, Span, Timeline
 from playbook_bench.trace.walls import BUSY, DATA_WAIT, EXPOSED, HOST_BOUND, Walls, walls
 
@@ -298,6 +299,27 @@ def test_an_export_without_ranges_is_read_for_the_process_that_computes_most(tmp
     assert (found.wall, found.busy) == ("host-bound", pytest.approx(24 / 36))
     with pytest.raises(PlaybookError, match="2 GPUs in one process"):
         nsys.read(kernels_only(tmp_path / "two.sqlite", second=True), ranges=False)
+
+
+@pytest.mark.parametrize("make", [kernels_only, chrome])
+def test_damaged_traces_are_refused_or_add_up(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    whole = make(tmp_path / ("whole.sqlite" if make is kernels_only else "whole.json"))
+    content, damaged = whole.read_bytes(), tmp_path / f"damaged{whole.suffix}"
+    rng = random.Random(3)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(content)
+        for _ in range(rng.choice([1, 3, 30])):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        damaged.write_bytes(changed[: rng.choice([len(changed), rng.randrange(len(changed))])])
+        try:
+            found = walls(collect.timeline_from_file(damaged))
+        except PlaybookError:
+            refused += 1
+        else:
+            assert found.busy + found.idle == pytest.approx(1)
+            assert 0 <= found.exposed <= 1
+    assert refused > 20
 
 
 @pytest.mark.full
