@@ -1,7 +1,7 @@
 """The trainer's configuration: one YAML tree, mirrored by these models. Torch-free, so that the harness can read it.
 
 Precedence: defaults < file < `key.path=value` overrides. Unknown keys are errors. `model` may be the name of a file in
-`trainer/configs/models/` or a mapping with `preset` (such a name) and fields that replace the preset's.
+`trainer/configs/models/`, a folder with the config.json of a published model, or a mapping with `preset` (such a name) and fields that replace the preset's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from playbook_trainer.config.labels import FREEZABLE, GRAPH_PARTS, RECOMPUTE_MOD
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.model import ModelConfig as ModelConfig
 from playbook_trainer.config.model import VisionConfig as VisionConfig
+from playbook_trainer.huggingface.config import fields_of
 
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral."""
@@ -166,14 +167,18 @@ class InitConfig(Strict):
 
 
 class OptimizerConfig(Strict):
-    """AdamW with linear warm-up, then cosine decay or a constant rate."""
+    """AdamW with linear warm-up, then a schedule of the learning rate."""
 
     lr: float = Field(default=3e-4, ge=0)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """cosine, linear: decay from the end of the warm-up to the last step, to min_lr_ratio of the rate. wsd: constant, then linear decay over the last
+    decay_ratio of the steps (warm-up, stable, decay)."""
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """Of schedule wsd."""
     warmup_steps: int = Field(default=2, ge=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -464,18 +469,29 @@ def _set(data: dict[str, Any], key: str, value: Any, file: str) -> None:
     node[parts[-1]] = value
 
 
+def _published(name: str) -> Path | None:
+    """The folder that `model` names, if it is one with a config.json of Hugging Face transformers."""
+    folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
+    try:
+        return folder.resolve() if (folder / "config.json").is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
 def _expand_model(value: Any, marks: Marks, file: str) -> Any:
     """A preset's fields with the file's own on top; anything else is left for validation to judge."""
     fields = {"preset": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or "preset" not in fields:
         return value
     preset = fields["preset"]
+    rest = {k: v for k, v in fields.items() if k != "preset"}
+    if isinstance(preset, str) and preset not in model_names() and (folder := _published(preset)) is not None:
+        return {"name": folder.name, **fields_of(folder / "config.json"), **rest}
     line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
     if not isinstance(preset, str) or preset not in model_names():
         options = model_names()
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
     base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
-    rest = {k: v for k, v in fields.items() if k != "preset"}
     for part in ("vision", "yarn"):
         if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
             rest[part] = {**base[part], **rest[part]}

@@ -38,7 +38,10 @@ def optimizer(sheet: Sheet) -> None:
     sheet.put("optimizer.eps", "optimizer", "adam_eps", opt.eps)
     sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
     sheet.put("optimizer.clip_norm", "optimizer", "clip_grad", opt.clip_norm)
-    sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", opt.schedule)
+    sheet.put("optimizer.schedule", "scheduler", "lr_decay_style", "WSD" if opt.schedule == "wsd" else opt.schedule)
+    if opt.schedule == "wsd":
+        sheet.put("optimizer.schedule", "scheduler", "lr_wsd_decay_style", "linear")
+        sheet.put("optimizer.decay_ratio", "scheduler", "lr_wsd_decay_iters", round(opt.decay_ratio * config.train.steps))
     sheet.put("optimizer.warmup_steps", "scheduler", "lr_warmup_iters", opt.warmup_steps)
     # Its warm-up has to end before its decay does; in a run that is all warm-up, the decay never begins.
     last = max(config.train.steps, opt.warmup_steps + 1)

@@ -179,9 +179,11 @@ def _training(sheet: Sheet) -> None:
     sheet.put("optimizer.eps", "optimizer", "eps", opt.eps)
     sheet.put("optimizer.weight_decay", "optimizer", "weight_decay", opt.weight_decay)
     sheet.put("optimizer.warmup_steps", "lr_scheduler", "warmup_steps", opt.warmup_steps)
-    if opt.schedule == "cosine":
-        sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine")
+    if opt.schedule != "constant":
+        sheet.put("optimizer.schedule", "lr_scheduler", "decay_type", "cosine" if opt.schedule == "cosine" else "linear")
         sheet.put("optimizer.min_lr_ratio", "lr_scheduler", "min_lr_factor", opt.min_lr_ratio)
+        if opt.schedule == "wsd":
+            sheet.put("optimizer.decay_ratio", "lr_scheduler", "decay_ratio", opt.decay_ratio)
     else:
         sheet.put("optimizer.schedule", "lr_scheduler", "decay_ratio", 0.0)
         sheet.skip("optimizer.min_lr_ratio", "the rate is constant")

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from playbook.errors import ConfigError
-from playbook_trainer.config.tree import ModelConfig, VisionConfig
+from playbook_trainer.config.model import ModelConfig, VisionConfig
 
 _TEXT_FIELDS = {
     "vocab_size": "vocab_size",
@@ -219,6 +221,80 @@ def _refuse(family: str, found: Mapping[str, bool]) -> None:
         raise ConfigError(
             f"transformers' {family} has no counterpart of model.{', '.join(parts)}; such weights have no Hugging Face folder"
         )
+
+
+_KINDS: Mapping[str, Mapping[str, str | None]] = {
+    "qwen3": _DENSE_FIELDS,
+    "qwen3_moe": _MOE_FIELDS,
+    "qwen3_vl": _DENSE_FIELDS,
+    "qwen3_vl_moe": _MOE_FIELDS,
+    "deepseek_v3": _MLA_FIELDS,
+}
+"""The models that both this trainer and transformers have, by model_type, with the fields of their own."""
+_OWN_FIELDS = {
+    name: name for name in ("head_dim", "eos_token_id", "pad_token_id", "image_token_id", "vision_start_token_id", "vision_end_token_id")
+} | {"initializer_range": "init_std", "tie_word_embeddings": "tie_word_embeddings"}
+"""Their name to ours, of what stands at the top of a file or in its text_config."""
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    """The fields of our model that a published `config.json` describes, as a preset holds them.
+
+    Raises:
+        ConfigError: it describes none that this trainer trains.
+    """
+    settings = read_json(path)
+    kind, text, vision = str(settings.get("model_type")), _part(settings, "text_config") or settings, _part(settings, "vision_config")
+    if kind not in _KINDS:
+        raise ConfigError(f"{path} is of model_type {kind!r}; this trainer trains {', '.join(_KINDS)}")
+    rope = _rope(text)
+    fields = _taken({**text, **settings}, _OWN_FIELDS) | _taken(text, {**_TEXT_FIELDS, **_KINDS[kind]}) | _taken(rope, _ROPE_FIELDS)
+    for name in ("eos_token_id", "pad_token_id"):  # of several, the first ends an answer
+        if isinstance(fields.get(name), list):
+            fields[name] = next(iter(fields[name]), None)
+    if kind == "deepseek_v3":
+        fields |= _deepseek_fields(text, fields, rope)
+    elif fields.get("num_experts"):
+        fields.setdefault("norm_topk_prob", kind == "qwen3_vl_moe")  # what transformers takes where a file does not say
+    if vision:
+        fields["vision"] = _taken(vision, _VISION_FIELDS)
+    try:
+        model = ModelConfig(name=path.parent.name, **fields)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ConfigError(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; fetch the folder again, or write the model's fields yourself"
+        ) from e
+    check_config(model, path)
+    return model.model_dump(exclude={"name"})
+
+
+def _taken(part: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
+    return {ours: part[theirs] for theirs, ours in names.items() if ours is not None and part.get(theirs) is not None}
+
+
+def _deepseek_fields(text: Mapping[str, Any], fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSeek-V3's file says in other units than ours, or not at all."""
+
+    def number(name: str) -> int:
+        value = fields.get(name)
+        return value if isinstance(value, int) else 0
+
+    grouped = number("router_groups") > 1
+    own: dict[str, Any] = {
+        "attention": "mla",
+        "head_dim": number("qk_nope_head_dim") + number("qk_rope_head_dim"),
+        "num_kv_heads": fields.get("num_heads"),
+        "shared_expert_ffn_size": number("shared_expert_ffn_size") * number("expert_ffn_size"),
+        "router_groups": number("router_groups") if grouped else 0,
+        "router_group_top_k": text.get("topk_group") if grouped else 0,
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "ffn_size": number("ffn_size") if number("first_dense_layers") else 0,
+    }
+    if rope.get("rope_type") == "yarn":
+        own["yarn"] = {name.removeprefix("yarn."): value for name, value in _taken(_stretched(rope), _YARN_FIELDS).items()}
+    return own
 
 
 def check_config(config: ModelConfig, path: Path) -> None:

@@ -190,11 +190,14 @@ def _host_threads(on: bool) -> Iterator[None]:
 
 
 def learning_rate(step_index: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step (from 0): linear warm-up, then cosine decay to `min_lr_ratio`, or constant."""
+    """The rate of a step (from 0): linear warm-up, then constant, or decay to `min_lr_ratio`: cosine, linear, or linear over the last `decay_ratio` (wsd)."""
     if step_index < config.warmup_steps:
         return config.lr * (step_index + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    done = (step_index - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    decay = round(config.decay_ratio * steps) if config.schedule == "wsd" else steps
+    begins = max(config.warmup_steps, steps - decay)
+    done = min(1.0, max(0.0, (step_index - begins) / max(1, steps - begins)))
     low = config.lr * config.min_lr_ratio
-    return low + 0.5 * (config.lr - low) * (1 + math.cos(math.pi * min(1.0, done)))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return low + (config.lr - low) * left

@@ -1,0 +1,62 @@
+"""`model: FOLDER` reads the config.json of a published model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+
+from playbook.errors import ConfigError, FileError
+from playbook_trainer.config.model import ModelConfig, YarnConfig
+from playbook_trainer.config.tree import load, model_names
+from playbook_trainer.huggingface.config import fields_of, hf_config
+
+CONFIG = Path("trainer/configs/qwen3_tiny.yaml")
+
+
+def folder(path: Path, model: ModelConfig, **more: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf_config(model) | more))
+    return path
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_shipped_model_is_read_back_from_its_config_json(name: str, tmp_path: Path) -> None:
+    model = parity.preset(name)
+    found = ModelConfig(name=name, **fields_of(folder(tmp_path / name, model) / "config.json"))
+    assert found == model
+
+
+def test_stretched_frequencies_are_read_back(tmp_path: Path) -> None:
+    model = parity.deepseek(yarn=YarnConfig(factor=4, original_seq_len=64))
+    assert ModelConfig(name=model.name, **fields_of(folder(tmp_path / "m", model) / "config.json")) == model
+
+
+def test_a_configuration_names_a_folder_in_place_of_a_preset(tmp_path: Path) -> None:
+    model = parity.tiny("qwen3_vl_moe_tiny")
+    given = folder(tmp_path / "Tiny-VL", model, eos_token_id=[256, 7], max_position_embeddings=4096)
+    for name in (given, given / "config.json"):
+        found = load(CONFIG, {"model": str(name)}).model
+        assert found == model.model_copy(update={"name": "Tiny-VL"})
+    assert load(CONFIG, {"model": str(given), "model.num_layers": 2}).model.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "llama"}, r"is of model_type 'llama'; this trainer trains qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, deepseek_v3"),
+        ({"model_type": None}, "is of model_type .None."),
+        ({"attention_bias": True}, "attention_bias True, here False"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"hidden_size": "many"}, "hidden_size: Input should be a valid integer"),
+        ({"hidden_size": None}, "hidden_size: Field required"),
+        ({"use_sliding_window": True}, "use_sliding_window True, here False"),
+    ],
+)
+def test_what_this_trainer_does_not_train_is_refused(change: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    given = folder(tmp_path / "m", parity.tiny("qwen3_tiny"), **change)
+    with pytest.raises((ConfigError, FileError), match=expected):
+        load(CONFIG, {"model": str(given)})
