@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median, pstdev
 
 from playbook.planner.runs.table import Run
@@ -101,4 +102,9 @@ def _same(run: Run, columns: tuple[str, ...]) -> Callable[[Run], bool]:
 
 def _plain(run: Run, column: str) -> str:
     """A cell without what spelling may differ in: case and punctuation."""
-    return re.sub("[^a-z0-9]", "", run.word(column).lower())
+    return _letters(run.word(column))
+
+
+@lru_cache(maxsize=65536)
+def _letters(text: str) -> str:
+    return re.sub("[^a-z0-9]", "", text.lower())

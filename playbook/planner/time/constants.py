@@ -19,23 +19,25 @@ _FOUR_H200 = "4 x H200, NVLink all to all, torch 2.11: 1 GiB per GPU"
 
 LINK_RING = Constant(328 / 450, 0.1, "measured", f"{_FOUR_H200}, all-gather 328 GB/s of 450")
 LINK_ALL_TO_ALL = Constant(334 / 450, 0.15, "measured", f"{_FOUR_H200}, all-to-all 334 GB/s of 450")
-LINK_START = Constant(15e-6, 0.4, "published", "NCCL tests on DGX H100: 10 to 20 us for small messages within a node")
-NIC_RING = Constant(0.8, 0.15, "published", "NCCL tests between DGX nodes: 75 to 90 % of the adapters' rate in rings")
-NIC_ALL_TO_ALL = Constant(0.7, 0.25, "published", "NCCL all-to-all between nodes: 50 to 80 % of the adapters")
+LINK_START = Constant(15e-6, 0.4, "assumed", "small messages within a node take 5 to 20 us; not measured here")
+NIC_RING = Constant(0.8, 0.15, "assumed", "rings between nodes reach 75 to 90 % of the adapters; not measured here")
+NIC_ALL_TO_ALL = Constant(0.7, 0.25, "assumed", "all-to-all between nodes reaches 50 to 90 % of the adapters; not measured here")
 LINK_DISPATCH = Constant(0.9, 0.1, "published", "DeepEP, README: 153 to 158 GB/s within a node, of 160 that NVLink reaches there")
-NIC_DISPATCH = Constant(0.88, 0.1, "published", "DeepEP, README: 43 to 47 of 50 GB/s between nodes")
-NIC_START = Constant(35e-6, 0.4, "published", "NCCL tests between DGX nodes: 20 to 50 us for small messages")
+NIC_DISPATCH = Constant(
+    0.88, 0.1, "published", "DeepEP, README: 58 and 51 GB/s at 32 and 64 ranks, own node counted: 44 and 45 of 50 GB/s sent"
+)
+NIC_START = Constant(35e-6, 0.4, "assumed", "small messages between nodes take 15 to 50 us; not measured here")
 EP_HIDDEN = Constant(
     0.6,
     0.3,
-    "published",
+    "assumed",
     "between 37 % (Megatron Bridge, expert overlap on 16 H100) and nearly all (DeepSeek-V3 report, DualPipe), of what compute covers",
 )
 SCAN_RATE = Constant(
     78e12,
     0.5,
-    "published",
-    "Mamba-2, arXiv 2405.21060, section 9, on A100s: a quarter of the peak; its Triton kernels use nothing that later GPUs added",
+    "assumed",
+    "a quarter of an A100's peak, on every GPU: Triton kernels of small products that use nothing that later GPUs added",
 )
 
 IN_STEP = Constant(
@@ -81,5 +83,5 @@ FLASH_1 = Constant(
     1.7,
     0.2,
     "published",
-    "FlashAttention-2, arXiv 2307.08691, section 4.1: 1.7 to 3 times as fast as the first version, 1.3 to 2.5 times as Triton's",
+    "FlashAttention-2, arXiv 2307.08691: about twice as fast as the first version, less beside Triton's",
 )

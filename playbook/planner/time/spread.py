@@ -6,16 +6,34 @@ from collections.abc import Mapping
 from math import hypot
 
 from playbook.planner.plan import Plan
+from playbook.planner.time import constants as c
 from playbook.planner.time.cluster import Cluster
 
 QUANTILE = 1.2816
 """Standard deviations of a normal distribution that 80 % lie within."""
 
-_PART = {
-    "products": 0.06, "grouped": 0.12, "attention": 0.15, "elementwise": 0.25, "host": 0.5, "tp": 0.3, "ep": 0.35, "cp": 0.35, "pp": 0.4,
-    "bubble": 0.15, "offload": 0.4, "stragglers": 0.4, "dp": 0.5, "optimizer": 0.3,
-}  # fmt: skip
-"""Standard deviation of the logarithm of each part: the constants of a part are off together, those of different parts by themselves."""
+_LAW = 0.05
+"""Of a product's law beside its calibration's rows; of attention and of grouped products, whose shapes are fewer, twice and three times as much."""
+_BYTES = 0.25
+"""Of counted bytes: which kernels a backend fuses is not known."""
+_RESTS_ON = {
+    "products": (_LAW, c.IN_STEP.spread),
+    "grouped": (2 * _LAW, c.IN_STEP.spread),
+    "attention": (3 * _LAW, c.IN_STEP.spread),
+    "elementwise": (_BYTES,),
+    "host": (c.HOST_MOE[0].spread, c.HOST_GRAPHED.spread),
+    "tp": (c.LINK_RING.spread, c.LINK_START.spread / 2),
+    "ep": (c.NIC_ALL_TO_ALL.spread, c.EP_HIDDEN.spread / 2),
+    "cp": (c.NIC_RING.spread, _BYTES),
+    "pp": (c.HOST_SEND.spread,),
+    "bubble": (2 * _LAW, c.IN_STEP.spread),
+    "offload": (_BYTES,),
+    "dp": (c.NIC_RING.spread, c.DP_OVERLAP.spread, _BYTES),
+    "optimizer": (_BYTES, c.HOST_STEP.spread / 2),
+    "stragglers": (c.STRAGGLERS.spread,),
+}
+"""Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by themselves."""
+_PART = {name: hypot(*spreads) for name, spreads in _RESTS_ON.items()}
 _COMMON = 0.12
 """What all parts share: clocks, versions of software, what a table of runs does not state."""
 _ORDER = 0.02
