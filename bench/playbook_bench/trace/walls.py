@@ -113,11 +113,13 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
     compute, sent = (union((op.start, op.end) for op in ops if op.kind == kind) for kind in ("compute", "communication"))
     idle = subtract([window], busy)
     data = _data(trace, window)
+    if data is None:
+        notes.append("no range tells when data was fetched: a wait for it counts as the host's")
     if trace.measures == "host":
-        waited: float | None = length(data) / span if data else 0.0
+        waited = length(data or []) / span
         host = None
     else:
-        of_data = [piece for gap in idle for piece in _inside(gap, data)]
+        of_data = [piece for gap in idle for piece in _inside(gap, data or [])]
         by_host = [gap for gap in idle if _starved(gap, ops)]
         waited = length(of_data) / span
         host = None if not trace.ops else length(subtract(by_host, union(of_data))) / span
@@ -135,7 +137,7 @@ def walls(trace: Timeline, tail: Tail | None = None) -> Walls:
         busy=shares["busy"],
         idle=1 - shares["busy"],
         host_idle=host,
-        data_wait=waited,
+        data_wait=None if data is None else waited,
         communication=length(sent) / span,
         exposed=shares["exposed"],
         computing=shares["computing"],
@@ -172,10 +174,10 @@ def _window(ops: Sequence[Op], steps: Sequence[Span], tail: Tail | None, notes: 
     return (max(first, last - max(1, round(tail.seconds * 1e9))), last), tail.num_steps
 
 
-def _data(trace: Timeline, window: Interval) -> list[Interval]:
-    """When some thread of the rank fetched data."""
-    found = (s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name))
-    return union((max(s.start, window[0]), min(s.end, window[1])) for s in found)
+def _data(trace: Timeline, window: Interval) -> list[Interval] | None:
+    """When some thread of the rank fetched data; None where no range tells."""
+    found = [s for s in (*trace.spans, *trace.marks) if _DATA.search(s.name)]
+    return union((max(s.start, window[0]), min(s.end, window[1])) for s in found) if found else None
 
 
 def _inside(gap: Interval, stretches: Sequence[Interval]) -> list[Interval]:
