@@ -154,6 +154,8 @@ class ConfigFamily(Strict):
     """Keys beside the layout; `megatron_core` names the version whose labels they use, the newest known if absent."""
     measured: dict[str, Quantity] = Field(default_factory=dict)
     """What was published for it, by name; see `playbook.lint.figures` for the names and their units."""
+    sources: list[Source] = Field(default_factory=list)
+    """Where the figures were published, and when."""
     unspecified: list[str] = Field(default_factory=list)
     """Degrees that the source leaves open, so that nobody fills them in."""
     recipe: str | None = Field(default=None, pattern=r"^trainer/configs/recipes/[a-z0-9_]+\.yaml$")

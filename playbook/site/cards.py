@@ -255,7 +255,7 @@ def _families(card: Card) -> list[list[str]]:
             mapping(f.layout),
             mapping(f.settings) if f.settings else "",
             link("recipe", f"../_generated/recipes.md#{Path(f.recipe).stem.replace('_', '-')}") if f.recipe else "",
-            text(f.note or ""),
+            text("; ".join(filter(None, [f.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in f.sources)]))),
         ]
         for f in card.families
     ]

@@ -99,7 +99,8 @@ def _row(card: Card, family: ConfigFamily) -> list[str]:
     published = ", ".join(
         f"{text(k.replace('_', ' '))} {'about ' if q.approx else ''}{number(q.value)} {text(q.unit)}" for k, q in family.measured.items()
     )
-    note = f'<br><span class="pb-of">{text(family.note)}</span>' if family.note else ""
+    said = "; ".join(filter(None, [family.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in family.sources)]))
+    note = f'<br><span class="pb-of">{text(said)}</span>' if said else ""
     return [
         f"{link(text(family.name), f'../cards/{card.id}.md#configurations-in-use')}{note} {{ {marks} }}",
         f"{text(family.model)}<br>{text(family.hardware)}" + (f"<br>{number(family.gpus)} GPUs" if family.gpus else ""),
