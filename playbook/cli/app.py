@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -41,6 +41,21 @@ COMMANDS = {
 }
 """Each command in the order of the work, with its module in this package and its line in the help."""
 
+_GROUPS = {
+    "Find": ("search", "cards", "evidence"),
+    "Plan": ("layout", "plan", "config"),
+    "Measure": ("demo", "confirm", "ab", "bench", "calibrate"),
+    "Guard": ("gate", "bisect"),
+}
+"""The help's groups; what stands in none comes last."""
+
+_EXAMPLES = (
+    ('playbook search "oom at 128k on h100"', "which cards answer, with their claims"),
+    ("playbook cards show recompute", "what to set, and where each claim stands"),
+    ("playbook evidence show W9", "what was measured on a claim"),
+    ("playbook confirm moe-dispatcher-choice/W9", "test a claim on this machine"),
+)
+
 
 class Commands(TyperGroup):  # type: ignore[misc]
     """The commands. A module is imported when one of its commands is called, so that `playbook --help` needs none of them."""
@@ -59,18 +74,31 @@ class Commands(TyperGroup):  # type: ignore[misc]
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands from the table."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        """Write the commands from the table, by groups, and examples."""
+        grouped = {name for names in _GROUPS.values() for name in names}
+        rest = tuple(name for name in COMMANDS if name not in grouped)
+        for title, names in {**_GROUPS, "More": rest}.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names])
+        with formatter.section("Examples"):
+            formatter.write_dl(list(_EXAMPLES))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
 
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__
+    cls=Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__
 )
 
 
 @app.callback()
-def playbook() -> None:
+def playbook(
+    asked: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
     """What all commands share: nothing."""
 
 

@@ -154,6 +154,8 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
         print_json({**card.model_dump(mode="json"), "status": status})
     else:
         say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
+        first = card.claims[0].id
+        say(f"\nwhat was measured: playbook evidence show {first}    test it here: playbook confirm {card.id}/{first}")
 
 
 @_cards_app.command("rules")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,16 @@ from playbook.paths import DEFAULT_RESULTS, data_root
 if TYPE_CHECKING:
     from datetime import date
 
-    from playbook.cards.model import Card, Claim, MechanismCheck
-    from playbook.records.evidence import Evidence, Measured
+    from playbook.cards.model import Card, Claim, MechanismCheck, Quantity
+    from playbook.records.evidence import Comparison, Evidence, Measured
     from playbook.records.read import Present, Reader, Record
     from playbook.records.staleness import Here
+
+_CLAIM = re.compile(r"[A-Z][0-9]{1,3}(?:\.[a-z])?")
+_RECORD = re.compile(r"01[0-9A-Z]{24}")
+_WIDTH = 49
+_WIDEST = 100.0
+"""A line that spans more than hundredfold shows nothing."""
 
 app = commands()
 _evidence_app = commands()
@@ -32,7 +39,7 @@ def evidence_list(
     results: Annotated[Path | None, typer.Option(help="Where evidence lies; .playbook/results, if not given.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the records: those of this folder's runs and those in the repository."""
+    """List the records, newest first: those of this folder's runs and those in the repository."""
     from playbook.cards.load import load_all
     from playbook.cards.model import by_claim
     from playbook.records.evidence import Evidence
@@ -41,7 +48,7 @@ def evidence_list(
         raise PlaybookError(f"--results is {results}, which is no folder; name one that `playbook confirm` has written to")
     cards = load_all()
     claims = by_claim(cards)
-    found = [(r, r.content) for r in reversed(records_here(cards, here(), results)) if isinstance(r.content, Evidence)]
+    found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
     rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "machine", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
@@ -49,30 +56,92 @@ def evidence_list(
 
 @_evidence_app.command("show")
 def evidence_show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence file.")],
+    file: Annotated[str, typer.Argument(metavar="FILE|CLAIM", help="An evidence file, a record's id, or a claim such as W9.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one record: what was claimed, what was found, what it rests on."""
+    """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
     from playbook_bench.run import report, store
     from playbook_bench.run.confirm import Outcome
 
-    evidence, problems = store.load_checked(file)
+    path, others = _chosen(file)
+    evidence, problems = store.load_checked(path)
     if as_json:
         print_json(evidence.model_dump(mode="json"))
         return
     for problem in problems:
-        complain(f"{file} counts for nothing: {problem}")
+        complain(f"{path} counts for nothing: {problem}")
     out = report.console()
     claim = evidence.measured.claim
     say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
     if claim is not None:
         say(f"{claim.card}/{claim.id}: {claim.statement}")
-    report.print_outcome(Outcome(evidence, file), out)
+    report.print_outcome(Outcome(evidence, path), out)
+    for line in drawn(evidence.derived.comparison, claim.expect.margin if claim else None):
+        say(line)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := _stale_file(file):
+    if stale := _stale_file(path):
         say(f"stale    {stale}")
     say(f"repeat   {evidence.command}")
+    say(f"verify   playbook bench replay {path}")
+    for other in others:
+        say(f"also     {other.machine}: {_word(_row(other, None))}  {other.sentence}  [{other.id}]")
+
+
+def _chosen(named: str) -> tuple[Path, list[Record]]:
+    """The file that is meant, and the records of other machines on the same claim.
+
+    Raises:
+        PlaybookError: it is no file, and there is no such record or claim, or none on the claim.
+    """
+    from playbook.cards.load import load_all
+    from playbook.cards.model import by_claim
+    from playbook.records.read import verdicts
+
+    claim = named.rsplit("/", 1)[-1]
+    if not (_CLAIM.fullmatch(claim) or _RECORD.fullmatch(named)) or Path(named).is_file():
+        return Path(named), []
+    cards = load_all()
+    records = records_here(cards, here())
+    if _RECORD.fullmatch(named):
+        if found := [r for r in records if r.id == named]:
+            return found[0].path, []
+        raise PlaybookError(f"there is no record {named}; `playbook evidence list --json` has their paths")
+    if claim not in by_claim(cards):
+        raise PlaybookError(f"there is no claim {claim}; `playbook cards list --claims` shows them all")
+    found = sorted(verdicts(records, claim), key=lambda r: r.precedence, reverse=True)
+    if not found:
+        raise PlaybookError(f"nothing was measured on {claim} yet; test it with: playbook confirm {by_claim(cards)[claim][0]}/{claim}")
+    return found[0].path, found[1:]
+
+
+def drawn(found: Comparison | None, margin: Quantity | None) -> list[str]:
+    """An effect's interval on a line, with the place of no effect and of the margin; nothing where the effect is no percentage with an interval."""
+    if found is None or found.scale != "log_ratio" or found.low is None or found.high is None or found.design == "deterministic":
+        return []
+    asked = (
+        None
+        if margin is None or margin.unit not in ("percent", "ratio")
+        else margin.value / 100
+        if margin.unit == "percent"
+        else margin.value - 1
+    )
+    ends = [0.0, found.low, found.high, *([] if asked is None else [asked])]
+    least, most = min(ends), max(ends)
+    if not 0 < most - least < _WIDEST:
+        return []
+
+    def place(value: float) -> int:
+        return round((value - least) / (most - least) * (_WIDTH - 1))
+
+    line = [" "] * _WIDTH
+    for i in range(place(found.low), place(found.high) + 1):
+        line[i] = "="
+    for value, mark in ((0.0, "|"), (asked, "M"), (found.effect, "o")):
+        if value is not None:
+            line[place(value)] = mark
+    key = "| no effect, = interval, o estimate" + (f", M margin {100 * asked:+.3g} %" if asked is not None else "")
+    return [f"      {100 * least:+.3g} % [{''.join(line)}] {100 * most:+.3g} %", f"      {key}"]
 
 
 @_evidence_app.command("accept")

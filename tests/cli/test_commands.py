@@ -14,9 +14,12 @@ import typer
 from in_process import run
 
 from playbook import paths
+from playbook.cards.model import Quantity
 from playbook.cli import app, options
+from playbook.cli.evidence import drawn
 from playbook.cli.site import walk
 from playbook.paths import data_root, repo_root
+from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
@@ -105,7 +108,9 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
         (["cards", "show", "T7.m"], "write the card that has it, vlm-real-data"),
         (["bench", "replay", "nowhere.json"], "cannot be read"),
-        (["evidence", "show", "01M7YJDRQX4TZNCJN4X580JWST"], "`playbook evidence list --json` has their paths"),
+        (["evidence", "show", "01M7YJDRQX4TZNCJN4X580XXXX"], "`playbook evidence list --json` has their paths"),
+        (["evidence", "show", "Z999"], "there is no claim Z999"),
+        (["evidence", "show", "W10"], "test it with: playbook confirm moe-dispatcher-choice/W10"),
         (
             ["train", "--dry-run", str(repo_root() / "trainer/configs/qwen3_30b_a3b_24l.yaml")],
             "--gpus N says on how many, without it one is taken",
@@ -373,3 +378,48 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     (row,) = (line for line in text.splitlines() if line.startswith("  V8.m "))
     assert all(words in row for words in both)
     assert all(f"[on {machine}, {v['evidence']}]" in text for machine, v in found.items())
+
+
+def test_the_help_has_every_command_in_a_group_and_the_version_as_an_option(capsys):
+    _, out, _ = run(capsys, "--help")
+    listed = {line.split()[0] for line in out.splitlines() if line.startswith("  ") and line[2:3].isalpha()}
+    assert set(app.COMMANDS) <= listed
+    assert [line for line in out.splitlines() if line.endswith(":") and " " not in line][-6:] == [
+        "Find:",
+        "Plan:",
+        "Measure:",
+        "Guard:",
+        "More:",
+        "Examples:",
+    ]
+    assert run(capsys, "--version")[:2] == run(capsys, "version")[:2]
+
+
+def test_the_shell_completes_commands():
+    asked = {"_PLAYBOOK_COMPLETE": "complete_bash", "COMP_WORDS": "playbook evidence sh", "COMP_CWORD": "2"}
+    command = [sys.executable, "-c", "import sys; from playbook.cli.app import main; sys.argv[0] = 'playbook'; main()"]
+    done = subprocess.run(command, env={**ENV, **asked}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["show"], done.stderr
+
+
+def test_evidence_is_shown_by_claim_with_its_interval(capsys, elsewhere):
+    code, by_claim, _ = run(capsys, "evidence", "show", "moe-dispatcher-choice/W9")
+    assert code == 0
+    assert run(capsys, "evidence", "show", by_claim.split()[0])[1] == by_claim
+    (line,) = (line for line in by_claim.splitlines() if "M] +5 %" in line)
+    assert line.index("=") < line.index("o") < line.rindex("=") < line.index("|") < line.index("M]")
+
+
+@pytest.mark.parametrize(("low", "effect", "high"), [(0.02, 0.03, 0.04), (-0.01, 0.0, 0.01), (-0.9, 0.5, 20.0), (0.1, 0.1, 0.1)])
+def test_an_interval_is_drawn_within_its_line(low, effect, high):
+    known = Evidence.model_validate_json((data_root("results") / "h200x4" / "01M7YJDRQX4TZNCJN4X580JWST.json").read_bytes())
+    found = known.derived.comparison.model_copy(update={"low": low, "effect": effect, "high": high})
+    line, key = drawn(found, Quantity(value=5, unit="percent"))
+    inside = line.split("[")[1].split("]")[0]
+    assert (len(inside), inside.count("|") + inside.count("M") + inside.count("o") <= 3, "M margin +5 %" in key) == (49, True, True)
+    assert drawn(found.model_copy(update={"low": None}), None) == []
+
+
+def test_records_are_listed_newest_first(capsys, elsewhere):
+    created = [r["created"] for r in json.loads(run(capsys, "evidence", "list", "--json")[1])]
+    assert created == sorted(created, reverse=True)
