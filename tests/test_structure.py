@@ -19,6 +19,8 @@ ROOT = repo_root()
 PACKAGES = ("playbook", "bench/playbook_bench", "trainer/playbook_trainer")
 MODULES = 15
 """The most in one folder, besides `__init__`."""
+LINES = 500
+"""The most in one module."""
 EXCEPTIONS = 2
 """The most that import-linter's rules may have, together."""
 COMMANDS = ("command", "callback", "tool", "validator", "serializer")
@@ -37,6 +39,15 @@ def test_no_folder_has_more_modules_than_a_reader_takes_in(top: str) -> None:
     folders = {path.parent for path in (ROOT / top).rglob("*.py")}
     counts = {str(folder.relative_to(ROOT)): len({*folder.glob("*.py")} - {folder / "__init__.py"}) for folder in folders}
     assert {folder: n for folder, n in counts.items() if n > MODULES} == {}
+
+
+def test_no_module_is_longer_than_a_reader_follows() -> None:
+    lines = {
+        str(path.relative_to(ROOT)): path.read_bytes().count(b"\n")
+        for top in (*PACKAGES, "tests", "tools")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert {path: n for path, n in lines.items() if n > LINES} == {}
 
 
 def test_rules_of_imports_have_hardly_an_exception() -> None:

@@ -1,28 +1,21 @@
-"""The MCP server, as the official client meets it: in process, over stdio, and with hostile arguments."""
+"""The tools of the MCP server, as the official client meets them in process, also with hostile arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-import tomllib
 from datetime import date
-from functools import partial
 
 import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mcp import Client, StdioServerParameters
-from mcp.client.stdio import stdio_client
+from mcp import Client
 from mcp.shared.exceptions import MCPError
 
 from playbook.cards.load import load_all
-from playbook.cli import app
 from playbook.cli.agents import library_here
 from playbook.errors import PlaybookError
 from playbook.mcp.server import MAX_CHARS, server
@@ -52,21 +45,6 @@ MAX_DEFINITIONS = 13_300
 MAX_SUMMARY = 6000
 WARM_S = 0.05
 LAYOUT = {"gpus": 8, "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 8, "model": "qwen3_30b_a3b"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def elsewhere(tmp_path_factory):
-    """A working folder without the results that `make demo` leaves in the repository's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def library(elsewhere):
-    full = library_here()
-    records = full.records()
-    return dataclasses.replace(full, records=lambda: records)
 
 
 def ask(library, tool, **arguments):
@@ -389,27 +367,6 @@ def test_a_record_that_cannot_be_read_is_named_by_tools_and_resources_alike(libr
     assert "remove it" in refusal(dataclasses.replace(library, records=broken), "get_card", card_id="fp8-recipes")
 
 
-def test_resources_are_cards_and_whole_skills(library):
-    async def look():
-        async with Client(server(library)) as client:
-            listed = [str(r.uri) for r in (await client.list_resources()).resources]
-            texts = {uri: (await client.read_resource(uri)).contents[0].text for uri in listed}
-            for wrong in ("card://../../etc/passwd", "skill://confirm-claim/../../pyproject.toml", "file:///etc/passwd"):
-                with pytest.raises(MCPError, match=r"[Uu]nknown resource"):
-                    await client.read_resource(wrong)
-            return texts
-
-    texts = anyio.run(look)
-    assert {f"card://{c}" for c in load_all()} <= set(texts)
-    assert max(map(len, texts.values())) < MAX_CHARS
-    for uri, text in texts.items():
-        if uri.endswith("/SKILL.md"):
-            folder = uri.removesuffix("SKILL.md")
-            links = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
-            assert links
-            assert all(folder + link in texts for link in links), uri
-
-
 hostile = st.one_of(
     st.none(),
     st.booleans(),
@@ -520,56 +477,3 @@ def test_no_argument_breaks_a_tool_or_reaches_a_path(library, tool, name, value)
         assert result.structured_content
     allowed = (str(repo_root()), sys.prefix, sys.base_prefix)
     assert [e for e in seen if e[0] != "open" or not e[1].startswith((*allowed, ".playbook"))] == []
-
-
-def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, library):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
-    command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env=env, cwd=str(tmp_path))
-
-    async def talk(errors):
-        async with Client(stdio_client(command, errlog=errors)) as client:
-            with anyio.fail_after(60):
-                names = {t.name for t in (await client.list_tools()).tools}
-                result = await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})
-                broken = await client.call_tool("get_card", {"card_id": "/etc/passwd"})
-                skill = await client.read_resource("skill://confirm-claim/SKILL.md")
-                return names, result, broken, skill.contents[0].text
-
-    with (tmp_path / "stderr").open("w+", encoding="utf-8") as errors:
-        names, result, broken, skill = anyio.run(partial(talk, errors))
-        errors.seek(0)
-        assert errors.read() == ""
-    assert names == TOOLS
-    assert result.structured_content == answer(library, "get_card", card_id="moe-dispatcher-choice")
-    assert broken.is_error
-    assert skill.startswith("---\nname: confirm-claim\n")
-
-
-def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
-    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
-    command = [sys.executable, "-m", "playbook", "mcp"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as serving:
-        try:
-            serving.stdin.write(json.dumps({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello}).encode() + b"\n")
-            serving.stdin.flush()
-            assert json.loads(serving.stdout.readline())["result"]["serverInfo"]["name"] == "playbook"
-            serving.send_signal(signal.SIGINT)
-            assert serving.wait(timeout=5) == -signal.SIGINT
-        finally:
-            serving.kill()
-
-
-def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "playbook.mcp.server", raising=False)
-    monkeypatch.setitem(sys.modules, "mcp.server", None)
-    with pytest.raises(SystemExit) as stop:
-        app.main(["mcp"])
-    assert stop.value.code == 2
-    assert "pip install 'perf-playbook[mcp]'" in capsys.readouterr().err
-
-
-def test_the_extra_that_the_message_names_exists():
-    project = tomllib.loads((repo_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert any(p.startswith("mcp") for p in project["optional-dependencies"]["mcp"])
-    assert data_root("skills").is_dir()

@@ -1,0 +1,22 @@
+"""The library that the server answers from."""
+
+import dataclasses
+
+import pytest
+
+from playbook.cli.agents import library_here
+
+
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere(tmp_path_factory):
+    """A working folder without the results that `make demo` leaves in the repository's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def library(elsewhere):
+    full = library_here()
+    records = full.records()
+    return dataclasses.replace(full, records=lambda: records)

@@ -1,0 +1,75 @@
+"""`playbook mcp` as a process: over stdio, interrupted, and without its package."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from functools import partial
+
+import anyio
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+from playbook.cli import app
+from playbook.mcp.server import server
+from playbook.paths import data_root, repo_root
+
+
+def test_over_stdio_the_same_answers_come_and_nothing_else_is_printed(tmp_path, library):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env=env, cwd=str(tmp_path))
+
+    async def talk(errors):
+        async with Client(stdio_client(command, errlog=errors)) as client:
+            with anyio.fail_after(60):
+                names = {t.name for t in (await client.list_tools()).tools}
+                result = await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})
+                broken = await client.call_tool("get_card", {"card_id": "/etc/passwd"})
+                skill = await client.read_resource("skill://confirm-claim/SKILL.md")
+                return names, result, broken, skill.contents[0].text
+
+    async def here():
+        async with Client(server(library)) as client:
+            names = {t.name for t in (await client.list_tools()).tools}
+            return names, (await client.call_tool("get_card", {"card_id": "moe-dispatcher-choice"})).structured_content
+
+    with (tmp_path / "stderr").open("w+", encoding="utf-8") as errors:
+        names, result, broken, skill = anyio.run(partial(talk, errors))
+        errors.seek(0)
+        assert errors.read() == ""
+    assert (names, result.structured_content) == anyio.run(here)
+    assert broken.is_error
+    assert skill.startswith("---\nname: confirm-claim\n")
+
+
+def test_an_interrupt_ends_the_server_though_its_client_keeps_the_pipe_open(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(repo_root() / p) for p in (".", "bench", "trainer"))}
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    command = [sys.executable, "-m", "playbook", "mcp"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, env=env) as serving:
+        try:
+            serving.stdin.write(json.dumps({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello}).encode() + b"\n")
+            serving.stdin.flush()
+            assert json.loads(serving.stdout.readline())["result"]["serverInfo"]["name"] == "playbook"
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(timeout=5) == -signal.SIGINT
+        finally:
+            serving.kill()
+
+
+def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "playbook.mcp.server", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp.server", None)
+    with pytest.raises(SystemExit) as stop:
+        app.main(["mcp"])
+    assert stop.value.code == 2
+    assert "pip install 'perf-playbook[mcp]'" in capsys.readouterr().err
+
+
+def test_the_extra_that_the_message_names_exists():
+    project = tomllib.loads((repo_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(p.startswith("mcp") for p in project["optional-dependencies"]["mcp"])
+    assert data_root("skills").is_dir()
