@@ -61,7 +61,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
     found = list(walk(typer.main.get_command(app.app), "playbook"))
     names = {c.name.removeprefix("playbook ") for c in found}
     assert names == {
-        *("version", "calibrate", "train", "demo", "confirm", "gate", "bisect", "search", "site build", "schemas export"),
+        *("version", "calibrate", "train", "demo", "confirm", "ab", "gate", "bisect", "search", "site build", "schemas export"),
         *(
             "cards check",
             "cards list",
@@ -74,7 +74,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
             "evidence table",
         ),
         *("bench run", "bench list", "bench replay", "bench rejudge", "bench aa", "bench check", "bench trace"),
-        *("layout check", "layout memory", "layout traffic", "plan check", "config export", "config list"),
+        *("layout check", "layout memory", "layout traffic", "plan check", "plan layouts", "config export", "config list"),
         *("skills check", "skills export", "skills index", "skills list", "skills report", "mcp"),
     }
     for command in found:

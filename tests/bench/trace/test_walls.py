@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -300,6 +301,23 @@ def test_an_export_without_ranges_is_read_for_the_process_that_computes_most(tmp
     assert (found.wall, found.busy) == ("host-bound", pytest.approx(24 / 36))
     with pytest.raises(PlaybookError, match="2 GPUs in one process"):
         nsys.read(kernels_only(tmp_path / "two.sqlite", second=True), ranges=False)
+
+
+def test_a_report_is_exported_by_the_nsys_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_only(tmp_path / "whole.sqlite")
+    (tmp_path / "trace.nsys-rep").write_text("a report")
+    (tmp_path / "nsys").write_text(
+        f"#!{sys.executable}\nimport shutil, sys\nshutil.copy({str(tmp_path / 'whole.sqlite')!r}, sys.argv[sys.argv.index('-o') + 1])\n"
+    )
+    (tmp_path / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert walls(collect.timeline_from_file(tmp_path / "trace.nsys-rep")).wall == "host-bound"
+    (tmp_path / "nsys").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(PlaybookError, match="nsys export failed"):
+        collect.timeline_from_file(tmp_path / "trace.nsys-rep")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(PlaybookError, match="export it first"):
+        collect.timeline_from_file(tmp_path / "trace.nsys-rep")
 
 
 @pytest.mark.parametrize("make", [kernels_only, chrome])
