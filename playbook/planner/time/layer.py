@@ -20,8 +20,6 @@ _CASTS = {"mxfp8": (2, 3), "blockwise": (4, 4)}
 _SCALED_CASTS = (6, 6)
 """Bytes that quantising one value moves, in the forward and the backward pass: one written for each direction of the product, two read where no norm or
 activation writes it, and two more where one scale for the whole tensor needs its maximum first."""
-_SORTS = {"hybridep": 0, "flex": 1, "deepep": 1, "ncclep": 1}
-"""Times that each copy of a token is read and written one way, beside the dispatch: into the order of ranks, and into that of experts."""
 _SCORES_FORWARD, _SCORES_BACKWARD = 13, 19
 """Bytes moved for each score: written, read and written by softmax and by dropout with its mask, and read; backwards likewise."""
 _BIASED_GLU = 18
@@ -378,11 +376,10 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
     if shape.shared_ffn:
         products.append(_swiglu(cluster, shape, rows, shape.shared_ffn / w.tp, w))
     found = _sum(iter(products))
-    act = BF16 * routed * w.etp * width * (shape.up + 1)
-    sorts = 1 if w.dispatcher in FLEX else 2
-    sorted_ = (
-        BF16 * h * routed * 2 * sorts
-    )  # one way: each copy is read and written, and again where the dispatcher does not sort by expert itself
+    passes = _BIASED_GLU if shape.expert_bias and w.fp8 != "mxfp8" else shape.up + 1
+    act = BF16 * routed * w.etp * width * passes
+    # One way: each copy is read and written, and again where the dispatcher does not sort by expert itself.
+    sorted_ = BF16 * wide * routed * 2 * (1 if w.dispatcher in FLEX else 2)
     norm = BF16 * 5 * local * h + 3 * _FP32 * local * shape.experts
     forward = _bytes(cluster, act + 2 * sorted_ + norm)
     backward = _bytes(cluster, act * (2 * shape.up + 1) / (shape.up + 1) + 2 * sorted_ + 1.6 * norm)

@@ -72,7 +72,7 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
     """
     shape, work = plan.shape, layer.work(plan)
     kinds = _chunks(shape, plan.pp, plan.vpp)
-    stages = [_stage(plan, cluster, work, counts, first=i == 0, last=i == plan.pp - 1) for i, counts in enumerate(kinds)]
+    stages = [_stage(cluster, shape, work, counts, i == 0, i == plan.pp - 1) for i, counts in enumerate(kinds)]
     slow = _slowest(plan, stages)
     m = plan.microbatches
     parts = {name: m * (a + b) for name, a, b in zip(Parts._fields, slow.forward, slow.backward, strict=True)}
@@ -132,12 +132,8 @@ def _slowest(plan: Plan, stages: list[_Stage]) -> _Stage:
     return _Stage(Parts(*(x * scale for x in whole[:width])), Parts(*(x * scale for x in whole[width:])), slow.dense, slow.experts)
 
 
-def _stage(plan: Plan, cluster: Cluster, work: Work, counts: tuple[tuple[Kind, int], ...], *, first: bool, last: bool) -> _Stage:
-    return _timed_stage(cluster, plan.shape, work, counts, first, last)
-
-
 @lru_cache(maxsize=65536)
-def _timed_stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind, int], ...], first: bool, last: bool) -> _Stage:
+def _stage(cluster: Cluster, shape: Shape, work: Work, counts: tuple[tuple[Kind, int], ...], first: bool, last: bool) -> _Stage:
     forward, backward, dense, experts = Parts(), Parts(), 0.0, 0.0
     placed = list(counts)
     if last and shape.mtp:
