@@ -285,7 +285,7 @@ var PlaybookLayout = (function () {
 
   function states(p, o) {
     const found = [];
-    if (o.backend === "torch" && !["none", "fsdp2"].includes(o.sharding))
+    if (o.backend === "torch" && o.sharding === "fsdp")
       found.push(`sharding ${o.sharding} is megatron's, and the backend is torch; set sharding=fsdp2`);
     if (o.recompute.includes("selective") && (o.backend !== "torch" || new Set(o.recompute).size > 1))
       found.push("recompute selective is torchtitan's and stands alone; set backend=torch or name modules");

@@ -268,8 +268,8 @@ var PlaybookMemory = (function (layout) {
     const shards = (k) => p.options.sharding === "none" ? 1 : Math.max(1, floorDiv(over[k], instances));
     const torch = p.options.backend === "torch", kinds = ["dense", "experts"], extra = {dense: held.adapters, experts: 0};
     const trained = {dense: held.dense + held.adapters - held.frozen_dense, experts: held.experts - held.frozen_experts};
-    const count = sum(kinds.map((k) => (held[k] + extra[k]) / (full ? shards(k) : 1)));
-    const grads = sum(kinds.map((k) => trained[k] / (full && !(torch && p.pp > 1) ? shards(k) : 1)));
+    const count = sum(kinds.map((k) => (held[k] + extra[k]) / (full || torch ? shards(k) : 1)));
+    const grads = sum(kinds.map((k) => trained[k] / ((full || torch) && !(torch && p.pp > 1) ? shards(k) : 1)));
     const state = sum(kinds.map((k) => trained[k] / shards(k))), master = p.master_bytes;
     return {
       parameters: (torch ? master : t.param_bytes) * count, gradients: p.grad_bytes * grads,
@@ -285,7 +285,7 @@ var PlaybookMemory = (function (layout) {
     const alive = inFlight(p.pp, stage, layout.microbatches(p), p.vpp, p.options.ep_overlap, sizes);
     const over = (field) => sum(alive.map((n, i) => n * sum(chunked[i].map((x) => x[field]))));
     const away = over("sent"), most = Math.max(0, ...all.map((x) => x.sent)), resident = Math.min(away, t.resident_layers * most);
-    const o = p.options, whole = o.backend === "torch" && p.pp > 1 && o.sharding === "fsdp2";
+    const o = p.options, whole = o.backend === "torch" && (o.sharding === "optimizer" || (p.pp > 1 && o.sharding === "fsdp2"));
     const gathered = whole ? t.param_bytes * (held.dense + held.experts) : ["fsdp", "fsdp2"].includes(o.sharding) ? 2 * t.param_bytes * held.largest : 0;
     const state = states(t, p, held), each = o.backend === "torch" ? p.master_bytes : t.param_bytes;
     const copies = o.fp8 ? t.fp8_copies[o.fp8] * held.linear * state.parameters / (each * Math.max(1, held.dense + held.experts)) : 0;

@@ -132,7 +132,7 @@ EXCLUSIONS = (
         lambda c: f"overlap of expert communication takes one MTP depth at most, the model has {c.model.mtp}", "set {set[ep_overlap=false]}",
     ),
     Rule(
-        "torch-sharding", lambda c: c.o.backend == "torch" and c.o.sharding not in ("none", "fsdp2"), "backend sharding",
+        "torch-sharding", lambda c: c.o.backend == "torch" and c.o.sharding == "fsdp", "backend sharding",
         lambda c: f"sharding {c.o.sharding} is megatron's, and the backend is torch", "set {set[sharding=fsdp2]}",
     ),
     Rule(

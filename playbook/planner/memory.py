@@ -247,7 +247,7 @@ def state_bytes(plan: Plan, held: Weights) -> tuple[float, float, float]:
     backend's parameters are their own master copy; in a pipeline its gradients wait unsharded for the last micro-batch.
     """
     optimizer, torch = shards(plan), plan.options.backend == "torch"
-    every = optimizer if plan.options.sharding in ("fsdp", "fsdp2") else dict.fromkeys(optimizer, 1)
+    every = optimizer if plan.options.sharding in ("fsdp", "fsdp2") or torch else dict.fromkeys(optimizer, 1)
     counts = {"dense": held.dense + held.adapters, "experts": held.experts}
     trained = {"dense": held.dense + held.adapters - held.frozen_dense, "experts": held.experts - held.frozen_experts}
     split = sum(counts[k] / every[k] for k in counts)
@@ -318,10 +318,11 @@ def fp8_copies(recipe: str) -> float:
 def gathered(plan: Plan, held: Weights, width: float) -> float:
     """Bytes of the two layers that full sharding gathers at once: the one that computes and the next. `width` is in bytes per weight.
 
-    In a pipeline the torch backend keeps all of them gathered between micro-batches.
+    In a pipeline the torch backend keeps all of them gathered between micro-batches, and so it does where it shards only what its optimizer has.
 
     Source: Megatron-LM, `megatron/core/distributed/fsdp/src` (double buffer of gathered units).
     """
-    if plan.options.backend == "torch" and plan.pp > 1 and plan.options.sharding == "fsdp2":
+    sharding = plan.options.sharding
+    if plan.options.backend == "torch" and (sharding == "optimizer" or (plan.pp > 1 and sharding == "fsdp2")):
         return width * (held.dense + held.experts)
     return 2 * width * held.largest if plan.options.sharding in ("fsdp", "fsdp2") else 0.0

@@ -244,7 +244,10 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> lis
         each = _INTERLEAVED if (vpp or 1) > 1 else 1
         gbs = mbs * dp * plan.pp * each
         words.append(f"gbs unknown: {gbs}, {each} micro-batch{'es' if each > 1 else ''} for each stage")
-    if plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
+    if plan.pp > 1 and mbs > 1 and run.word("backend") == "torch" and run.count("gbs") is None:
+        gbs, mbs = mbs * dp, max(1, mbs // plan.pp)
+        words.append(f"mbs is a rank's whole batch: micro-batches of {mbs}, as many as stages")
+    elif plan.pp > 1 and mbs > 1 and gbs is not None and mbs * dp == gbs:
         words.append(f"mbs {mbs} is all of a rank's batch: micro-batches of 1 through the pipeline")
         mbs = 1
     if gbs is not None and mbs * dp > gbs:

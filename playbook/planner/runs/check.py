@@ -223,11 +223,11 @@ def _entry(row: Row) -> dict[str, Any]:
 
 
 def _fits(row: Row) -> bool | None:
-    """Whether the run fits its GPU by the planner; None where memory has no estimate."""
+    """Whether the run fits its GPU with states as narrow as they may be; None where memory has no estimate."""
     found = row.prediction
-    if found is None or found.memory_bytes is None:
+    if found is None or found.least_bytes is None:
         return None
-    return found.memory_bytes <= found.cluster.memory_gib * _GIB
+    return found.least_bytes <= found.cluster.memory_gib * _GIB
 
 
 def impossible(rows: Sequence[Row]) -> list[Row]:

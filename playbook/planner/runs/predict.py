@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, hypot, log, sqrt
 from statistics import fmean, pstdev
@@ -55,6 +55,17 @@ class Prediction:
             return memory.peak(self.plan)
         except ConfigError:
             return None
+
+    @cached_property
+    def least_bytes(self) -> float | None:
+        """The same with gradients, moments and master weights as narrow as they may be, which no table states."""
+        plan = self.plan
+        if plan.options.backend == "megatron":
+            plan = replace(plan, grad_bytes=2, moment_bytes=2, master_bytes=2, options=replace(plan.options, precision_aware=True))
+        try:
+            return memory.peak(plan)
+        except ConfigError:
+            return self.memory_bytes
 
     def error(self, measured: Measured) -> float | None:
         """The logarithm of what was measured over what was predicted: by tokens, else by step time, else by model FLOPs."""
