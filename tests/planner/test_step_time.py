@@ -66,3 +66,9 @@ def test_recompute_costs_a_forward_pass():
 
 def test_another_gpu_is_less_certain_than_the_calibrated_one(each):
     assert step_time(each, cluster("h100")).spread > step_time(each, cluster("h200")).spread
+
+
+def test_an_unknown_host_widens_the_interval(each):
+    machine = cluster("h100")
+    assert not machine.host_known
+    assert step_time(each, replace(machine, host_known=True)).spread <= step_time(each, machine).spread

@@ -24,7 +24,8 @@ class Cluster:
     """One kind of GPU with its host and networks; bandwidths are for one GPU and one direction.
 
     `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to the
-    calibrated machine. `transferred` says that the laws were measured on another kind of GPU. `provenance` has the source of each figure.
+    calibrated machine. `transferred` says that the laws were measured on another kind of GPU,
+    `host_known` that the host's speed was measured or published. `provenance` has the source of each figure.
     Units: FLOP/s, bytes per second, GiB.
     """
 
@@ -40,6 +41,7 @@ class Cluster:
     laws: Laws
     transferred: bool
     has_fp8: bool = True
+    host_known: bool = True
     provenance: dict[str, str] = field(default_factory=dict)
 
 
@@ -101,5 +103,6 @@ def _load(name: str) -> Cluster:
         laws=laws.scaled(bf16, fp8 or bf16),
         transferred=name != _REFERENCE,
         has_fp8="fp8_tflops" in figures,
+        host_known=not said["host_speed"].startswith("assumed"),
         provenance=said,
     )

@@ -34,6 +34,8 @@ _RESTS_ON = {
 }
 """Standard deviations of the logarithms of what each part rests on: the constants of a part are off together, those of different parts by themselves."""
 _PART = {name: hypot(*spreads) for name, spreads in _RESTS_ON.items()}
+_HOST_KNOWN = 0.5
+"""What is left of the host's spread where its speed was measured or published."""
 _COMMON = 0.12
 """What all parts share: clocks, versions of software, what a table of runs does not state."""
 _ORDER = 0.02
@@ -45,7 +47,8 @@ _TRANSFERRED = 0.08
 def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float:
     """Standard deviation of the logarithm of the sum."""
     total = sum(parts.values())
-    own = hypot(*(_PART[name] * seconds / total for name, seconds in parts.items()))
+    sure = {"host": _HOST_KNOWN} if cluster.host_known else {}
+    own = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
     return hypot(own, _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
 
 
@@ -62,6 +65,8 @@ def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     found.append("gradients and parameters travel beside the passes")
     if not plan.options.graphs:
         found.append("no CUDA graphs: each layer costs the host time")
+    if not cluster.host_known:
+        found.append(f"{cluster.name}: a host {cluster.host_speed:g} times as fast as the calibrated one")
     if plan.shape.vision is not None:
         found.append("text alone: the vision tower's time is left out")
     return tuple(found)
