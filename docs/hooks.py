@@ -29,7 +29,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     folders = [*(root / p for p in config.extra["results"]), *more]
     cards = root / config.extra["cards"] if "cards" in config.extra else None
     try:
-        made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference())
+        made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(), base=config.site_url or "")
     except PlaybookError as e:
         raise PluginError(str(e)) from e
     config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain

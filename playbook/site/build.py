@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt` and `llms-full.txt`. A page whose source is gone is removed.
+`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from playbook.site.calculator import calculator_page
 from playbook.site.cards import Shelf, card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
 from playbook.site.lists import by_phase, index_page, machines_today, matrix_page, summary
-from playbook.site.llms import llms, llms_full, plain_card
+from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
 from playbook.site.recipes import recipes_page
@@ -61,9 +61,15 @@ class Site:
 
 
 def generate(
-    out: Path, results: Sequence[Path], *, cards: Path | None = None, reference: Reference | None = None, today: date | None = None
+    out: Path,
+    results: Sequence[Path],
+    *,
+    cards: Path | None = None,
+    reference: Reference | None = None,
+    today: date | None = None,
+    base: str = "",
 ) -> Site:
-    """Write every generated page below `out`, from the cards of a folder and the records below the results folders.
+    """Write every generated page below `out`, from the cards of a folder and the records below the results folders. `base` is the site's address.
 
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
@@ -84,7 +90,7 @@ def generate(
         "_generated/parity.md": parity_page(out / "parity"),
     }
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
-    pages |= {"llms.txt": llms(shelf, guides), "llms-full.txt": llms_full(shelf, guides)}
+    pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
         pages[f"evidence/{record.id}.md"] = _record_page(shelf, record)
     written = [_write(out / name, content) for name, content in pages.items()]

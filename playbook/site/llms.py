@@ -1,4 +1,4 @@
-"""`llms.txt` and `llms-full.txt`: the site for readers that take plain Markdown.
+"""`llms.txt`, `llms-measured.txt` and `llms-full.txt`: the site for readers that take plain Markdown.
 
 Source: the convention of https://llmstxt.org: a title, a summary in a quotation, sections of links with notes; a page's plain text lies at
 its own address with `.md` added.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck, expectation
-from playbook.records.read import verdicts
+from playbook.records.read import Record, verdicts
 from playbook.site.cards import Shelf, effect
 from playbook.site.pages import render_plain
 from playbook.site.text import NBSP, plain
@@ -21,6 +21,7 @@ SUMMARY = (
     "Performance guidance for training large models (mixture of experts, vision-language, long context). Every statement is a claim that "
     "a machine can check; each claim carries its verdicts, by machine, with the evidence behind them."
 )
+_DECIDED = ("confirmed", "refuted")
 _READING = (
     "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
     "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
@@ -29,10 +30,23 @@ _READING = (
 )
 
 
-def llms(shelf: Shelf, guides: Sequence[Path]) -> str:
-    """The index: every card and every guide with one line on each."""
+def llms(shelf: Shelf, guides: Sequence[Path], base: str = "") -> str:
+    """The index: every card with where its claims stand, and every guide. `base` is the site's address, which makes links absolute."""
     titles = [(_title(p), p.stem) for p in guides]
-    return render_plain("llms.txt", summary=SUMMARY, reading=_READING, cards=_by_title(shelf), guides=titles)
+    stands = {c.id: "; ".join(_stands(shelf, claim) for claim in c.claims) for c in shelf.cards.values()}
+    root = base and base.rstrip("/") + "/"
+    return render_plain("llms.txt", summary=SUMMARY, reading=_READING, cards=_by_title(shelf), stands=stands, guides=titles, root=root)
+
+
+def llms_measured(shelf: Shelf) -> str:
+    """The claims that a verdict confirms or refutes and nothing has made stale since, with that verdict alone."""
+    lines = []
+    for card in _by_title(shelf):
+        for claim in (c for own in card.claims for c in (own, own.mechanism_check) if c):
+            found = [r for r in verdicts(shelf.records, claim.id) if r.status in _DECIDED and not r.stale(shelf.today, claim)]
+            lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in found]
+    head = f"# Playbook: what is measured\n\n> Only claims with a current verdict of `confirmed` or `refuted`; {len(lines)} verdicts.\n\n{_READING}"
+    return "\n".join([head, "", *(lines or ["No verdict is current."])]) + "\n"
 
 
 def llms_full(shelf: Shelf, guides: Sequence[Path]) -> str:
@@ -54,13 +68,20 @@ def plain_card(shelf: Shelf, card: Card) -> str:
 
 
 def _verdicts(shelf: Shelf, claim: Claim | MechanismCheck) -> list[str]:
-    out = []
-    for r in verdicts(shelf.records, claim.id):
-        old = r.stale(shelf.today, claim)
-        shown = html.unescape(effect(r)).replace(NBSP, " ")
-        word = r.status.replace("_", " ") + (f", stale ({old})" if old else "")
-        out.append(f"On {r.machine}, {r.measured[:10]}: {word}{', ' + shown if shown else ''} (evidence {r.id})")
-    return out or ["No verdict on record: untested"]
+    return [_in_words(shelf, r, claim) for r in verdicts(shelf.records, claim.id)] or ["No verdict on record: untested"]
+
+
+def _in_words(shelf: Shelf, r: Record, claim: Claim | MechanismCheck) -> str:
+    old = r.stale(shelf.today, claim)
+    shown = html.unescape(effect(r)).replace(NBSP, " ")
+    word = r.status.replace("_", " ") + (f", stale ({old})" if old else "")
+    return f"On {r.machine}, {r.measured[:10]}: {word}{', ' + shown if shown else ''} (evidence {r.id})"
+
+
+def _stands(shelf: Shelf, claim: Claim) -> str:
+    found = verdicts(shelf.records, claim.id)
+    words = [f"{r.status.replace('_', ' ')}{', stale,' if r.stale(shelf.today, claim) else ''} on {r.machine}" for r in found]
+    return f"{claim.id} {' and '.join(words) or 'untested'}"
 
 
 def _words(values: Mapping[str, Any]) -> str:

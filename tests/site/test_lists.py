@@ -14,6 +14,8 @@ from site_tree import ID, LENGTHS, SWEEP, add_sweep
 from playbook.cards.load import load_all
 from playbook.planner.models import MODELS
 from playbook.site import build
+from playbook.site.cards import Shelf
+from playbook.site.llms import llms
 from playbook.site.models import plan_of, settings
 from playbook.site.text import NBSP
 
@@ -100,6 +102,21 @@ def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
     reseal(add_sweep(tree), spoil)
     generate(tree)
     assert "<svg class=" not in page(tree, f"evidence/{SWEEP}.md").split("## Launches")[0]
+
+
+def test_the_file_of_what_is_measured_holds_current_verdicts_alone(tree: Path) -> None:
+    generate(tree)
+    lines = [line for line in page(tree, "llms-measured.txt").splitlines() if line.startswith("- ")]
+    assert any(f"On h200x4, 2026-11-20: confirmed, +7.3 % [+6.2, +8.5] (evidence {ID})" in line for line in lines)
+    assert not [line for line in lines if not re.search(r": (?:confirmed|refuted)(?:,|\b)", line) or "stale" in line]
+    assert "untested" in page(tree, "llms.txt")
+
+
+def test_the_index_for_machines_has_absolute_links_where_the_site_has_an_address() -> None:
+    shelf = Shelf(load_all(), [], date(2026, 11, 21), {})
+    targets = re.findall(r"\]\(([^)]+)\)", llms(shelf, [Path("docs/guide/agents.md")], "https://example.org/playbook"))
+    assert len(targets) > 20
+    assert all(t.startswith("https://example.org/playbook/") for t in targets)
 
 
 def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> None:

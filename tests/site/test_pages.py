@@ -29,7 +29,7 @@ def test_only_marked_text_is_markup() -> None:
 
 
 def test_plain_text_stays_as_it_is_on_one_line() -> None:
-    page = render_plain("llms.txt", summary="a *b*\n\n# c <d>", reading="r", cards=[], guides=[])
+    page = render_plain("llms.txt", summary="a *b*\n\n# c <d>", reading="r", cards=[], stands={}, guides=[], root="")
     assert "> a *b* # c <d>\n" in page
 
 
