@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path, PurePath
+
+from playbook.errors import ConfigError
 
 KINDS = {
     "cards": "cards",
@@ -17,6 +21,8 @@ KINDS = {
     "tables": "playbook/_tables",
 }
 
+OWN_FILE = "playbook.toml"
+"""In the working folder or above it: where a team keeps cards and cases of its own."""
 DEFAULT_RESULTS = Path(".playbook/results")
 """Where runs leave their records, unless told otherwise: in the working folder."""
 
@@ -36,6 +42,33 @@ def data_root(kind: str) -> Path:
     """
     shipped = Path(__file__).resolve().parent / "_data" / kind
     return shipped if shipped.is_dir() else repo_root() / KINDS[kind]
+
+
+def folders(kind: str) -> list[Path]:
+    """The shipped folder of cards or cases, and after it the user's own: `PLAYBOOK_CARDS`, else what the nearest `playbook.toml` names.
+
+    Raises:
+        ConfigError: the file is none, or names something that is no folder.
+    """
+    own = os.environ.get(f"PLAYBOOK_{kind.upper()}") or _named_in_file(kind)
+    if own and not Path(own).is_dir():
+        raise ConfigError(f"{own} is no folder; expected your own {kind} there (--{kind}, or {OWN_FILE})")
+    return [data_root(kind), *([Path(own)] if own and Path(own).resolve() != data_root(kind).resolve() else [])]
+
+
+def _named_in_file(kind: str) -> Path | None:
+    here = Path.cwd()
+    path = next((f / OWN_FILE for f in (here, *here.parents) if (f / OWN_FILE).is_file()), None)
+    if path is None:
+        return None
+    try:
+        named = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f'{path} cannot be read: {e}; expected lines such as cards = "cards"') from e
+    unknown = [key for key, value in named.items() if key not in ("cards", "cases") or not isinstance(value, str)]
+    if unknown:
+        raise ConfigError(f'{path}: \'{unknown[0]}\' is not known, or no text; expected cards = "FOLDER" and cases = "FOLDER"')
+    return path.parent / named[kind] if kind in named else None
 
 
 def in_package(path: Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from playbook.cards import scope
 from playbook.cards.model import OPS, Card, Claim, Expect
 from playbook.errors import FileError, Finding
-from playbook.paths import data_root
+from playbook.paths import folders
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 
 LOGIC_KINDS = ("arithmetic", "invariant")
@@ -71,14 +71,14 @@ def read_cards(paths: Sequence[Path]) -> Cards:
 
 
 def load_all() -> dict[str, Card]:
-    """Every card that ships, by id.
+    """Every card that ships, and the user's own, by id.
 
     Raises:
         FileError: one of them is invalid.
     """
-    cards = read_cards([data_root("cards")])
-    if cards.findings:
-        raise FileError(cards.findings)
+    cards = read_cards(folders("cards"))
+    if findings := cards.findings or [*_duplicates(cards, Cards())]:
+        raise FileError(findings)
     return {entry.card.id: entry.card for entry in cards.loaded}
 
 
@@ -146,7 +146,7 @@ def _duplicates(cards: Cards, shelf: Cards) -> Iterator[Finding]:
 
 def clashes(path: Path) -> list[Finding]:
     """Claim ids of a card from elsewhere that a shipped card of another id uses: its verdicts would be shown as that card's."""
-    cards, shelf = read_cards([path]), read_cards([data_root("cards")])
+    cards, shelf = read_cards([path]), read_cards(folders("cards"))
     own = {e.card.id for e in cards.loaded}
     return list(_duplicates(cards, Cards([e for e in shelf.loaded if e.card.id not in own])))
 

@@ -6,9 +6,11 @@ fault that a check found; 3 inconclusive or undecided; 4 not applicable on this 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -98,8 +100,15 @@ app = typer.Typer(
 @app.callback()
 def playbook(
     asked: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    cards: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Your own cards, beside those that ship; see playbook cards init.")
+    ] = None,
+    cases: Annotated[Path | None, typer.Option(metavar="DIR", help="Your own cases, beside those that ship.")] = None,
 ) -> None:
-    """What all commands share: nothing."""
+    """What all commands share: whose cards and cases they read. The processes that a command starts read the same."""
+    for kind, folder in (("CARDS", cards), ("CASES", cases)):
+        if folder is not None:
+            os.environ[f"PLAYBOOK_{kind}"] = str(folder.resolve())
 
 
 @app.command()

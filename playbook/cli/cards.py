@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -156,6 +157,22 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
         say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
         first = card.claims[0].id
         say(f"\nwhat was measured: playbook evidence show {first}    test it here: playbook confirm {card.id}/{first}")
+
+
+@_cards_app.command("init")
+def cards_init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Id of the card and of its case: small letters, digits and -.")],
+    folder: Annotated[Path, typer.Option(help="Where your own cards/ and cases/ lie.")] = Path(),
+) -> None:
+    """Begin a playbook of your own: write a card and a case of a command, to be changed."""
+    from playbook.cards.own import begin
+
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise PlaybookError(f"'{name}' is no id; expected small letters, digits and -, such as loader-workers")
+    taken = {claim.id for card in load.load_all().values() for claim in card.claims}
+    for path in begin(folder, name, taken):
+        say(f"wrote {path}")
+    say(f"next: change them, then playbook cards check {folder / 'cards'} and playbook confirm {name}")
 
 
 @_cards_app.command("rules")

@@ -17,7 +17,7 @@ from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, rea
 from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
-from playbook.paths import data_root
+from playbook.paths import data_root, folders
 from playbook.records.case import Case, beside, case_problems, receipts
 from playbook.records.evidence import Evidence
 from playbook.records.read import Reader, Record, speaks_for
@@ -75,13 +75,17 @@ _DEGREE_KEYS = {
 
 
 def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, dict[str, LoadedCase], list[Finding]]:
-    """The cards of `paths` (all that ship, if empty), the cases, and everything that is wrong with them.
+    """The cards of `paths` (all that ship and the user's own, if empty), the cases, and everything that is wrong with them.
 
     `today` (YYYY-MM-DD) is the day by which age is judged.
     """
-    shelf = read_cards([data_root("cards")])
+    shelf = read_cards(folders("cards"))
     cards = read_cards(paths) if paths else shelf
-    cases, findings = read_cases(data_root("cases"))
+    cases: dict[str, LoadedCase] = {}
+    findings: list[Finding] = []
+    for folder in folders("cases"):
+        more_cases, wrong = read_cases(folder)
+        cases, findings = {**cases, **more_cases}, [*findings, *wrong]
     own, more = _cases_beside(cards)
     findings += more
     broken = {Path(f.file).stem for f in findings}
@@ -142,14 +146,14 @@ def _read_case(path: Path, cases: dict[str, LoadedCase], findings: list[Finding]
 
 def _cases_beside(cards: Cards) -> tuple[dict[Path, dict[str, LoadedCase]], list[Finding]]:
     """Cases that lie beside a card file, by card, as `playbook confirm CARD.yaml` finds them; and findings for those that do not load."""
-    shipped = data_root("cases").resolve()
+    known = [folder.resolve() for folder in folders("cases")]
     read: dict[Path, dict[str, LoadedCase]] = {}
     own: dict[Path, dict[str, LoadedCase]] = {}
     findings: list[Finding] = []
     for entry, _, claim in cards.claims():
         names = [claim.case, claim.mechanism_check.case if claim.mechanism_check else None]
         for path in (found for name in names if name and (found := beside(entry.path, name))):
-            if path.parent == shipped:
+            if path.parent in known:
                 continue
             if path not in read:
                 read[path] = {}

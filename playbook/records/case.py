@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
 from playbook.errors import FileError, Finding
-from playbook.paths import data_root
+from playbook.paths import folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
@@ -236,13 +236,18 @@ def beside(card: Path, case: str) -> Path | None:
 
 
 def list_cases() -> list[str]:
-    """The ids of all shipped cases."""
-    return sorted(p.stem for p in data_root("cases").glob("*.yaml"))
+    """The ids of all cases that ship, and of the user's own."""
+    return sorted(p.stem for folder in folders("cases") for p in folder.glob("*.yaml"))
 
 
 def is_shipped(name: str) -> bool:
-    """Whether a case of that id ships."""
-    return _ID.fullmatch(name) is not None and (data_root("cases") / f"{name}.yaml").is_file()
+    """Whether a case of that id ships, or is among the user's own."""
+    return _file_of(name) is not None
+
+
+def _file_of(name: str) -> Path | None:
+    found = (folder / f"{name}.yaml" for folder in folders("cases") if _ID.fullmatch(name))
+    return next((path for path in found if path.is_file()), None)
 
 
 def case_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
@@ -416,11 +421,12 @@ def _pattern_problem(pattern: str) -> str:
 def _case_path(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    if not is_shipped(name):
+    path = _file_of(name)
+    if path is None:
         card = card_of(name, load_all())
         advice = f"; it is a claim: playbook confirm {card}/{name}" if card else did_you_mean(name, list_cases())
         raise FileError([Finding(name, 1, 1, f"no such case{advice or '; playbook bench list names them'}")])
-    return data_root("cases") / f"{name}.yaml"
+    return path
 
 
 def receipts(case: Case) -> list[tuple[tuple[str | int, ...], Receipt]]:

@@ -16,7 +16,7 @@ from typing import Any
 from playbook.cards.load import read_cards
 from playbook.cards.model import Card, by_claim
 from playbook.errors import FileError, Finding
-from playbook.paths import data_root, repo_root
+from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
 from playbook.site.calculator import calculator_page
 from playbook.site.cards import Shelf, card_page
@@ -74,7 +74,7 @@ def generate(
     Raises:
         FileError: a card or a record that does not load; none is left out in silence.
     """
-    known = _load_cards(cards or data_root("cards"))
+    known = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], known, now.present)
     shelf = _shelf(known, records, today or datetime.now(UTC).date())
@@ -102,8 +102,8 @@ def generate(
     return Site(titles, summary(shelf.records), inserts, plain, written)
 
 
-def _load_cards(folder: Path) -> dict[str, Card]:
-    found = read_cards([folder])
+def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
+    found = read_cards(paths)
     if found.findings:
         raise FileError(found.findings)
     return {entry.card.id: entry.card for entry in found.loaded}

@@ -125,7 +125,7 @@ def test_two_files_with_the_same_ids_are_both_named(tmp_path, text):
 
 def test_load_all_refuses_a_shelf_with_a_broken_card(tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("id: 1\n", encoding="utf-8")
-    monkeypatch.setattr(validate, "data_root", lambda kind: tmp_path)
+    monkeypatch.setattr(validate, "folders", lambda kind: [tmp_path])
     with pytest.raises(FileError, match=r"broken\.yaml"):
         validate.load_all()
 

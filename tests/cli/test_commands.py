@@ -64,6 +64,7 @@ def test_every_command_says_what_it_is_for_and_documents_its_options():
         *("version", "calibrate", "train", "demo", "confirm", "ab", "gate", "bisect", "search", "site build", "schemas export"),
         *(
             "cards check",
+            "cards init",
             "cards list",
             "cards rules",
             "cards show",

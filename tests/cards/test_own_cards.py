@@ -1,0 +1,94 @@
+"""A team's own cards and cases beside those that ship: begun by one command, found by all of them."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from playbook.cards.load import load_all
+from playbook.cli.app import main
+from playbook.errors import ConfigError, FileError
+from playbook.paths import data_root, folders
+from playbook.records.case import list_cases, load_case
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAYBOOK_CARDS", "")
+    monkeypatch.setenv("PLAYBOOK_CASES", "")
+
+    def run_(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        told = capsys.readouterr()
+        return ended.value.code, told.out + told.err
+
+    return run_
+
+
+def test_a_playbook_of_ones_own_is_begun_checked_and_found(run, tmp_path):
+    assert run("cards", "init", "our-loader")[0] == 0
+    assert load_all()["our-loader"].claims[0].case == "our-loader"
+    assert load_case("our-loader").command[:2] == ["python", "train.py"]
+    assert "our-loader" in list_cases()
+    code, told = run("cards", "check", "cards")
+    assert code == 0, told
+    code, told = run("cards", "show", "our-loader")
+    assert "at least 3 %" in told
+    code, told = run("search", "our training script waits for loader workers")
+    assert "our-loader" in told
+    assert run("cards", "init", "our-loader")[0] == 2
+    assert run("cards", "init", "Our Loader")[0] == 2
+
+
+def test_a_second_card_takes_the_next_claim(run):
+    run("cards", "init", "first")
+    run("cards", "init", "second")
+    assert {load_all()[name].claims[0].id for name in ("first", "second")} == {"U1", "U2"}
+
+
+def test_folders_are_named_on_the_command_line_too(run, tmp_path):
+    run("cards", "init", "ours", "--folder", "elsewhere")
+    assert "ours" not in load_all()
+    code, told = run("--cards", "elsewhere/cards", "--cases", "elsewhere/cases", "cards", "show", "ours")
+    assert code == 0, told
+    assert Path(os.environ["PLAYBOOK_CARDS"]) == tmp_path / "elsewhere" / "cards"
+
+
+def test_an_id_that_ships_already_is_told_with_its_place(run, tmp_path):
+    run("cards", "init", "ours")
+    path = tmp_path / "cards" / "ours.yaml"
+    path.write_text(path.read_text().replace("id: U1", "id: W9"))
+    with pytest.raises(FileError, match="claim id 'W9' is already used"):
+        load_all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("cards = 3", "no text"), ("cards", "cannot be read"), ("card = 'x'", "not known"), ("cards = 'x'", "no folder")]
+)
+def test_a_file_that_names_no_folders_is_one_message(run, tmp_path, text, message):
+    (tmp_path / "playbook.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        folders("cards")
+
+
+def test_without_any_there_are_those_that_ship(run):
+    assert folders("cards") == [data_root("cards")]
+
+
+@pytest.mark.full
+def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path):
+    run("cards", "init", "ours")
+    case = tmp_path / "cases" / "ours.yaml"
+    case.write_text(case.read_text().replace("[python,", f"[{sys.executable},"))
+    (tmp_path / "train.py").write_text(
+        "import json, random, sys\nworkers = int(sys.argv[2])\nlaunch = 0.8 / workers * (1 + random.gauss(0, 0.003))\n"
+        "for i in range(50): print(json.dumps({'step': i, 'seconds': launch * (1 + random.gauss(0, 0.01)), 'loss': 1.0, 'tokens': 8}))\n"
+    )
+    code, told = run("confirm", "ours", "--profile", "cpu")
+    assert code == 0, told
+    assert "U1    workers 2 -> 8" in told
+    assert "confirmed  +" in told
+    assert "activation not proven" in told
