@@ -364,7 +364,9 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
 
     known = store.load(next(r.path for r in verdicts(read([data_root("results")]), "V8.m") if r.machine == "h200x1"))
     refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
-    store.write(store.evidence_of(known.measured, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
+    plan = known.measured.plan and known.measured.plan.model_copy(update={"rules": 2})  # a new record may not claim the first rules
+    measured = known.measured.model_copy(update={"plan": plan})
+    store.write(store.evidence_of(measured, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
     monkeypatch.setattr(revision, "PERFORMANCE_REVISION", {"torch": 99})
     _, out, _ = run(capsys, "cards", "show", "vlm-tuning-knobs", "--json")
     found = {v["machine"]: v for v in json.loads(out)["status"]["V8.m"]["verdicts"]}

@@ -128,7 +128,7 @@ def test_killed_twenty_times_and_resumed(deaths: int, ends: int, forks: Forks, t
         if kills >= deaths or len(lines(parts)) >= 4:
             assert forks.run(line, 2, free_port()) == [0, 0], forks.text(0)[-3000:]
             assert exact(parts) == whole
-            assert sorted(p.name for p in saved.iterdir()) == [".lock", "step_00000005", "step_00000006"]
+            assert sorted(p.name for p in saved.iterdir()) == [".finished", ".lock", "step_00000005", "step_00000006"]
             shutil.rmtree(saved)
             runs += 1
     assert runs >= ends
