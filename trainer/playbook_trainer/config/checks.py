@@ -311,7 +311,7 @@ def _freeze_problems(config: TrainerConfig) -> list[str]:
         return [f"train.freeze {frozen} names parts of a vision-language model, and this model has no vision tower"]
     if set(frozen) == set(FREEZABLE):
         return ["train.freeze names every part, so nothing is left to train: take one out"]
-    if "language_model" in frozen and config.data.kind != "vqa":
+    if "language_model" in frozen and config.data.kind not in ("vqa", "chat"):
         return [
             f"train.freeze language_model with data.kind {config.data.kind}, which has no images, leaves nothing to train: set data.kind: vqa"
         ]

@@ -17,7 +17,7 @@ def vision(config: TrainerConfig, plan: Plan) -> float:
     `models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`.
     """
     tower = config.model.vision
-    if tower is None or config.data.kind != "vqa" or "vision" in config.train.freeze:
+    if tower is None or config.data.kind not in ("vqa", "chat") or "vision" in config.train.freeze:
         return 0.0
     rows = plan.mbs * plan.seq_len  # whole ones: a context-parallel rank holds a part of them, and encodes the images of all
     entry = rows * tower.spatial_merge_size**2 * tower.hidden_size * WIDTH[config.train.dtype]

@@ -51,8 +51,8 @@ class GeneratedConfig(Strict):
 class DataConfig(Strict):
     """The training data and how it is packed into rows."""
 
-    kind: Literal["text", "vqa", "mock"] = "text"
-    """text: packed text. vqa: images with questions and answers. mock: random tokens, no image; only to measure how far it misleads."""
+    kind: Literal["text", "vqa", "chat", "mock"] = "text"
+    """text: packed text. vqa: images with questions and answers. chat: conversations, with images or without, by the tokenizer's chat template. mock: random tokens, no image; only to measure how far it misleads."""
     path: str | None = None
     """A file, a folder, or the name of a Hugging Face data set; None takes the bundled data."""
     source: Literal["auto", "files", "parquet", "vqav2", "webdataset", "huggingface", "generated"] = "auto"

@@ -69,6 +69,8 @@ def _labels(document: Document, sound: bool) -> NDArray[np.int64]:
     start = document.loss_from
     if sound:
         labels[start - 1 : -1] = document.tokens[start:]
+        if document.taught is not None:
+            labels[:-1][~document.taught[1:]] = IGNORE
     return labels
 
 

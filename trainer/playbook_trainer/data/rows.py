@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.config.tree import DataConfig, ModelConfig, TrainerConfig
+from playbook_trainer.data.chat_template import ChatTemplate
 from playbook_trainer.data.document import Document
 from playbook_trainer.data.images import BadImage
 from playbook_trainer.data.packing import Lane, LaneState, Packing
-from playbook_trainer.data.sources.registry import Text, open_text, open_vqa
+from playbook_trainer.data.sources.chat import Conversation
+from playbook_trainer.data.sources.registry import Text, open_chat, open_text, open_vqa
 from playbook_trainer.data.sources.streams import Flat, Items, Sharded, Split
-from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, merge_factor
-from playbook_trainer.data.tokenizer import load_tokenizer
+from playbook_trainer.data.sources.vqa import LEAST_VISUAL_TOKENS, Sample, TooLong, fit, fit_images, merge_factor
+from playbook_trainer.data.tokenizer import FileTokenizer, load_tokenizer
 
 T = TypeVar("T")
 
@@ -67,6 +70,8 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
         return MockRows(_mock_lengths(config), config.model, config.data, _seed(config, split))
     if config.data.kind == "text":
         return LaneRows(open_text(config.data, config.model), text_documents(config.model, config.data), config, split, states or {})
+    if config.data.kind == "chat":
+        return LaneRows(open_chat(config.data), _chat_documents(config.model, config.data), config, split, states or {})
     documents = _vqa_documents(config.model, config.data)
     return LaneRows(open_vqa(config.data), documents, config, split, states or {})
 
@@ -82,6 +87,8 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
         make_rows(config, split)
     if config.data.kind == "text":
         _read_first(open_text(config.data, config.model), text_documents(config.model, config.data), config.data)
+    elif config.data.kind == "chat":
+        _read_first(open_chat(config.data), _chat_documents(config.model, config.data), config.data)
     elif config.data.kind == "vqa":
         _read_first(open_vqa(config.data), _vqa_documents(config.model, config.data), config.data)
 
@@ -255,6 +262,42 @@ def _vqa_documents(model: ModelConfig, data: DataConfig) -> Callable[[Sample], l
     return documents
 
 
+def _chat_documents(model: ModelConfig, data: DataConfig) -> Callable[[Conversation], list[Document]]:
+    """A conversation by its template as one document; the loss is on what the assistant says. One that does not fit a row is left out, never cut.
+
+    Raises:
+        ConfigError: no tokenizer with a chat template, or the model, or the sizes in the configuration, cannot take images.
+    """
+    if data.tokenizer == "byte":
+        raise ConfigError(
+            "data.kind is chat: set data.tokenizer to the tokenizer.json of a chat model, beside which its chat template lies"
+        )
+    if model.vision is not None:
+        _check_vision(model, data)
+    template, tokenizer = ChatTemplate(Path(data.tokenizer)), FileTokenizer(Path(data.tokenizer), model.vocab_size, prepared=True)
+
+    def documents(conversation: Conversation) -> list[Document]:
+        place, files = conversation.place, conversation.images
+        text, spans = template.render(conversation.messages, place)
+        found, starts = tokenizer.encode_with_places(text)
+        ids, at = np.asarray(found, dtype=np.int64), np.asarray(starts)
+        taught = np.any([(a <= at) & (at < b) for a, b in spans], axis=0)
+        marks = ids == model.image_token_id if model.image_token_id is not None else np.zeros(len(ids), dtype=bool)
+        if int(marks.sum()) != len(files) or (files and model.vision is None):
+            raise DataError(
+                f"{place}: {len(files)} images, and the chat template of data.tokenizer makes {int(marks.sum())} image tokens of them"
+            )
+        images, scaled = fit_images(place, files, len(ids) - len(files), model, data) if files else ([], False)
+        if len(ids) > data.seq_len:
+            raise TooLong(f"{place}: {len(ids)} tokens, and data.seq_len is {data.seq_len}")
+        repeats = np.ones(len(ids), dtype=np.int64)
+        if images:
+            repeats[marks] = [image.height * image.width // merge_factor(model) ** 2 for image in images]
+        return [Document(np.repeat(ids, repeats), 1, images, scaled, taught=np.repeat(taught & ~marks, repeats))]
+
+    return documents
+
+
 def _mock_lengths(config: TrainerConfig) -> list[int]:
     """Lengths of real documents that the model would read, so that only their content and the images are missing."""
     model = config.model
@@ -276,9 +319,11 @@ def _seed(config: TrainerConfig, split: Split) -> list[int]:
 
 def _check_vision(model: ModelConfig, data: DataConfig) -> None:
     if model.vision is None:
-        raise ConfigError(f"data.kind is vqa, but model {model.name} has no vision tower; take a vision-language model or data.kind=text")
+        raise ConfigError(
+            f"data.kind is {data.kind}, but model {model.name} has no vision tower; take a vision-language model or data.kind=text"
+        )
     if model.vision_start_token_id is None or model.vision_end_token_id is None:
-        raise ConfigError("data.kind is vqa: the model needs vision_start_token_id and vision_end_token_id")
+        raise ConfigError(f"data.kind is {data.kind}: the model needs vision_start_token_id and vision_end_token_id")
     if model.vision.in_channels != 3:
         raise ConfigError(f"images have 3 channels, model.vision.in_channels is {model.vision.in_channels}")
     factor = merge_factor(model)

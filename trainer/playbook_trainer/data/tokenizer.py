@@ -58,6 +58,11 @@ class FileTokenizer:
                 f"take the model's own tokenizer, or set model.vocab_size to at least {largest + 1}"
             )
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of `text`, and where in it each begins."""
+        found = self._backend.encode(text, add_special_tokens=False)
+        return list(found.ids), [start for start, _ in found.offsets]
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)

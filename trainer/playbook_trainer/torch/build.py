@@ -57,7 +57,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
         ops=operators(config),
-        vision_always=config.data.kind == "vqa",
+        vision_always=config.data.kind in ("vqa", "chat"),
         chunks=stage_chunks(config.model.num_layers, axes.pp, config.parallel.vpp),
     )
     with torch.device("meta"):

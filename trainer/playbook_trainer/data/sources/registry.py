@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
 from playbook_trainer.config.tree import DataConfig, ModelConfig
+from playbook_trainer.data.sources.chat import Conversation, conversations
 from playbook_trainer.data.sources.generated import GeneratedText, GeneratedVqa, pool_folder
 from playbook_trainer.data.sources.huggingface import hub_text, looks_like_saved
 from playbook_trainer.data.sources.parquet import text_groups, vqa_groups
@@ -72,6 +73,20 @@ def open_vqa(data: DataConfig) -> Flat[Sample] | Sharded[Sample]:
         if layout == "generated":
             return Flat(GeneratedVqa(data.generated, pool_folder(data.path)), "generated samples")
         raise ConfigError(f"data.source {layout} holds text; with data.kind vqa take files, vqav2, webdataset, parquet or generated")
+
+
+def open_chat(data: DataConfig) -> Flat[Conversation]:
+    """The conversations that `data` names.
+
+    Raises:
+        DataError: nothing readable there.
+        ConfigError: no path, or a layout that conversations do not have.
+    """
+    if data.path is None or data.source not in ("auto", "files"):
+        raise ConfigError("data.kind chat reads files: set data.path to a .jsonl or .json file of conversations, and leave data.source out")
+    path = Path(data.path)
+    with _reachable(path):
+        return Flat(conversations(path), str(path))
 
 
 def _refuse_subset(data: DataConfig, layout: str) -> None:

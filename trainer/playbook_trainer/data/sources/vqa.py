@@ -92,7 +92,32 @@ def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConf
     question, answer = tokenizer.encode(sample.question), tokenizer.encode(sample.answer)
     if model.image_token_id in question or model.image_token_id in answer:
         raise DataError(f"{sample.place}: the text contains model.image_token_id {model.image_token_id}; take the model's own tokenizer")
-    factor = merge_factor(model)
+    sizes, bad = _sizes(sample, merge_factor(model), data)
+    return _fit(sample, sizes, bad, question, answer, model, data)
+
+
+def fit_images(place: str, images: Sequence[Path], text: int, model: ModelConfig, data: DataConfig) -> tuple[list[ImageRef], bool]:
+    """Images with their target sizes beside `text` tokens, scaled down as far as a row asks for, and whether they were.
+
+    Raises:
+        BadImage: a header is bad and the policy is to fail.
+        TooLong: they do not fit, or are more than `data.max_images_per_sample`.
+    """
+    factor, most = merge_factor(model), data.max_images_per_sample
+    if len(images) > most:
+        raise TooLong(f"{place}: {len(images)} images, and data.max_images_per_sample is {most}")
+    sizes, bad = _sizes(Sample(place, images, "", ""), factor, data)
+    targets = [_target(size, factor, data) for size in sizes]
+    scaled = text + _visual(targets, factor) > data.seq_len
+    if scaled:
+        targets = _shrink(targets, sizes, data.seq_len - text, factor, data)
+    if text + _visual(targets, factor) > data.seq_len:
+        raise TooLong(f"{place}: at least {text + _visual(targets, factor)} tokens, and data.seq_len is {data.seq_len}")
+    return [ImageRef(file, *target, kind) for file, target, kind in zip(images, targets, bad, strict=True)], scaled
+
+
+def _sizes(sample: Sample, factor: int, data: DataConfig) -> tuple[list[tuple[int, int]], list[str]]:
+    """Height and width of each image, and why it is bad; "" where it is sound."""
     sizes, bad = [], []
     for i, image in enumerate(sample.images[: data.max_images_per_sample]):
         try:
@@ -103,7 +128,7 @@ def fit(sample: Sample, tokenizer: Tokenizer, model: ModelConfig, data: DataConf
                 raise
             sizes.append((factor, factor))
             bad.append(e.kind)
-    return _fit(sample, sizes, bad, question, answer, model, data)
+    return sizes, bad
 
 
 def merge_factor(model: ModelConfig) -> int:

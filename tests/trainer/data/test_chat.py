@@ -1,0 +1,178 @@
+"""Conversations by the tokenizer's own template: rendered as transformers does, with the loss on the assistant's turns."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from data_sets import VL, config, jpeg
+from ranks import ROOT, environment, steps, summary
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from playbook.errors import ConfigError, DataError
+from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.data.collate import collate
+from playbook_trainer.data.loader import check
+from playbook_trainer.data.rows import make_rows
+from playbook_trainer.huggingface import weights
+
+SPECIAL = ["<|im_end|>", "<|pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
+TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for item in message.content %}
+{%- if item.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ item.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen3-VL's own, in short."""
+
+
+def tokenizer(folder: Path) -> Path:
+    """Bytes, and the special tokens at the ids of the tiny model, with a chat template beside it."""
+    folder.mkdir(exist_ok=True, parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder / "tokenizer.json"
+
+
+ASKED = "What is wrong here?"
+BOTH = [
+    {
+        "messages": [{"role": "user", "content": "<image>" + ASKED}, {"role": "assistant", "content": "A tear."}, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}],
+        "images": ["0.jpg"],
+    },
+    {
+        "image": "0.jpg",
+        "conversations": [{"from": "human", "value": "<image>\n" + ASKED}, {"from": "gpt", "value": "A tear."}, {"from": "human", "value": "Sure?"}, {"from": "gpt", "value": "Yes."}],
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": ASKED}]},
+            {"role": "assistant", "content": "A tear."}, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
+        ],
+    },
+]  # fmt: skip
+
+
+def data(folder: Path, entries: list[Any], name: str = "a.jsonl") -> dict[str, Any]:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "0.jpg").write_bytes(jpeg(0, (96, 64)))
+    text = json.dumps(entries) if name.endswith(".json") else "".join(json.dumps(e) + "\n" for e in entries)
+    (folder / name).write_text(text)
+    return {
+        "data__kind": "chat",
+        "data__path": str(folder / name),
+        "data__tokenizer": str(tokenizer(folder / "model")),
+        "data__seq_len": 256,
+    }
+
+
+@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_every_form_is_the_same_document_with_the_loss_on_the_answers(form: int, name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    cfg = config(VL, **data(tmp_path, [BOTH[form]] * 2, name), data__pack=False)
+    check(cfg)
+    (document,) = make_rows(cfg, "train").row(0)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    image = [{"type": "image"}, {"type": "text", "text": ASKED}]
+    said = [("user", image), ("assistant", "A tear."), ("user", "Sure?"), ("assistant", "Yes.")]
+    text = theirs.apply_chat_template([{"role": role, "content": content} for role, content in said], tokenize=False)
+    expected = theirs(text.replace("<|image_pad|>", "<|image_pad|>" * 6), add_special_tokens=False)["input_ids"]
+    assert document.tokens.tolist() == expected
+    labels = collate([[document]], cfg.model, cfg.data).labels_N
+    assert theirs.decode(labels[labels != IGNORE].tolist()) == "A tear.<|im_end|>\nYes.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"messages": []}, "expected a list of turns under 'messages'"),
+        ({"text": "x"}, "has neither messages nor conversations"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "'robot' speaks; expected human, gpt, system"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "user", "content": 7}]}, "expected a text under content"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "holds a video|type 'video'"),
+        ({**BOTH[0], "images": []}, "1 image tokens|0 images are named|0 images"),
+        ({**BOTH[0], "images": ["0.jpg", "0.jpg"]}, "2 images are named, and 1 shown"),
+        ({**BOTH[0], "images": ["../0.jpg"]}, "lies outside"),
+        ({"messages": [{"role": "user", "content": "<|image_pad|>"}, {"role": "assistant", "content": "x"}]}, "makes 1 image tokens"),
+    ],
+)
+def test_what_is_no_conversation_is_named(entry: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    if entry.get("images") == []:
+        entry = {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]}
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*({expected})"):
+        check(config(VL, **data(tmp_path, [entry] * 2)))
+
+
+def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path: Path) -> None:
+    given = data(tmp_path, [BOTH[0]] * 2)
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        TEMPLATE.replace("message.content is string %}", "message.content is string %}{{ loop.last }}")
+    )
+    with pytest.raises(DataError, match="renders answer 1 otherwise once more turns follow"):
+        check(config(VL, **given))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(ConfigError, match="no Jinja that can be read"):
+        check(config(VL, **given))
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"has no chat_template\.jinja"):
+        check(config(VL, **given))
+    with pytest.raises(ConfigError, match=r"set data\.tokenizer to the tokenizer\.json of a chat model"):
+        check(config(VL, **given | {"data__tokenizer": "byte"}))
+
+
+@pytest.mark.full
+def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
+    """Its own configuration and its own lines of data; only sizes and steps are less."""
+    guide = (ROOT / "docs/guide/fine-tune.md").read_text()
+    lines, settings = (re.findall(rf"```{kind}\n(.*?)```", guide, re.DOTALL)[0] for kind in ("json", "yaml"))
+    (tmp_path / "fine-tune.yaml").write_text(settings)
+    photographs, folder = tmp_path / "photographs", tmp_path / "Qwen3-VL-2B-Instruct"
+    photographs.mkdir()
+    for n in (0, 1):
+        (photographs / f"{n}.jpg").write_bytes(jpeg(n, (96, 64)))
+    (photographs / "conversations.jsonl").write_text(lines * 10)
+    model = parity.tiny("qwen3_vl_tiny")
+    weights.save_safetensors(model, parity.random_state(model), folder)
+    tokenizer(folder)
+    less = [
+        "train.steps=3",
+        "train.warmup_steps=1",
+        "optimizer.warmup_steps=0",
+        "train.global_batch_size=2",
+        "data.seq_len=256",
+        "data.num_workers=0",
+        "eval.every=2",
+        "checkpoint.every=2",
+    ]
+    command = [sys.executable, "-m", "playbook_trainer", "fine-tune.yaml", *less]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = steps(tmp_path / "runs/fine-tune")
+    assert [r["images"] > 0 for r in rows] == [True] * 3
+    assert rows[1]["eval_loss"] > 0
+    assert summary(tmp_path / "runs/fine-tune")["data"]["samples_dropped"] == 0
+    assert {p.name for p in (tmp_path / "Qwen3-VL-2B-tuned").iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        weights.SINGLE,
+    }
