@@ -122,6 +122,8 @@ def parse(words: Sequence[str]) -> Accepted | str:
     rest = list(words)
     while rest and not rest[0].startswith("-") and hasattr(node, "get_command"):
         found = node.get_command(None, rest[0])
+        if found is None and hasattr(node, "default"):  # a group whose first word need not be a command
+            found, rest = node.get_command(None, node.default), [node.default, *rest]
         if found is None:
             return f"the command line has no command '{' '.join([*path, rest[0]])}'"
         node = found

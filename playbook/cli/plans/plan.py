@@ -23,10 +23,12 @@ _DEFAULT = "layouts"
 class _Plans(TyperGroup):  # type: ignore[misc]
     """`playbook plan MODEL` is short for `playbook plan layouts MODEL`."""
 
+    default = _DEFAULT
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments, with the command that is left out where they begin with none."""
         named = args and (args[0] in self.commands or args[0] == "--help")
-        found: list[str] = super().parse_args(ctx, args if named or not args else [_DEFAULT, *args])
+        found: list[str] = super().parse_args(ctx, args if named or not args else [self.default, *args])
         return found
 
 

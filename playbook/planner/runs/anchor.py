@@ -26,7 +26,7 @@ _KINDS_SPREAD = 0.2
 """Standard deviation of the logarithm by which one kind of runs differs from the wider one."""
 _RUNS_SPREAD = 0.15
 """The least by which runs of one kind differ; a single run is taken to differ so much from its kind."""
-_KNOWN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.45)
+_KNOWN = (1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.45)
 """What is left of a prediction's spread once runs of a kind have scaled it, tier by tier; from the published runs, each left out in turn."""
 
 
