@@ -170,14 +170,15 @@ def put_in_place(mutant: Mutant) -> None:
 
 def _replace(holder: ModuleType | type, name: str, old: Any, new: Any) -> None:
     old, new = _plain(old), _plain(new)
+    if old is new:  # imported from elsewhere
+        return
     if isinstance(old, FunctionType) and isinstance(new, FunctionType):
         if old.__module__ == new.__module__ and len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
             old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
     elif isinstance(old, type) and isinstance(new, type):
-        if old is not new:
-            for key, value in list(vars(new).items()):
-                if key not in ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__") and "pydantic" not in key:
-                    _replace(old, key, vars(old).get(key), value)
+        for key, value in list(vars(new).items()):
+            if key not in ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__") and "pydantic" not in key:
+                _replace(old, key, vars(old).get(key), value)
     elif isinstance(old, dict) and isinstance(new, dict):
         old.clear()
         old.update(new)
@@ -229,14 +230,23 @@ class _Mutating:
         print(f"{len(reached)} tests reach the code, {len(short)} are asked; {time.monotonic() - began:.0f} s", flush=True)
         gc.freeze()  # what a child does not collect, it does not copy
         began, tried, found = time.monotonic(), Counter[str](), Counter[str]()
-        for mutant in self.made:
+
+        def noticed(mutant: Mutant) -> tuple[bool, int]:
             file = str(file_of(mutant.module))
             asked = [i for i in short if any(f == file and (mutant.lines is None or n in mutant.lines) for f, n in reached[i].lines)]
-            failed = _noticed(mutant, [session.items[i] for i in asked], _GRACE_S + 3 * sum(reached[i].seconds for i in asked))
+            return _noticed(mutant, [session.items[i] for i in asked], _GRACE_S + 3 * sum(reached[i].seconds for i in asked)), len(asked)
+
+        for module in sorted({m.module for m in self.made}):
+            if noticed(Mutant(module, 0, None, "", "", file_of(module).read_text()))[0]:
+                print(f"the tests of {module} fail where it is put in place unchanged")
+                self.code = 2
+                return True
+        for mutant in self.made:
+            failed, asked = noticed(mutant)
             tried[mutant.module] += 1
             found[mutant.module] += failed
             if not failed:
-                print(f"survives {len(asked):3} tests  {mutant}", flush=True)
+                print(f"survives {asked:3} tests  {mutant}", flush=True)
         print("\n| module | mutants | noticed |\n|---|---:|---:|")
         for module in tried:
             print(f"| {module} | {tried[module]} | {found[module]} |")

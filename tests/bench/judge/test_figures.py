@@ -51,6 +51,7 @@ def test_the_record_of_an_exact_pair() -> None:
     assert (c.look, c.alpha_look, c.floor, c.deviation, c.mde, c.pairs_needed) == (None,) * 6
     assert [g.ok for g in found.gates if g.name == "repeatable"] == [True]
     assert found.verdict.sentence.startswith("+3.000 count; claimed ")
+    assert "None" not in found.verdict.sentence
     share = [make_run(outcome="oom", samples=[], observed=None, metrics={}), make_run("candidate", position=1)]
     assert verdict.derive(measured(share, metric="fits", margin=100.0, unit="points")).verdict.sentence.startswith(
         "+100.0 points; claimed "
@@ -410,10 +411,11 @@ def test_rounding_of_a_large_count_is_no_other_count() -> None:
 def test_a_rule_is_named_by_what_it_asks_for() -> None:
     rules = [
         Rule(collective="all_to_all", inside="dispatch", group="ep", phase="forward"), Rule(range="dispatch"), Rule(counter="recompiles"), Rule(kernel="k"),
+        Rule(log="overlap on"),
     ]  # fmt: skip
     found = receipt.judge_runs(Activation(baseline=Receipt(require=rules)), [make_run()])
     assert [c.rule for c in found] == [
-        "require all_to_all inside dispatch on ep in the forward pass", "require dispatch", "require recompiles", "require kernel k",
+        "require all_to_all inside dispatch on ep in the forward pass", "require dispatch", "require recompiles", "require kernel k", "require line overlap on",
     ]  # fmt: skip
 
 
