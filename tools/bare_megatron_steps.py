@@ -1,0 +1,47 @@
+"""One rank of `bare_megatron.py`'s model in a loop that prints a JSON line for each step.
+
+`bare_megatron_steps.py CONFIG [key.path=value ...] [--trace FILE]`, which leaves a trace of the last step of rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bare_megatron import build, everyone_is_here, refuse
+
+from playbook_trainer.config.tree import load, parse_overrides
+
+
+def main(words: list[str]) -> None:
+    words, trace = (words[:-2], words[-1]) if words[-2:-1] == ["--trace"] else (words, None)
+    config = load(Path(words[0]), parse_overrides(words[1:]))
+    refuse(config)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train = build(config, device)
+    tokens = config.train.global_batch_size * config.data.seq_len
+    for step in range(1, config.train.steps + 1):
+        everyone_is_here(device)
+        began = time.perf_counter()
+        traced = trace is not None and step == config.train.steps and dist.get_rank() == 0
+        with torch.profiler.profile() if traced else contextlib.nullcontext() as profile:
+            loss = float(train())
+            everyone_is_here(device)
+        if profile is not None:
+            profile.export_chrome_trace(str(trace))
+        if dist.get_rank() == 0:
+            print(json.dumps({"step": step, "seconds": time.perf_counter() - began, "loss": loss, "tokens": tokens}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,67 @@
+"""A Qwen3-MoE of Hugging Face transformers with random weights and tokens, trained as its users would; prints a JSON line for each step.
+
+`--experts` names how transformers computes the experts: `grouped_mm` or `eager`. `--trace FILE` leaves a trace of the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+def main() -> None:
+    words = argparse.ArgumentParser()
+    words.add_argument("--experts", default="grouped_mm")
+    words.add_argument("--layers", type=int, default=4)
+    words.add_argument("--hidden", type=int, default=2048)
+    words.add_argument("--num-experts", type=int, default=128)
+    words.add_argument("--seq-len", type=int, default=4096)
+    words.add_argument("--steps", type=int, default=30)
+    words.add_argument("--trace", type=Path)
+    told = words.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(7)
+    config = Qwen3MoeConfig(
+        hidden_size=told.hidden,
+        num_hidden_layers=told.layers,
+        num_attention_heads=max(4, told.hidden // 64),
+        num_key_value_heads=4,
+        head_dim=64,
+        moe_intermediate_size=max(32, 3 * told.hidden // 8),
+        intermediate_size=told.hidden,
+        num_experts=told.num_experts,
+        num_experts_per_tok=min(8, told.num_experts),
+        vocab_size=32_000,
+    )
+    model = Qwen3MoeForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model.set_experts_implementation(told.experts)
+    print("experts are computed by", model.config._experts_implementation, flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, config.vocab_size, (1, told.seq_len), device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    for step in range(1, told.steps + 1):
+        wait()
+        began = time.perf_counter()
+        traced = told.trace is not None and step == told.steps
+        with torch.profiler.profile() if traced else contextlib.nullcontext() as profile:
+            with torch.profiler.record_function("step"):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                value = loss.item()
+            wait()
+        seconds = time.perf_counter() - began
+        print(json.dumps({"step": step, "seconds": seconds, "loss": value, "tokens": told.seq_len}), flush=True)
+        if profile is not None:
+            profile.export_chrome_trace(str(told.trace))
+
+
+if __name__ == "__main__":
+    main()
