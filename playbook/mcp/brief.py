@@ -31,10 +31,10 @@ def shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
             return {"type": "object"}
         if "items" in each:
             return {"type": "array", "items": kind(each["items"])}
-        return {k: v for k, v in each.items() if k in ("type", "anyOf")}
+        return {k: v for k, v in each.items() if k == "type"}
 
     fields = {name: kind(each) for name, each in schema["properties"].items()}
-    return {"type": "object", "properties": fields, "required": schema.get("required", [])}
+    return {"type": "object", "properties": fields}
 
 
 def _verdicts(verdicts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
@@ -60,7 +60,8 @@ MAX_ROWS = 100
 _MAX_TEXT = 600
 _MAX_LINE = 160
 
-_READ_ONLY = {"read_only_hint": True, "destructive_hint": False, "idempotent_hint": True, "open_world_hint": False}
+_READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
+"""The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
     "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
@@ -162,7 +163,9 @@ def server(library: Library) -> MCPServer[Any]:
 
 
 def _search(out: MCPServer[Any], library: Library) -> None:
-    index = engine.index(library.cards, load_pages())
+    @cache
+    def index() -> engine.Index:
+        return engine.index(library.cards, load_pages())
 
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def search(
@@ -177,7 +180,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            found = engine.search(index, query, stated(hardware, model, gpus), only=only, limit=limit)
+            found = engine.search(index(), query, stated(hardware, model, gpus), only=only, limit=limit)
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},

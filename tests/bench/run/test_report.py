@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from stored import MACHINE, record
 
-from playbook.records.evidence import Missing
+from playbook.paths import data_root
+from playbook.records.evidence import Evidence, Missing
 from playbook_bench.run import gate, report
 from playbook_bench.run.confirm import Outcome
 
@@ -24,6 +25,20 @@ def outcomes(gpus: int) -> list[Outcome]:
         measured = evidence.measured.model_copy(update={"machine": machine, "missing": [Missing(reason=reason, detail="d")]})
         found.append(Outcome(evidence.model_copy(update={"measured": measured}), Path("r")))
     return found
+
+
+def test_two_rules_on_one_count_are_said_once() -> None:
+    """A lower and an upper bound read alike."""
+    path = next((data_root("results") / "h200x4").glob("01M7YJDRQX4TZNCJN4X580JWST.json"))
+    evidence = Evidence.model_validate_json(path.read_bytes())
+    twice = evidence.derived.model_copy(update={"receipts": [c for c in evidence.derived.receipts for _ in range(2)]})
+    shown = []
+    for each in (evidence, evidence.model_copy(update={"derived": twice})):
+        out = report.console(io.StringIO())
+        report.print_outcome(Outcome(each, path), out)
+        shown.append(out.file.getvalue())
+    assert "60 all_to_all" in shown[0]
+    assert shown[0] == shown[1]
 
 
 def printed(told: list[Outcome], counts: bool) -> list[str]:
