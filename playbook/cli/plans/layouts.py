@@ -115,7 +115,7 @@ def _show(found: Answer) -> None:
         f"{q.model} on {q.gpus} {q.cluster.name}, {q.seq_len} tokens, global batch {q.global_batch}: {found.counts.enumerated:,} combinations,"
         f" {found.counts.legal:,} legal layouts, {found.counts.fitting:,} fit {q.capacity / _GIB:.1f} GiB, {found.counts.timed:,} plans timed"
     )
-    rows = [_line(i, c, tied=i in found.ties) for i, c in enumerate(found.choices)]
+    rows = [_line(i, c, tied=len(found.ties) > 1 and i in found.ties) for i, c in enumerate(found.choices)]
     print_table(rows, [k for k in rows[0] if k not in _SILENT or any(row[k] != "1" for row in rows)])
     parts = sorted(best.time.parts.items(), key=lambda p: -p[1])
     step = best.time.seconds.value
