@@ -188,7 +188,7 @@ def test_a_step_that_waits_for_its_data_says_so(tmp_path: Path) -> None:
 def test_what_one_node_lacks_is_said_there(
     rank: int, local: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 16}.items():
+    for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 16, "MASTER_ADDR": "x", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     assert main(["nowhere.yaml"]) == 2
     err = capfd.readouterr().err

@@ -143,7 +143,7 @@ def test_a_template_must_be_there_and_must_not_rewrite_earlier_answers(tmp_path:
 def test_the_guide_runs_on_the_tiny_model(tmp_path: Path) -> None:
     """Its own configuration and its own lines of data; only sizes and steps are less."""
     guide = (ROOT / "docs/guide/fine-tune.md").read_text()
-    lines, settings = (re.findall(rf"```{kind}\n(.*?)```", guide, re.DOTALL)[0] for kind in ("json", "yaml"))
+    lines, settings = (re.findall(rf"```{kind}.*?\n(.*?)```", guide, re.DOTALL)[0] for kind in ("json", "yaml"))
     (tmp_path / "fine-tune.yaml").write_text(settings)
     photographs, folder = tmp_path / "photographs", tmp_path / "Qwen3-VL-2B-Instruct"
     photographs.mkdir()
