@@ -215,6 +215,7 @@ def test_cards_check_reports_and_exits_with_2(capsys, tmp_path):
     assert out.count("\n") == 1
 
 
+@pytest.mark.full
 def test_cards_check_passes_on_what_ships(capsys):
     code, out, err = run(capsys, "cards", "check")
     assert (code, err) == (0, "")

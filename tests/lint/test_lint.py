@@ -197,6 +197,7 @@ def many(folder, number):
         (folder / f"made-{n}.yaml").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.full
 def test_two_hundred_cards_are_checked_in_two_seconds(tmp_path):
     many(tmp_path, 200)
     check_all([])  # what is loaded once does not count

@@ -42,6 +42,7 @@ def test_a_record_that_does_not_say_what_it_ran_with_is_left_alone(strict):
 
 
 @pytest.mark.parametrize(("torch", "gpu", "stale"), [("99.0", None, True), (None, None, False), ("99.0", "NVIDIA H200", False)])
+@pytest.mark.sample("99.0-None-True")
 def test_every_reader_on_such_a_machine_is_told(torch, gpu, stale, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shelf = load.load_all()

@@ -142,6 +142,7 @@ def test_a_changed_figure_changes_the_built_page(tmp_path: Path, built: Path) ->
         assert "+7.3 %" not in words(again / name), name
 
 
+@pytest.mark.full
 def test_api_pages_show_public_names_and_stay_small(built: Path) -> None:
     pages = {p.stem: p.read_text(encoding="utf-8") for p in (built / "api").glob("*.html")}
     assert 'id="playbook.planner.memory.estimate"' in pages["planner"]

@@ -34,6 +34,7 @@ def test_tasks_share_the_gpus_and_are_not_done_twice(tmp_path: Path) -> None:
     assert session.run(["a", "b", "c"], tasks, ["0", "1"], 60, tmp_path) == {"a": "done before", "b": "done before", "c": "3"}
 
 
+@pytest.mark.full
 def test_time_ends_a_task_and_keeps_others_from_beginning(tmp_path: Path) -> None:
     tasks = {"long": sleeping(1, 60), "late": sleeping(1, 0, least_s=30), "wide": sleeping(2, 0)}
     began = time.monotonic()

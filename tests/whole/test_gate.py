@@ -428,6 +428,7 @@ def test_the_case_of_continuous_integration_has_an_anchor_in_this_history():
             assert checkout.git(repo_root(), ["merge-base", "--is-ancestor", found.commit, "HEAD"]).returncode == 0, found
 
 
+@pytest.mark.full
 def test_the_case_of_continuous_integration_fails_where_a_slowdown_is_planted(repo, tmp_path):
     """The project's own gate compared HEAD with HEAD. Here rows go through the all-to-all in twice as many bytes, in a copy of this code."""
     for part in ("playbook", "bench/playbook_bench", "trainer", "schemas"):

@@ -14,6 +14,7 @@ from playbook_bench.run import aa, replay, report
 from playbook_bench.run import options as defaults
 
 
+@pytest.mark.full
 def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path, plant):
     plant()
     noise = aa.run(case(), options(tmp_path, profile="cpu"))

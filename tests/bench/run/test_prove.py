@@ -12,6 +12,7 @@ from playbook.paths import data_root
 from playbook_bench.run.prove import prove
 
 
+@pytest.mark.full
 def test_each_variant_is_launched_once_and_meets_its_rules():
     proofs = prove(["recompute-saved-bytes"], profile="cpu")
     assert [(p.variant, p.outcome, p.ok) for p in proofs] == [("baseline", "ok", True), ("candidate", "ok", True)]

@@ -81,6 +81,7 @@ def test_what_is_fixed_stays_and_what_is_not_allowed_is_not_used() -> None:
         assert not choice.plan.options.fp8
 
 
+@pytest.mark.full
 def test_nothing_fits_says_what_is_nearest_and_what_would() -> None:
     found = explain.answer(asked("qwen3_235b_a22b", gpus=32, gbs=512))
     assert found.choices == []

@@ -71,7 +71,7 @@ def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[s
     [("fp32", "remainder", [NARROW]), ("remainder", "fp32", [NARROW, "checkpoint.async_save=false"]), ("remainder", "remainder", [])],
     ids=["to-split", "to-whole", "remainder"],
 )
-@pytest.mark.sample("to-split")
+@pytest.mark.full
 def test_checkpoints_of_either_are_resumed_by_either(before: str, after: str, words: list[str], forks: Forks, tmp_path: Path) -> None:
     """Losses, norms and weights after that are those of a run of whole weights that was not interrupted."""
     rows = trained(forks, tmp_path / "all", TEXT, 2, *words, "optimizer.master_weights=fp32")

@@ -50,6 +50,7 @@ def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, floa
     assert found["grad_norm"] < 1e-4
 
 
+@pytest.mark.full
 def test_the_table_covers_every_legal_pair_of_choices() -> None:
     legal, covered = every_pair(), set().union(*map(pairs_of, LAYOUTS))
     assert len(legal) > 500
