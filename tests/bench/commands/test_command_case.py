@@ -76,7 +76,7 @@ def test_a_planted_gain_is_measured_and_the_record_replays(case, tmp_path):
         ("no path", "error", "the fast path is on"),
         ("nan loss", "error", "loss"),
         ("ends early", "error", "step"),
-        ("no throughput", "error", "seconds"),
+        ("no throughput", "error", "arrived in bursts"),
         ("no memory", "inconclusive", "out of memory"),
         ("fewer tokens", "inconclusive", "work"),
         ("other loss", "inconclusive", "loss"),
