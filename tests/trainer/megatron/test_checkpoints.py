@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -26,6 +27,7 @@ from playbook.paths import data_root
 from playbook_trainer.config.tree import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.state.checkpoints import MegatronHeader, MegatronSaver, difference, reading
+from playbook_trainer.megatron.state.pickles import read_index
 
 FORM = "torch_dist"
 READERS = [dcp.FileSystemReader, CachedMetadataFileSystemReader]
@@ -268,3 +270,24 @@ def test_8_bit_weights_with_one_scale_are_not_read_in_pieces(recipe: str, stream
     config = load(data_root("configs") / "qwen3_moe_tiny.yaml", keys)
     monkeypatch.setattr(strategies, "TorchDistLoadShardedStrategy", Reader)
     assert getattr(reading(config).get("sharded_strategy"), "streams", None) is streams
+
+
+class ByName:
+    """Pickled as early releases of Python 3.11 pickle a member of an enumeration: by `getattr`."""
+
+    def __init__(self, holder: object, name: str) -> None:
+        self.parts = (holder, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.parts
+
+
+def test_an_index_of_a_python_that_pickles_members_by_name_is_read_and_no_other_attribute() -> None:
+    def index(holder: object, name: str) -> bytes:
+        return pickle.dumps(dcp.Metadata(state_dict_metadata={}, planner_data=ByName(holder, name)))
+
+    member = MemoryFormat.TORCH_CONTIGUOUS_FORMAT
+    assert read_index(index(MemoryFormat, "TORCH_CONTIGUOUS_FORMAT")).planner_data is member
+    for holder, name in ((MemoryFormat, "__init__"), (dcp.Metadata, "__init__"), ("text", "format")):
+        with pytest.raises(pickle.UnpicklingError, match="no member of an enumeration"):
+            read_index(index(holder, name))

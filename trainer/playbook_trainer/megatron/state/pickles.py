@@ -40,7 +40,16 @@ class IndexUnpickler(pickle.Unpickler):
                 return found
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
             return pathlib.PurePosixPath  # a path that is only a name
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint holds")
+
+
+def _member(holder: Any, name: str) -> Any:
+    """What `getattr` may do in an index: early releases of Python 3.11 and 3.12 write a member of an enumeration so."""
+    if not (isinstance(holder, type) and issubclass(holder, enum.Enum) and name in holder.__members__):
+        raise pickle.UnpicklingError(f"it names an attribute '{name}' of {holder!r}, which is no member of an enumeration")
+    return holder[name]
 
 
 def _is_data(found: Any) -> bool:
