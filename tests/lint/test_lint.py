@@ -73,6 +73,7 @@ def test_a_planted_contradiction_is_found_at_its_place(name):
         assert 0 < f.column <= len(line)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_the_repaired_twin_passes(name):
     assert [str(f) for f in findings(FIXTURES / name / "repaired")] == []

@@ -74,6 +74,7 @@ def worktrees(root):
 
 
 @pytest.mark.parametrize(("slower", "status", "code"), [(0.0, "pass", 0), (0.2, "regression", 1), (-0.2, "pass", 0)])
+@pytest.mark.sample("0.0-pass-0", "0.2-regression-1")
 def test_the_slower_commit_fails(repo, tmp_path, slower, status, code):
     repo({"slower": slower})
     found = run(repo, tmp_path)
@@ -204,6 +205,7 @@ def test_noise_does_not_lift_the_limit(repo, tmp_path):
     assert "launches of one commit differ by" in found.sentence
 
 
+@pytest.mark.full
 def test_small_slowdowns_add_up_since_the_anchor(repo, tmp_path):
     """Four commits of +1.5 % each pass one by one; against the commit that was accepted they do not."""
     for number in range(1, 5):
@@ -228,6 +230,14 @@ def test_small_slowdowns_add_up_since_the_anchor(repo, tmp_path):
     ],
 )
 @pytest.mark.parametrize("metric", ["useful_tokens_per_s_per_gpu", "dispatch_bytes_per_token_layer"])
+@pytest.mark.sample(
+    "dispatch_bytes_per_token_layer-plant0-regression-peak memory +100.0 %",
+    "dispatch_bytes_per_token_layer-plant1-error-grad_norm of step 1 is 1e+06, and 1 before",
+    "dispatch_bytes_per_token_layer-plant2-error-6 steps without a finite loss, 0 before",
+    "dispatch_bytes_per_token_layer-plant3-error-loss of step",
+    "dispatch_bytes_per_token_layer-plant4-error-loss of step",
+    "useful_tokens_per_s_per_gpu-plant0-regression-peak memory +100.0 %",
+)
 def test_a_commit_that_trains_otherwise_or_costs_more_does_not_pass(repo, tmp_path, plant, status, says, metric):
     repo(plant)
     found = run(repo, tmp_path, metric=metric, pairs=4)
@@ -235,6 +245,7 @@ def test_a_commit_that_trains_otherwise_or_costs_more_does_not_pass(repo, tmp_pa
     assert says in found.sentence
 
 
+@pytest.mark.full
 def test_losses_agree_step_by_step_as_closely_as_launches_of_one_commit_do(repo, tmp_path):
     """The mean loss differs by a fiftieth of a percent, which the case's band of 1 % lets pass."""
     repo({"loss": 0.001})

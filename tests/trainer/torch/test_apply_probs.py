@@ -33,7 +33,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     ],
     ids=["local", "recomputed", "alltoall", "allgather", "folded"],
 )
-@pytest.mark.sample("alltoall")
+@pytest.mark.full
 def test_weights_in_the_activation_change_nothing_but_rounding(ranks: int, words: list[str], plain: Any, tmp_path: Path) -> None:
     rows, _ = trained(tmp_path, ranks, *words, "moe.apply_probs_on=activation")
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in plain[0]], rel=1e-5)
