@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -140,8 +141,12 @@ def _key(path: Path) -> tuple[int, int, int]:
 
 
 def _words(path: Path) -> str:
-    """Whose a lock is, as its file says."""
-    return " ".join(read_bytes(path, 200).decode("utf-8", "replace").split()) or "another command"
+    """Whose a lock is, as its file says; who has just locked it gets a second to write that."""
+    for _ in range(20):
+        if words := " ".join(read_bytes(path, 200).decode("utf-8", "replace").split()):
+            return words
+        time.sleep(0.05)
+    return "another command"
 
 
 def _of_an_earlier_start(who: str) -> bool:
