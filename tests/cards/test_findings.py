@@ -210,6 +210,7 @@ disputes:
 """
 
 
+@pytest.mark.full
 def test_claims_in_dispute_link_each_other_and_one_of_them_stands(tmp_path, text):
     text = re.sub(r"^disputes:\n.*?(?=^interactions:)", "", text, flags=re.DOTALL | re.MULTILINE)  # its own make room for a planted one
     unlinked = findings(tmp_path, text + DISPUTE, "planted.yaml")

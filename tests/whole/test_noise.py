@@ -99,6 +99,7 @@ def test_a_noise_stored_with_a_launch_that_stands_out_is_measured_anew_by_the_ne
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2, "measured anew once, then checked by a fresh pair"
 
 
+@pytest.mark.full
 def test_a_noise_of_a_disturbed_machine_expires_when_fresh_pairs_are_quieter(case, tmp_path, plant):
     """Two harnesses at once stored a deviation of 20.7 %, which hid effects for half a year."""
     plant(baseline={"noise": 0.1})

@@ -19,6 +19,7 @@ def test_each_variant_is_launched_once_and_meets_its_rules():
     assert all(p.checks for p in proofs)
 
 
+@pytest.mark.full
 def test_a_proof_that_the_run_does_not_meet_is_shown_with_what_was_seen(tmp_path, capsys):
     text = (data_root("cases") / "recompute-saved-bytes.yaml").read_text(encoding="utf-8")
     wrong = text.replace('count: "layers * microbatches"', 'count: "7 * layers * microbatches"')

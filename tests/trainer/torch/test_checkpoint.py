@@ -64,7 +64,7 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     ("before", "after"),
     [("tp2-pp2", ["one", "ep2"]), ("ep2-dp4", ["tp2", "pp2"]), ("folded", ["hsdp"]), ("hsdp", ["one"]), ("one", ["tp2-pp2", "folded"])],
 )
-@pytest.mark.sample("folded-after2")
+@pytest.mark.full
 def test_resumed_in_another_layout(before: str, after: list[str], whole: list[dict[str, Any]], forks: Forks, tmp_path: Path) -> None:
     trained(forks, tmp_path / "first", TEXT, before, *saving(tmp_path / "saved"))
     for layout in after:

@@ -50,7 +50,7 @@ def each_alone(rows: list[list[Document]]) -> tuple[float, float, list[int]]:
         (2, ["train.micro_batch_size=2", "data.pad=false", "data.num_workers=1"]),
     ],
 )
-@pytest.mark.sample("2-words1")
+@pytest.mark.full
 def test_packed_rows_weigh_every_label_the_same_and_keep_documents_apart(ranks: int, words: list[str], tmp_path: Path) -> None:
     config = load(VISION, parse_overrides(COMMON))
     made = make_rows(config, "train")
