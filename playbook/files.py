@@ -107,7 +107,11 @@ def take(folder: Path) -> str:
         return who
     # Whoever holds this one alone may put a new file in the place of the old one, whose lock nobody lets go of.
     fresh = folder / f"{LOCK}-{os.environ['SLURM_JOB_ID']}"
-    if second := _lock(fresh):
+    try:
+        second = _lock(fresh)
+    except FileNotFoundError:
+        second = _words(lock)  # another step has just put it in the old one's place, between our two looks at it
+    if second:
         return second
     if not _of_an_earlier_start(who := _words(lock)):
         fresh.unlink(missing_ok=True)  # another step of this start has just done so

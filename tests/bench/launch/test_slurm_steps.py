@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -313,6 +314,47 @@ def test_of_two_steps_of_a_job_that_was_queued_again_one_takes_the_folder(tmp_pa
                 Journal(tmp_path, ["n3"])
         Journal(tmp_path, ["n3"])
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_of_steps_that_come_at_once_one_takes_the_folder_and_the_others_name_it(tmp_path):
+    """Each round queues the job again: the round before holds the lock on nodes that are gone."""
+    script = tmp_path / "steps.py"
+    script.write_text(AT_ONCE, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == 40
+    for number, said in enumerate(rounds):
+        (taker,) = [step for step, who in said.items() if not who]
+        assert {re.sub(r"process \d+ ", "", who) for who in said.values() if who} == {
+            f"on {taker} of job 7" + (f", restart {number}" if number else "")
+        }
+
+
+AT_ONCE = """
+import json, multiprocessing as mp, os, socket, sys
+from pathlib import Path
+from playbook import files
+
+def step(host, number, together, said, over):
+    os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(number))
+    socket.gethostname = lambda: host
+    together.wait()
+    try:
+        said.put((host, files.take(Path(sys.argv[1]))))
+    except BaseException as e:
+        said.put((host, repr(e)))
+    over.wait()
+
+fork, over = mp.get_context("fork"), mp.get_context("fork").Event()
+for number in range(40):
+    together, said = fork.Barrier(4), fork.Queue()
+    steps = [fork.Process(target=step, args=(f"n{number}-{i}", number, together, said, over), daemon=True) for i in range(4)]
+    for process in steps:
+        process.start()
+    print(json.dumps(dict(said.get() for _ in steps)), flush=True)
+over.set()
+"""
 
 
 @contextmanager
