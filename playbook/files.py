@@ -9,6 +9,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -108,11 +109,11 @@ def take(folder: Path) -> str:
     # Whoever holds this one alone may put a new file in the place of the old one, whose lock nobody lets go of.
     fresh = folder / f"{LOCK}-{os.environ['SLURM_JOB_ID']}"
     try:
-        second = _lock(fresh)
+        ours = not _lock(fresh)
     except FileNotFoundError:
-        second = _words(lock)  # another step has just put it in the old one's place, between our two looks at it
-    if second:
-        return second
+        ours = False  # it took the old one's place between our two looks at it
+    if not ours:
+        return _words(lock, lambda words: not _of_an_earlier_start(words))
     if not _of_an_earlier_start(who := _words(lock)):
         fresh.unlink(missing_ok=True)  # another step of this start has just done so
         return who
@@ -144,13 +145,15 @@ def _key(path: Path) -> tuple[int, int, int]:
     return os.getpid(), about.st_dev, about.st_ino
 
 
-def _words(path: Path) -> str:
-    """Whose a lock is, as its file says; who has just locked it gets a second to write that."""
+def _words(path: Path, expected: Callable[[str], bool] = bool) -> str:
+    """Whose a lock is, as its file says; who has just locked it gets a second to write what is expected."""
+    words = ""
     for _ in range(20):
-        if words := " ".join(read_bytes(path, 200).decode("utf-8", "replace").split()):
-            return words
+        words = " ".join(read_bytes(path, 200).decode("utf-8", "replace").split())
+        if words and expected(words):
+            break
         time.sleep(0.05)
-    return "another command"
+    return words or "another command"
 
 
 def _of_an_earlier_start(who: str) -> bool:
