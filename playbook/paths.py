@@ -27,9 +27,12 @@ DEFAULT_RESULTS = Path(".playbook/results")
 """Where runs leave their records, unless told otherwise: in the working folder."""
 
 
+_PACKAGE = Path(__file__).resolve().parent
+
+
 def repo_root() -> Path:
     """The folder that holds `playbook/`: the repository, or site-packages for an installed wheel."""
-    return Path(__file__).resolve().parent.parent
+    return _PACKAGE.parent
 
 
 def data_root(kind: str) -> Path:
@@ -40,7 +43,7 @@ def data_root(kind: str) -> Path:
     Raises:
         KeyError: `kind` is not one of `KINDS`.
     """
-    shipped = Path(__file__).resolve().parent / "_data" / kind
+    shipped = _PACKAGE / "_data" / kind
     return shipped if shipped.is_dir() else repo_root() / KINDS[kind]
 
 
@@ -73,7 +76,7 @@ def _named_in_file(kind: str) -> Path | None:
 
 def in_package(path: Path) -> bool:
     """Whether a path lies in the package, as the data of an installed wheel do, and not in a repository around it."""
-    return path.resolve().is_relative_to(Path(__file__).resolve().parent)
+    return path.resolve().is_relative_to(_PACKAGE)
 
 
 def shipped(kind: str, path: PurePath) -> Path | None:

@@ -6,6 +6,7 @@ fault that a check found; 3 inconclusive or undecided; 4 not applicable on this 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -119,4 +120,7 @@ def version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: runs the command and exits with its code; a user's mistake is a message, not a traceback."""
+    gc.set_threshold(
+        50_000, 20, 20
+    )  # records and cards are many small objects that stay: looking for cycles among them took a sixth of the time
     sys.exit(exit_codes.run(app, sys.argv[1:] if argv is None else argv))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,15 +45,14 @@ def search(
     ] = False,
 ) -> None:
     """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
-    with _no_collection():
-        from playbook.cards import search as engine
-        from playbook.cards.pages import load_pages
-        from playbook.cards.terms import stated
+    from playbook.cards import search as engine
+    from playbook.cards.pages import load_pages
+    from playbook.cards.terms import stated
 
-        run = stated(hardware, model, gpus)
-        cards = load.load_all()
-        only = None if status is None else _with_status(cards, status)
-        found = engine.search(engine.index(cards, load_pages()), query, run, only=only, limit=limit)
+    run = stated(hardware, model, gpus)
+    cards = load.load_all()
+    only = None if status is None else _with_status(cards, status)
+    found = engine.search(engine.index(cards, load_pages()), query, run, only=only, limit=limit)
     if as_json:
         print_json(found.as_row())
         return
@@ -73,16 +70,6 @@ def search(
         say(f"see also {page.source}, {page.title}")
     if found.hits:
         say(f"settings and the status of each claim: playbook cards show {found.hits[0].id}")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switch garbage collection off. A search keeps nearly everything it allocates, and collecting takes a tenth of its time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:
