@@ -36,7 +36,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
-            entry["Cards"] = ["cards/index.md", *({title: f"cards/{name}.md"} for name, title in made.cards.items())]
+            phases = ({phase: [{made.cards[name]: f"cards/{name}.md"} for name in names]} for phase, names in made.phases.items())
+            entry["Cards"] = ["cards/index.md", *phases]
     config.nav = [*(config.nav or []), *_project(Path(config.docs_dir))]
     return config
 
@@ -59,11 +60,12 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _project(docs: Path) -> list[dict[str, Any]]:
-    """Experiments and decisions, where there are any."""
+    """How it is built, what was tried and what was decided, where there are such pages."""
     experiments = sorted(
         (p.relative_to(docs).as_posix() for p in (docs / "experiments").glob("*.md")), key=lambda p: (not p.endswith("index.md"), p)
     )
-    entries: list[Any] = [{"Experiments": experiments}] if experiments else []
+    entries: list[Any] = ["guide/architecture.md"] if (docs / "guide/architecture.md").is_file() else []
+    entries += [{"Experiments": experiments}] if experiments else []
     decisions = sorted(p.relative_to(docs).as_posix() for p in (docs / "adr").glob("*.md"))
     if decisions:
         entries.append({"Decisions": decisions})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +17,7 @@ from pydantic import BaseModel
 from playbook import schemas
 from playbook.cards.model import Card
 from playbook.cli import app as root
+from playbook.cli import exit_codes
 from playbook.cli.check import RECIPES
 from playbook.cli.evidence import present
 from playbook.cli.options import Results, commands
@@ -33,6 +37,11 @@ from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
 
 GIB = 1 << 30
+_SHOWN = (
+    'playbook search "all-to-all takes a third of the step"',
+    "playbook plan qwen3_30b_a3b --gpus 64 --hardware h100 --top 3",
+)
+"""What the home page shows, with its output."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 app = commands()
@@ -101,7 +110,16 @@ def reference() -> Reference:
         field_docs=docs,
         present=present(None),
         recipes=recipe_rows(),
+        shown={command: _printed(command) for command in _SHOWN},
     )
+
+
+def _printed(command: str) -> str:
+    """What a command of ours prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exit_codes.run(root.app, shlex.split(command)[1:])
+    return printed.getvalue().rstrip()
 
 
 def walk(node: Any, name: str) -> Iterator[Command]:

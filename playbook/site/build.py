@@ -21,7 +21,8 @@ from playbook.records.read import EVIDENCE, Present, Record, read
 from playbook.site.calculator import calculator_page
 from playbook.site.cards import Shelf, card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
-from playbook.site.lists import by_phase, index_page, machines_today, matrix_page, summary
+from playbook.site.home import commands_shown, coverage, verdict_forest
+from playbook.site.lists import by_phase, index_page, matrix_page, phases, summary
 from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
@@ -43,6 +44,8 @@ class Reference:
     """This machine's software and the trainer's revisions, by which verdicts go stale."""
     recipes: Sequence[Mapping[str, Any]] = ()
     """Configuration files with their estimates, as `playbook.site.recipes` shows them."""
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Commands for the home page, each with what it prints."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,12 @@ class Site:
 
     cards: dict[str, str]
     """Card ids with their titles, in order of title."""
+    phases: dict[str, list[str]]
+    """For each phase of the work, in words, the ids of its cards."""
     statuses: dict[str, int]
     """How many records there are of each status."""
     inserts: dict[str, str]
-    """Markdown that replaces a comment of that name on a page: `what is true today`, `cards by phase`."""
+    """Markdown that replaces a comment of that name on a page, such as `coverage`."""
     plain: dict[str, str]
     """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
     files: list[Path]
@@ -97,9 +102,15 @@ def generate(
     written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
     _remove_others(out, set(written))
     titles = {c.id: c.title for c in sorted(shelf.cards.values(), key=lambda c: c.title)}
-    inserts = {"what is true today": machines_today(shelf), "cards by phase": by_phase(shelf)}
+    by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
+    inserts = {
+        "forest of verdicts": verdict_forest(shelf),
+        "coverage": coverage(shelf),
+        "two commands": commands_shown(now.shown),
+        "cards by phase": by_phase(shelf),
+    }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    return Site(titles, summary(shelf.records), inserts, plain, written)
+    return Site(titles, by, summary(shelf.records), inserts, plain, written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

@@ -189,10 +189,10 @@ def _axis(record: Record, expect: Expect) -> str:
     low, value, high = (found.get(k) for k in ("low", "effect", "high"))
     if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
         return ""
-    return effect_axis(value, low, high, _margin(expect), expect.op)
+    return effect_axis(value, low, high, margin(expect), expect.op)
 
 
-def _margin(expect: Expect) -> float | None:
+def margin(expect: Expect) -> float | None:
     """The claimed margin on the effect's own scale, a share of the baseline; a ratio of 0.45 is a loss of 0.55."""
     if expect.margin is None:
         return None

@@ -106,47 +106,15 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     return out
 
 
-def machines_today(shelf: Shelf, most: int = 8) -> str:
-    """What is true on which machine: for each, the counts and the newest settled verdicts. For the home page."""
-    machines = _machines(shelf)
-    if not machines:
-        return "No verdict is on record yet."
-    return "\n\n".join(_machine(shelf, m, most) for m in machines)
-
-
-def _machine(shelf: Shelf, machine: str, most: int) -> str:
-    claims = [c for card in shelf.cards.values() for c in each(card)]
-    found = [(r, c) for c in claims for r in verdicts(shelf.records, c.id) if r.machine == machine]
-    found.sort(key=lambda f: f[0].created, reverse=True)
-    found.sort(key=lambda f: (f[0].status not in _DECIDED, f[0].stale(shelf.today, f[1]) is not None, "." in f[1].id))
-    stands = ["stale" if r.stale(shelf.today, c) else r.status for r, c in found]
-    counts = ", ".join(f"{stands.count(s)} {s.replace('_', ' ')}" for s in dict.fromkeys(stands))
-    described = next((str(r.get("measured", "machine", "description", default="")) for r, _ in found), "") or machine
-    rows = [
-        [
-            link(text(c.id), f"cards/{shelf.home[c.id]}.md#{anchor(c.id)}"),
-            text(c.statement),
-            link(badge("stale", f"{r.status}, stale") if r.stale(shelf.today, c) else badge(r.status), f"evidence/{r.id}.md"),
-            link(effect(r), f"evidence/{r.id}.md") if effect(r) else "",
-        ]
-        for r, c in found[:most]
-    ]
-    return render(
-        "machine.md",
-        described=described,
-        machine=machine,
-        found=len(found),
-        claims=len(claims),
-        counts=counts,
-        stale="stale" in stands,
-        rows=rows,
-    )
-
-
 def by_phase(shelf: Shelf) -> str:
     """The cards in the order in which a run meets them. For the home page."""
-    phases = [
+    return render("phases.md", phases=phases(shelf))
+
+
+def phases(shelf: Shelf) -> list[tuple[str, list[Card]]]:
+    """The phases of the work that have cards, in words, each with its cards by title."""
+    found = [
         (words.capitalize(), sorted((c for c in shelf.cards.values() if c.phase == phase), key=lambda c: c.title))
         for phase, words in PHASES.items()
     ]
-    return render("phases.md", phases=[(words, cards) for words, cards in phases if cards])
+    return [(words, cards) for words, cards in found if cards]

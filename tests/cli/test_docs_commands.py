@@ -17,7 +17,13 @@ from playbook_trainer.config.tree import load, parse_overrides
 ROOT = repo_root()
 FORM = re.compile(r"\[|\.\.\.|^N$")
 """Words of a form that is to be filled in."""
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/trainer-files.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs/index.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs/trainer-files.md",
+    *sorted((ROOT / "docs/guide").glob("*.md")),
+]
 
 
 @pytest.fixture(scope="module")

@@ -30,12 +30,22 @@ def page(tree: Path, name: str) -> str:
     return (tree / "docs" / name).read_text().replace(NBSP, " ")
 
 
-def test_home_says_what_is_true_on_which_machine(tree: Path) -> None:
-    shown = generate(tree).inserts["what is true today"].replace(NBSP, " ")
-    assert "### 4 x NVIDIA H200, NVLink" in shown
-    assert "claims have a verdict here: 1 confirmed." in shown
-    assert f"[+7.3 % &#91;+6.2, +8.5&#93;](evidence/{ID}.md)" in shown
-    assert "claims.md?hardware=h200x4" in shown
+def test_home_draws_every_current_interval_from_gpus_and_says_it_in_words(tree: Path) -> None:
+    made = generate(tree)
+    assert "**1 are settled on GPUs**" in made.inserts["coverage"]
+    shown = unescape(made.inserts["forest of verdicts"]).replace(NBSP, " ")
+    assert '<a href="cards/fixture-card.html#x1"' in shown
+    assert "+7.3 % [+6.2, +8.5]" in shown
+    assert "at least +3 %" in shown
+    assert "confirmed" in shown
+    places = {name: float(at) for name, at in re.findall(r'class="pb-(zero|margin|interval)" x1="([-0-9.]+)%', shown)}
+    assert places["zero"] < places["margin"] < places["interval"], "the whole interval lies where the claim holds"
+
+
+def test_home_draws_no_verdict_that_is_out_of_date_and_counts_it_as_open(tree: Path) -> None:
+    made = build.generate(tree / "docs", [tree / "results"], cards=tree / "cards", today=date(2199, 1, 1))
+    assert made.inserts["forest of verdicts"] == ""
+    assert "**0 are settled on GPUs**" in made.inserts["coverage"]
 
 
 def test_home_has_every_card_once(tree: Path) -> None:
