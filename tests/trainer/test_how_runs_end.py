@@ -177,10 +177,13 @@ def test_memory_is_flat_with_full_recompute(forks: Forks, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> None:
+    """Images have one size: where it varies, the allocator of the CPU keeps what the largest batch so far took."""
     peaks = []
-    for batches in (2, 40):
+    for batches in (10, 200):
         words = [
             VISION,
+            "data.images=fixed",
+            "data.pack=false",
             "train.receipt=false",
             "train.warmup_steps=0",
             "train.steps=1",
@@ -191,6 +194,6 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
         plant = "import resource, os, atexit; end = os._exit; os._exit = lambda c: (print('peak', resource.getrusage(0).ru_maxrss, flush=True), end(c))"
         assert forks.run([*words, f"output={tmp_path / str(batches)}"], 1, free_port(), plant) == [0], forks.text(0)
         peaks.append(int(forks.text(0).rpartition("peak ")[2]))
-    assert peaks[1] < 1.05 * peaks[0]
-    assert summary(tmp_path / "40")["eval"][0]["loss"] > 0
-    assert json.loads((tmp_path / "40" / "metrics.jsonl").read_text())["eval_loss"] == summary(tmp_path / "40")["eval"][0]["loss"]
+    assert peaks[1] < 1.01 * peaks[0]
+    assert summary(tmp_path / "200")["eval"][0]["loss"] > 0
+    assert json.loads((tmp_path / "200" / "metrics.jsonl").read_text())["eval_loss"] == summary(tmp_path / "200")["eval"][0]["loss"]

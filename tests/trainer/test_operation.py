@@ -203,6 +203,7 @@ def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int],
     assert [r["step"] for r in rows if r.get("nan")] == ([3] if policy != "continue" else [3, 4, 5, 6])
     folders = sorted((tmp_path / "saved").glob("step_*"))
     assert [int(p.name[-8:]) for p in folders] == saved, "what is not finite is never saved"
+    assert ("model.embed.weight is not finite: no checkpoint" in forks.text(0)) == (policy == "continue")
     if policy == "skip":
         assert [r["step"] for r in rows if r.get("skipped")] == [3]
         assert (metrics["nan_steps"], metrics["skipped_steps"]) == (1, 1)

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -330,6 +331,24 @@ class Writer(FileSystemWriter):
             gone = self._root / f".removing-{old.name}"
             old.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
+    """The first name, of any rank, whose number is not finite; `found` has a number for each tensor, finite where all its values are."""
+    device = (
+        "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    )  # an offloaded state is on the host, and NCCL is not
+    bad = ~torch.stack([number.float().to(device) for _, number in found] or [torch.zeros((), device=device)]).isfinite()
+    anywhere = bad.any().int()
+    if world > 1:
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    if not anywhere:
+        return None
+    names = [next((name for (name, _), is_bad in zip(found, bad.tolist(), strict=False) if is_bad), None)]
+    if world > 1:
+        names = names * world
+        dist.all_gather_object(names, names[dist.get_rank()])
+    return next(name for name in names if name is not None)
 
 
 def writing_folder(root: Path, step: int) -> Path:

@@ -21,8 +21,8 @@ class Saver(Protocol):
     def restore(self) -> Any | None:
         """Load the newest complete checkpoint. Returns its header, which has `step` and `data`, or None where there is no checkpoint."""
 
-    def save(self, step: int, data: dict[str, Any]) -> bool:
-        """Save weights, optimizer state and `data` (the position in the data) after `step`; False, and nothing saved, where a weight or moment is not finite."""
+    def save(self, step: int, data: dict[str, Any]) -> str | None:
+        """Save weights, optimizer state and `data` (the position in the data) after `step`, unless a weight or moment is not finite; then return its name."""
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete."""

@@ -315,8 +315,8 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     recorder.flush()
     # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
     trainer.watchdog.rest()
-    if not trainer.engine.saver.save(trainer.step, _data_state(trainer)):
-        recorder.say(f"step {trainer.step}  weights or moments are not finite: no checkpoint")
+    if bad := trainer.engine.saver.save(trainer.step, _data_state(trainer)):
+        recorder.say(f"step {trainer.step}  {bad} is not finite: no checkpoint")
     recorder.pause()
 
 

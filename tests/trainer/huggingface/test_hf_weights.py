@@ -178,24 +178,25 @@ def test_one_message_lists_missing_unexpected_and_misshaped_tensors(text, tmp_pa
     with pytest.raises(ConfigError) as error:
         weights.load_safetensors(config, tmp_path / "m")
     message = str(error.value)
-    assert "1 missing: model.layers.0.mlp.experts.3.up_proj.weight" in message
-    assert "1 unexpected: model.layers.0.mlp.extra" in message
-    assert "1 of another shape: lm_head.weight (7, 64), expected (320, 64)" in message
+    assert "1 missing (model.layers.0.mlp.experts.3.up_proj.weight)" in message
+    assert "1 unexpected (model.layers.0.mlp.extra)" in message
+    assert "1 of another shape (lm_head.weight (7, 64), expected (320, 64))" in message
 
 
 def test_a_wrong_preset_gives_a_short_message(text, tmp_path):
     config, state = text
     weights.save_safetensors(config, state, tmp_path / "m")
     (tmp_path / "m" / "config.json").unlink()
-    with pytest.raises(ConfigError, match="more") as error:
+    with pytest.raises(ConfigError, match=r", \.\.\.") as error:
         weights.load_safetensors(config.model_copy(update={"num_layers": 40}), tmp_path / "m")
-    assert len(str(error.value)) < 2000
+    assert len(str(error.value)) < 600
+    assert "\n" not in str(error.value)
 
 
 def test_a_state_that_is_not_the_models_is_refused_on_the_way_out(text):
     config, state = text
     state.pop("norm.weight")
-    with pytest.raises(ConfigError, match=r"1 missing: norm\.weight"):
+    with pytest.raises(ConfigError, match=r"1 missing \(norm\.weight\)"):
         weights.to_hf(config, state)
 
 
@@ -326,7 +327,7 @@ def test_a_deepseek_folder_that_transformers_saved_is_read_without_the_predictio
     assert_identical(weights.load_safetensors(config, tmp_path), state)
     whole = parity.deepseek(mtp_layers=1)
     weights.save_safetensors(whole, parity.random_state(whole), tmp_path / "published")
-    with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.4\."):
+    with pytest.raises(ConfigError, match=r"unexpected \(model\.layers\.4\."):
         weights.check_folder(config, tmp_path / "published")
 
 

@@ -63,7 +63,7 @@ Saver = Callable[..., MegatronSaver]
 @pytest.fixture
 def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
     """A saver of one rank, whose tensors are read and written by what a test says."""
-    monkeypatch.setattr(wrap, "finite", lambda *_: torch.ones(()))
+    monkeypatch.setattr(wrap, "tops", lambda *_: [])
     monkeypatch.setattr(wrap, "make_state", lambda *_: None)
     monkeypatch.setattr(wrap, "own_steps", lambda *_: None)
     for name in ("all_reduce", "barrier"):
@@ -78,7 +78,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
         monkeypatch.setattr(MegatronSaver, "_load", planted)
         keys = {"backend": "megatron", "checkpoint.dir": str(folder), "megatron.data_parallel": "distributed_optimizer"}
         axes: Any = SimpleNamespace(world=SimpleNamespace(rank=0, size=1))
-        return MegatronSaver(load(data_root("configs") / "qwen3_moe_tiny.yaml", keys), axes, [], None, torch.device("cpu"))
+        return MegatronSaver(load(data_root("configs") / "qwen3_moe_tiny.yaml", keys), axes, [], None)
 
     return made
 
@@ -89,7 +89,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
     ids=lambda e: type(e).__name__,
 )
 def test_files_that_cannot_be_read_are_one_message(fault: BaseException, saver: Saver, tmp_path: Path) -> None:
-    assert saver(tmp_path).save(2, {"row": 0})
+    assert saver(tmp_path).save(2, {"row": 0}) is None
     with pytest.raises(ConfigError, match=r"step_00000002 cannot be read: \w.*; move it elsewhere"):
         saver(tmp_path, fault).restore()
 
@@ -110,7 +110,7 @@ def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
     one = saver(tmp_path)
     monkeypatch.setattr(MegatronSaver, "_write", write)
     monkeypatch.setattr(MegatronSaver, "_load", read)
-    assert one.save(2, {"row": 0})
+    assert one.save(2, {"row": 0}) is None
     header = one.restore()
     assert header is not None
     assert header.step == 2
@@ -142,7 +142,7 @@ def whole(saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     one = saver(tmp_path)
     monkeypatch.setattr(MegatronSaver, "_write", write)
-    assert one.save(2, {"row": 0})
+    assert one.save(2, {"row": 0}) is None
 
     def read(reader: type) -> Any:
         found: dict[str, Any] = {"a": torch.zeros(12), "rate": None}
@@ -226,7 +226,7 @@ def test_a_file_that_is_gone_is_noticed(whole: Callable[..., Any], tmp_path: Pat
 
 
 def test_a_byte_that_has_changed_in_the_header_is_noticed(saver: Saver, tmp_path: Path) -> None:
-    assert saver(tmp_path).save(2, {"row": 0})
+    assert saver(tmp_path).save(2, {"row": 0}) is None
     path = tmp_path / "step_00000002" / "checkpoint.json"
     written = json.loads(path.read_text())
     path.write_text(path.read_text().replace('"row":0', '"row":8'))
@@ -239,7 +239,7 @@ def test_a_byte_that_has_changed_in_the_header_is_noticed(saver: Saver, tmp_path
 
 @pytest.mark.parametrize("fault", [torch.cuda.OutOfMemoryError("CUDA out of memory"), dist.DistNetworkError("a peer has gone")])
 def test_nobody_is_told_to_remove_a_checkpoint_that_is_not_to_blame(fault: BaseException, saver: Saver, tmp_path: Path) -> None:
-    assert saver(tmp_path).save(2, {"row": 0})
+    assert saver(tmp_path).save(2, {"row": 0}) is None
     with pytest.raises(type(fault)):
         saver(tmp_path, fault).restore()
 

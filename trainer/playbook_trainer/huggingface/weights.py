@@ -48,7 +48,7 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
-SHOWN = 8
+SHOWN = 3
 """Names listed for each kind of mismatch; a wrong preset would otherwise print thousands."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -327,14 +327,15 @@ def _check(expected: Mapping[str, Sequence[Shape]], found: Mapping[str, Shape], 
             if name in found and found[name] not in shapes
         ],
     }
-    lines = []
-    for kind, names in problems.items():
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        if names:
-            lines.append(f"  {len(names)} {kind}: {', '.join(names[:SHOWN])}{more}")
-    if lines:
-        text = "\n".join(lines)
-        raise ConfigError(f"{what} does not fit the model's configuration; compare model.* with the checkpoint's config.json\n{text}")
+    found_wrong = [
+        f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
+        for kind, names in problems.items()
+        if names
+    ]
+    if found_wrong:
+        raise ConfigError(
+            f"{what} does not fit the model's configuration: tensors {', '.join(found_wrong)}; compare model.* with the checkpoint's config.json"
+        )
 
 
 def _shards(nbytes: Mapping[str, int], limit: int) -> list[list[str]]:

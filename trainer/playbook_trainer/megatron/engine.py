@@ -61,7 +61,7 @@ class MegatronEngine:
             self.chunks = wrap.wrap(config, self.transformer_config, chunks)
         self.optim = wrap.optimizer(config, self.chunks)
         self.model = nn.ModuleList(chunks)
-        self.saver: Saver = MegatronSaver(config, self.axes, self.chunks, self.optim, device)
+        self.saver: Saver = MegatronSaver(config, self.axes, self.chunks, self.optim)
         self._norm = 0.0
         self._graphs = graphs.Graphs(config, self.transformer_config, self.chunks, self.optim)
         self._schedule = self._graphs.schedule(get_forward_backward_func())

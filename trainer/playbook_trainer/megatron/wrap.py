@@ -240,10 +240,11 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def finite(chunks: list[Any], optim: Any, device: torch.device) -> Tensor:
-    """Whether every weight and moment of this rank is, as 1 or 0."""
-    tensors = [p for chunk in chunks for p in chunk.parameters()]
-    tensors += [v for part in parts(optim) for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    good = [torch.isfinite(t).all() for t in local if t.is_floating_point() and t.element_size() > 1 and t.numel()]
-    return torch.stack([g.to(device) for g in good]).all().int() if good else torch.ones((), dtype=torch.int32, device=device)
+def tops(chunks: list[Any], optim: Any) -> list[tuple[str, Tensor]]:
+    """Names of this rank's weights and moments, each with its largest value, which is not finite where any of its values is not."""
+    tensors = [(name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+    states = (state for part in parts(optim) for state in part.optimizer.state.values())
+    tensors += [(f"optimizer.{key}", v) for state in states for key, v in state.items() if isinstance(v, Tensor)]
+    local = [(name, t.to_local() if hasattr(t, "to_local") else t) for name, t in tensors]
+    wide = [(name, t.detach()) for name, t in local if t.is_floating_point() and t.element_size() > 1 and t.numel()]
+    return [(name, torch.linalg.vector_norm(t, float("inf"))) for name, t in wide]

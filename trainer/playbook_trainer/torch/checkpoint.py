@@ -30,6 +30,7 @@ from playbook_trainer.checkpoint_files import (
     cause,
     clear_leftovers,
     newest,
+    not_finite,
     read_index,
     writing_folder,
 )
@@ -88,10 +89,10 @@ class Checkpointer:
         self.latest = index.step
         return index
 
-    def save(self, step: int, data: dict[str, Any]) -> bool:
+    def save(self, step: int, data: dict[str, Any]) -> str | None:
         """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
 
-        False, and nothing is written, where a weight or a moment of any rank is not finite: nobody could go on from that.
+        Returns the name of a weight or moment of any rank that is not finite, and writes nothing then: nobody could go on from that.
 
         Raises:
             DataError: this one, or the one before it, could not be written.
@@ -99,8 +100,9 @@ class Checkpointer:
         began = time.perf_counter()
         self._wait()
         state = self._state()
-        if not self._finite(state):
-            return False
+        tops = [(name, torch.linalg.vector_norm(t, float("inf"))) for name, p in state.items() for _, t in p.pieces if t.dim()]
+        if bad := not_finite(tops, self._axes.world.size):
+            return bad
         if self._axes.world.rank == 0:
             clear_leftovers(self._root)
         if self._axes.world.size > 1:
@@ -121,7 +123,7 @@ class Checkpointer:
             self._write(state, header)
         self.latest = step
         self.seconds += time.perf_counter() - began
-        return True
+        return None
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is complete.
@@ -159,16 +161,6 @@ class Checkpointer:
                 state[f"model.{part.name}"] = self._places[part.name].of(whole[part.name])
                 state[f"optimizer.exp_avg_sq.{part.name}"] = self._places[part.name].of(self._optimizer.state[part.local]["exp_avg_sq"])
         return whole
-
-    def _finite(self, state: State) -> bool:
-        device = next(iter(self._params.values())).device
-        tops = [torch.linalg.vector_norm(t, float("inf")).float() for p in state.values() for _, t in p.pieces if t.dim()]
-        good = torch.stack(tops).isfinite().all().int() if tops else torch.ones((), dtype=torch.int32, device=device)
-        if self._axes.world.size > 1:
-            # With an offloaded optimizer the state is on the host, and NCCL is not.
-            good = good.cuda() if dist.get_backend() == "nccl" else good
-            dist.all_reduce(good, op=dist.ReduceOp.MIN)
-        return bool(good)
 
     def _staged(self, state: State) -> State:
         """A copy in host memory, in the same buffers every time."""

@@ -38,6 +38,7 @@ from playbook_trainer.checkpoint_files import (
     complete,
     is_full,
     newest,
+    not_finite,
     read_header,
     sealed,
     write_durably,
@@ -67,8 +68,8 @@ class MegatronHeader(Header):
 class MegatronSaver:
     """Saves and restores one run's model and optimizer."""
 
-    def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any, device: torch.device) -> None:
-        self._config, self._axes, self._chunks, self._optim, self._device = config, axes, chunks, optim, device
+    def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any) -> None:
+        self._config, self._axes, self._chunks, self._optim = config, axes, chunks, optim
         self._root = Path(str(config.checkpoint.dir))
         self._format: Literal["torch_dist", "fsdp_dtensor"]
         self._format = "fsdp_dtensor" if config.megatron.data_parallel == "megatron_fsdp" else "torch_dist"
@@ -99,17 +100,15 @@ class MegatronSaver:
         self.latest = header.step
         return header
 
-    def save(self, step: int, data: dict[str, Any]) -> bool:
-        """Write a checkpoint of this moment; False, and nothing is written, where a weight or a moment of any rank is not finite.
+    def save(self, step: int, data: dict[str, Any]) -> str | None:
+        """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite, whose name is returned.
 
         Raises:
             DataError: it could not be written.
         """
         gather_parameters(self._config, self._chunks)
-        good = wrap.finite(self._chunks, self._optim, self._device)
-        dist.all_reduce(good, op=dist.ReduceOp.MIN)
-        if not bool(good):
-            return False
+        if bad := not_finite(wrap.tops(self._chunks, self._optim), self._axes.world.size):
+            return bad
         folder = writing_folder(self._root, step)
         with _written(step, folder):
             if self._axes.world.rank == 0:
@@ -123,7 +122,7 @@ class MegatronSaver:
             if self._axes.world.rank == 0:
                 self._finish(folder, step, data)
         self.latest = step
-        return True
+        return None
 
     def wait(self) -> None:
         """Do nothing: saving has finished when `save` returns."""
