@@ -72,3 +72,10 @@ def test_an_unknown_host_widens_the_interval(each):
     machine = cluster("h100")
     assert not machine.host_known
     assert step_time(each, replace(machine, host_known=True)).spread <= step_time(each, machine).spread
+
+
+def test_an_a800_is_an_a100_with_a_slower_link():
+    cut, whole = cluster("A800-SXM4-80GB"), cluster("A100-SXM4-80GB")
+    assert (cut.name, cut.link_bytes_per_s) == ("a800", 200e9)
+    split = parse("llama3_70b", ["gpus=8", "tp=8", "gbs=8"])
+    assert step_time(split, cut).parts["tp"] > 1.3 * step_time(split, whole).parts["tp"]

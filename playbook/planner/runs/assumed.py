@@ -90,7 +90,7 @@ def assumed(run: Run) -> Assumed:
         ep=counts["ep"],
         etp=counts["etp"],
         seq_len=run.count("seq_len") or _assume(words, "seq_len", 4096),
-        imbalance=1.0 if "balance" in run.word("routing") or "drop" in run.word("routing") else _NATURAL,
+        imbalance=_imbalance(run),
         loss="native" if unfused else "te",
         options=Options(
             sharding=sharding,
@@ -101,7 +101,7 @@ def assumed(run: Run) -> Assumed:
             sp=False if unfused else None,
         ),
     )
-    if shape.experts and not run.word("routing"):
+    if shape.experts and not run.word("routing") and base.imbalance > 1:
         words.append("routing unknown: natural, the fullest rank has 1.2 times the mean")
     if shape.experts and run.count("ep") is None:
         base = _spread(base, machine, words)
@@ -111,6 +111,13 @@ def assumed(run: Run) -> Assumed:
     if not run.word("recompute") and any(p.options.recompute for p in plans):
         words.append("recompute unknown: the least that fits")
     return Assumed(tuple(dict.fromkeys(plans)), machine, tuple(words))
+
+
+def _imbalance(run: Run) -> float:
+    """Tokens of the fullest rank over the mean: runs that show speed alone force their routing to be even."""
+    said = run.word("routing")
+    even = "balance" in said or "drop" in said or (not said and "performance" in run.word("task"))
+    return 1.0 if even else _NATURAL
 
 
 def _cluster(run: Run) -> Cluster:
