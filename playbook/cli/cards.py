@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.model import Card
+from playbook.cards.model import Card, by_claim
 from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, complain, print_findings, print_json, print_table, say
@@ -127,6 +127,8 @@ def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any
 @_cards_app.command("show")
 def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
     """Show one card, with the status of its claims."""
+    from playbook.records.standing import bases
+
     cards = load.load_all()
     if card_id not in cards:
         holder = load.card_of(card_id, cards)
@@ -138,10 +140,11 @@ def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card
     card = cards[card_id]
     records = records_here(cards, here())
     status = {i.id: status_of(i, records) for c in card.claims for i in (c, c.mechanism_check) if i}
+    rests_on = bases(card, records, by_claim(cards), datetime.now(UTC).date())
     if as_json:
-        print_json({**card.model_dump(mode="json"), "status": status})
+        print_json({**card.model_dump(mode="json"), "status": status, "rests_on": rests_on})
     else:
-        say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()})))
+        say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()}, rests_on)))
         first = card.claims[0].id
         say(f"\nwhat was measured: playbook evidence show {first}    test it here: playbook confirm {card.id}/{first}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect
+from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
 from playbook.paths import data_root, folders
@@ -58,6 +58,7 @@ class LoadedCase:
 
 CASE_RULES = (
     ("claim-out-of-reach", "A claim whose case has no profile inside the claim's scope"),
+    ("decision-reason", "A decision that sets a key which no case of the claims that it cites varies"),
     ("evidence-old", "A claim whose newest evidence has expired"),
     ("family-recipe", "A family's recipe that does not exist, does not load, or is of another model, layout, length or batch"),
 )
@@ -92,6 +93,7 @@ def check_all(paths: Sequence[Path], today: str | None = None) -> tuple[Cards, d
     found = check_cards(cards, shelf, cases=set(cases).union(broken, *own.values()), metrics=METRICS)
     for entry, i, claim in cards.claims():
         found += _claim_and_case(entry, i, claim, {**cases, **own.get(entry.path, {})})
+    found += _reasons(cards, shelf, {i: loaded.case for i, loaded in cases.items()})
     brought = {loaded.path: loaded for of_card in own.values() for loaded in of_card.values()}
     for loaded in (*cases.values(), *brought.values()):
         findings += check_case(loaded)
@@ -266,17 +268,32 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[0][0])
 
 
+def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[Finding]:
+    """Findings for decisions that set what none of the cited claims is about; arithmetic and rules speak for what they say."""
+    claims = by_claim({e.card.id: e.card for e in (*shelf.loaded, *cards.loaded)})
+    for entry in cards.loaded:
+        for i, rule in enumerate(entry.card.decide):
+            cited = [cases[name] for b in rule.because if b in claims and (name := claims[b][1].case) in cases and name]
+            if len(cited) < len(rule.because) or any(c.kind in LOGIC_KINDS for c in cited):
+                continue
+            varied = {key for case in cited for delta in case.variants.values() for key in delta}
+            for key in (str(k) for k in rule.set):
+                if "." in key and key not in varied:
+                    message = f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it; cite a claim on it, or leave it out"
+                    at = entry.finding(("decide", i, "set", key), message)
+                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
+
+
 def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Finding]:
     """Warnings for claims whose newest record has expired."""
     for entry, i, claim in cards.claims():
-        own = [r for r in records if not r.altered and r.claim_ref and speaks_for(r.claim_ref, entry.card.id, claim)]
+        sound = [(r, r.content) for r in records if isinstance(r.content, Evidence) and not r.altered]
+        own = [(r.precedence[0] > 1, content.expires) for r, content in sound if speaks_for(content.measured, entry.card.id, claim)]
         # One that settles nothing takes no verdict's place, however new it is; one that is judged again is valid no longer than its runs.
-        _, expires = max(
-            ((r.precedence[0] > 1, r.content.expires) for r in own if isinstance(r.content, Evidence)), default=(False, "9999")
-        )
+        _, expires = max(own, default=(False, "9999"))
         if expires < today:
             at = entry.finding(("claims", i, "id"), f"the newest evidence of {claim.id} expired on {expires}; run `playbook confirm` again")
-            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0], warning=True)
+            yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0], warning=True)
 
 
 def _delta(values: Mapping[str, Any]) -> str:
@@ -349,7 +366,7 @@ def _recipes(cards: Cards) -> Iterator[Finding]:
             if family.recipe is not None:
                 for message in disagreements(family, family.recipe):
                     at = entry.finding(("families", i, "recipe"), message)
-                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[2][0])
+                    yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[3][0])
 
 
 def disagreements(family: ConfigFamily, recipe: str) -> Iterator[str]:

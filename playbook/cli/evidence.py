@@ -50,7 +50,7 @@ def evidence_list(
     claims = by_claim(cards)
     found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
     rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(content)} for r, content in found]
-    columns = ("evidence", "claim", "status", "machine", "created", "sentence")
+    columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
 
@@ -60,6 +60,7 @@ def evidence_show(
     as_json: AsJson = False,
 ) -> None:
     """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
+    from playbook.records.standing import in_words
     from playbook_bench.run import report, store
     from playbook_bench.run.confirm import Outcome
 
@@ -85,7 +86,7 @@ def evidence_show(
     say(f"repeat   {evidence.command}")
     say(f"verify   playbook bench replay {path}")
     for other in others:
-        say(f"also     {other.machine}: {_word(_row(other, None))}  {other.sentence}  [{other.id}]")
+        say(f"also     {in_words(other, other.reasons(_today(), None))}: {other.sentence}  [{other.id}]")
 
 
 def _chosen(named: str) -> tuple[Path, list[Record]]:
@@ -238,15 +239,8 @@ def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[
 
 
 def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a table, whose status says when it no longer counts, and names the machines where they disagree."""
-    each = [(_word(v), v["machine"]) for v in row.get("verdicts", ())]
-    if len({word for word, _ in each}) > 1:
-        return {**row, "status": "; ".join(f"{word} on {machine}" for word, machine in each)}
-    return {**row, "status": _word(row)}
-
-
-def _word(row: Mapping[str, Any]) -> str:
-    return f"{row['status']}, stale" if row.get("stale") else str(row["status"])
+    """A row for a table, whose status says of each verdict whether it still counts, and what it rests on."""
+    return {**row, "status": "; ".join(dict.fromkeys(v["stands"] for v in row.get("verdicts", (row,)))) or row["status"]}
 
 
 def _stale_file(path: Path) -> str | None:
@@ -261,14 +255,18 @@ def _stale_file(path: Path) -> str | None:
 
 
 def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
+    from playbook.records.standing import in_words
+
+    stale = record.reasons(_today(), claim)
     return {
         "status": record.status,
+        "stands": in_words(record, stale),
         "sentence": "; ".join(record.problems) or record.sentence,
         "evidence": record.id,
         "machine": record.machine,
         "created": record.created,
         "path": str(record.path),
-        "stale": record.reasons(_today(), claim),
+        "stale": stale,
         "origin": record.origin,
         "tested_as": record.other_words(claim),
     }

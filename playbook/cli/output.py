@@ -115,17 +115,18 @@ def print_walls(found: Mapping[str, Any]) -> None:
     say(found["sentence"])
 
 
-def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """A card as text, with the status of its claims."""
+def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Sequence[str]) -> Iterable[str]:
+    """A card as text, with the status of its claims and what each of its rules rests on."""
     yield f"{card.id}: {card.title}"
     yield card.summary
     for claim in card.claims:
         yield from _claim_lines(claim, status)
     if card.decide:
         yield "\ndecide"
-    for rule in card.decide:
+    for rule, basis in zip(card.decide, bases, strict=True):
         never = f"; avoid {_pairs(rule.avoid)}" if rule.avoid else ""
-        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)})"
+        mark = "" if basis == "measured" else f"  [{basis}]"
+        yield f"  when {_pairs(rule.when)}: set {_pairs(rule.set)}{never}  (because {', '.join(rule.because)}){mark}"
         if rule.note:
             yield f"    {rule.note}"
     for dispute in card.disputes:

@@ -121,6 +121,11 @@ def overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return all(_meet(a[key], b[key]) for key in a.keys() & b.keys())
 
 
+def is_number(predicate: Any) -> bool:
+    """Whether a predicate is of numbers, such as `2`, `>=2` or `2..8`."""
+    return all(_span(v) is not None for v in _as_list(predicate))
+
+
 def linked(first: LoadedCard, a: Claim | None, second: LoadedCard, b: Claim | None) -> bool:
     """Whether a card or claim already says that it supersedes or contradicts the other."""
     named = {*first.card.related.supersedes, *first.card.related.contradicts, *second.card.related.supersedes}

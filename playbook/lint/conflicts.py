@@ -14,6 +14,8 @@ from playbook.lint.base import Found, Rule, Shelf, gpus_named, linked, overlap, 
 from playbook.yaml_files import Path_
 
 _SHARED_ALIASES = 0.6
+_KNOBS = {"parallel.fsdp": "full sharding", "megatron.data_parallel": "full sharding"}
+"""Keys of two backends that decide the same thing."""
 _TITLE_OVERLAP = 0.75
 _FILLER = re.compile(r"\b(?:an?|and|at|by|for|from|into?|its?|of|on|or|the|to|using|when|with|choosing|use|guide|training|performance)\b")
 
@@ -64,25 +66,26 @@ def effect(expect: Expect) -> tuple[str, float, float] | None:
 
 
 def _opposed_decisions(shelf: Shelf) -> Iterator[Found]:
-    """Decisions that set one key to different values in the same situation."""
-    index: dict[tuple[str, ...], list[tuple[LoadedCard, int, Decision]]] = {}
+    """Decisions that set one key, or one knob under two keys, to different values where both apply.
+
+    A condition that only one of them names does not separate them; without a common one, nobody knows. Words such as `order` are keys only where all conditions are common.
+    """
+    index: dict[str, list[tuple[LoadedCard, int, Decision, str]]] = {}
     for entry in shelf.every:
         for i, decision in enumerate(entry.card.decide):
-            index.setdefault(tuple(sorted(decision.when)), []).append((entry, i, decision))
+            for key in decision.set:
+                words = "" if "." in key else " ".join(sorted(decision.when))
+                index.setdefault(f"{_KNOBS.get(key, key)} {words}", []).append((entry, i, decision, key))
     asked = {id(e) for e in shelf.checked}
     for rows in index.values():
-        for n, (second, i, b) in enumerate(rows):
-            for first, _, a in rows[:n] if id(second) in asked else ():
-                differ = [k for k in a.set if k in b.set and a.set[k] != b.set[k]]
-                if differ and overlap(a.when, b.when) and not linked(first, None, second, None):
-                    yield from _set_twice(first, a, second, i, b, differ)
-
-
-def _set_twice(first: LoadedCard, a: Decision, second: LoadedCard, i: int, b: Decision, keys: list[str]) -> Iterator[Found]:
-    other = place(first, second, "another decision")
-    for key in sorted(keys):
-        message = f"sets {key} to {show(b.set[key])}, and {other} to {show(a.set[key])} in the same situation; keep one, or narrow `when`"
-        yield second, ("decide", i, "set", key), message
+        for n, (second, i, b, key) in enumerate(rows):
+            for first, _, a, other in rows[:n] if id(second) in asked else ():
+                if (key == other and a.set[key] == b.set[key]) or not a.when.keys() & b.when.keys():
+                    continue
+                if overlap(a.when, b.when) and not linked(first, None, second, None):
+                    who = place(first, second, "another decision")
+                    message = f"sets {key} to {show(b.set[key])}, and {who} sets {other} to {show(a.set[other])} in the same situation; keep one, or narrow `when`"
+                    yield second, ("decide", i, "set", key), message
 
 
 def _avoided_settings(shelf: Shelf) -> Iterator[Found]:

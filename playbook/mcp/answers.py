@@ -12,6 +12,8 @@ class Standing(BaseModel):
 
     machine: str
     status: str
+    stands: str
+    """The verdict with what it rests on: machine, and backend or that it is arithmetic."""
     sentence: str
     created: str
     stale: str | None
@@ -63,7 +65,7 @@ class CardRow(BaseModel):
     phase: str
     wall: str
     claims: dict[str, list[str]]
-    """Verdicts by claim id, each as `status on machine` or `status, stale on machine`; an empty list for a claim that was never tested."""
+    """Verdicts by claim id, each with what it rests on, as `confirmed, one H200, megatron`; an empty list for a claim that was never tested."""
 
 
 class CardList(BaseModel):
@@ -77,6 +79,8 @@ class CardAnswer(BaseModel):
     """A section of a card, as in its file, with the verdicts on its claims."""
 
     card: dict[str, Any]
+    rests_on: list[str]
+    """For each decision rule, in their order: `measured`, `refuted` or `hypothesis`."""
     verdicts: dict[str, list[Standing]]
     more: list[str]
     """The card's other sections."""

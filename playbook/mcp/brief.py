@@ -43,8 +43,7 @@ def _verdicts(verdicts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 def _stands(verdict: Mapping[str, Any]) -> str:
-    stale = ", stale" if verdict["stale"] else ""
-    return f"{verdict['status']}{stale} on {verdict['machine']} ({verdict['sentence']})"
+    return f"{verdict['stands']} ({verdict['sentence']})"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -67,7 +66,8 @@ def _cards(answer: Mapping[str, Any]) -> str:
 def _card(answer: Mapping[str, Any]) -> str:
     card = answer["card"]
     rules = [
-        f"when {_pairs(d['when'])}: set {_pairs(d.get('set', {}))} (because {', '.join(d['because'])})" for d in card.get("decide", ())
+        f"{basis}: when {_pairs(d['when'])}: set {_pairs(d.get('set', {}))} (because {', '.join(d['because'])})"
+        for d, basis in zip(card.get("decide", ()), answer["rests_on"], strict=True)
     ]
     head = [card["title"], card["summary"]] if "title" in card else [f"{', '.join(card) or 'nothing'} of the card"]
     return "\n".join([*head, *rules, *_verdicts(answer["verdicts"]), f"other sections: {', '.join(answer['more'])}"])

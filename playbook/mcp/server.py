@@ -49,8 +49,9 @@ from playbook.planner.options import Options
 from playbook.planner.plan import Plan as LayoutPlan
 from playbook.planner.shapes import Shape
 from playbook.records.read import Record, earlier, with_status
+from playbook.records.standing import in_words
 from playbook.skills.check import claim_ids
-from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, skill_text, standing
+from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill
 from playbook.yaml_files import did_you_mean
 
@@ -65,7 +66,7 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 
 _INSTRUCTIONS = (
     "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
-    " get_card: `decide` says what to set and which claims it rests on, `verdicts` where those stand and on which machine. A claim without a confirmed"
+    " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
     " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."
 )
@@ -209,8 +210,9 @@ def _cards(out: MCPServer[Any], library: Library) -> None:
         with _told():
             card, stock = library.card(card_id), library.stock()
             found = _verdicts(card, claim_ids(card), stock) if section in ("answer", "all") else {}
+            rules = rests_on(card, stock) if section in ("answer", "all") else []
             more = [s for s in get_args(_Section) if s != section]
-            return bounded(CardAnswer(card=_part(card, section), verdicts=found, more=more), "ask for one of its sections")
+            return bounded(CardAnswer(card=_part(card, section), rests_on=rules, verdicts=found, more=more), "ask for one of its sections")
 
     @out.tool(title="Get a claim", annotations=ToolAnnotations(**_READ_ONLY))
     def get_claim(card_id: _CardId, claim_id: ClaimId) -> ClaimAnswer:
@@ -323,7 +325,11 @@ def _resources(out: MCPServer[Any], library: Library) -> None:
         """What the cards say to do, with verdicts; the whole of each is a resource of its own."""
         stock = library.stock()
         cards = [library.card(i) for i in ids]
-        data = {"cards": [_part(c, "answer") for c in cards], "verdicts": {i: standing(c, i, stock) for c in cards for i in claim_ids(c)}}
+        data = {
+            "cards": [_part(c, "answer") for c in cards],
+            "rests_on": {c.id: rests_on(c, stock) for c in cards},
+            "verdicts": {i: standing(c, i, stock) for c in cards for i in claim_ids(c)},
+        }
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
     for card in library.cards.values():
@@ -416,15 +422,17 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
         EvidenceRow(
             machine=r.machine,
             status=r.status,
+            stands=in_words(r, old),
             sentence=("; ".join(r.problems) or r.sentence)[:_MAX_TEXT],
             created=r.created,
-            stale=r.stale(library.today(), claim),
+            stale=old,
             evidence=r.id,
             repeat=str(r.get("command", default=""))[:_MAX_TEXT],
             expires=str(r.get("expires", default="")),
             case=r.get("measured", "case", "id"),
         )
         for r in found[:limit]
+        for old in [r.stale(library.today(), claim)]
     ]
     while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
@@ -458,7 +466,7 @@ def bounded(answer: A, instead: str) -> A:
 
 
 def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
-    return [f"{s['status']}{', stale' if s['stale'] else ''} on {s['machine']}" for s in standing(card, claim_id, stock)]
+    return [str(s["stands"]) for s in standing(card, claim_id, stock)]
 
 
 def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:

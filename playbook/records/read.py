@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from playbook import schemas
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
+from playbook.cards.scope import unmet
 from playbook.errors import FileError, Finding, PlaybookError
 from playbook.files import read_bytes
 from playbook.records.consistency import contradictions
@@ -70,7 +71,7 @@ class Record:
     """Why it counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
-    """Whether none of the cards that were read has its claim. One of them may have another claim of the same id."""
+    """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the cards may have another claim of the same id."""
     assumed_gib: int | None = None
     """The host's memory that a record from before it was noted is taken to have: that of the others of such a machine, where they agree."""
     machine: str = "unknown"
@@ -144,6 +145,11 @@ class Record:
     def gpus(self) -> int:
         """GPUs of its machine."""
         return int(self.kind[0])
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The trainer's backends that its runs were on; none for what launches no run of the trainer."""
+        return _backends(self.content.measured) if isinstance(self.content, Evidence) else ()
 
     @property
     def variants(self) -> list[str]:
@@ -224,12 +230,22 @@ def _variants(claim: ClaimRef | Claim | MechanismCheck) -> list[dict[str, Any]]:
     return [modern_delta(claim.comparison.baseline), modern_delta(claim.comparison.candidate)]
 
 
-def speaks_for(then: ClaimRef, card: str, claim: Claim | MechanismCheck) -> bool:
-    """Whether a claim, as a record holds it, is this claim of this card.
+def _backends(measured: Measured) -> tuple[str, ...]:
+    """The trainer's backends that a record's runs were on; a command has none."""
+    command = measured.case is not None and measured.case.content.command
+    return () if command else tuple(sorted({str(c.get("backend", "torch")) for c in measured.configs.values()}))
+
+
+def speaks_for(measured: Measured, card: str, claim: Claim | MechanismCheck) -> bool:
+    """Whether the claim of a record is this claim of this card, and its runs were on a backend that the claim is about.
 
     Cards from elsewhere may number theirs alike. A claim that has moved from another card is known by its words and its test.
     """
-    return then.id == claim.id and (then.card == card or (then.statement == claim.statement and not _reworded(then, claim)))
+    then, ran = measured.claim, " ".join(_backends(measured))
+    about = claim.scope.get("backend") if isinstance(claim, Claim) else None
+    if then is None or then.id != claim.id or (ran and about and unmet({"backend": about}, {"backend": ran})):
+        return False
+    return then.card == card or (then.statement == claim.statement and not _reworded(then, claim))
 
 
 def _expired(expires: str, today: date) -> list[str]:
@@ -407,10 +423,10 @@ def _labels(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
 
 def _foreign(record: Record, claims: Claims | None) -> bool:
     then = record.claim_ref
-    if claims is None or then is None:
+    if claims is None or then is None or not isinstance(record.content, Evidence):
         return False
     home = claims.get(then.id)
-    return home is None or not speaks_for(then, *home)
+    return home is None or not speaks_for(record.content.measured, *home)
 
 
 def _files(folders: Iterable[Path]) -> list[Path]:

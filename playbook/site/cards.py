@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, expectation
+from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
+from playbook.records.standing import basis, in_words
 from playbook.site.figures import curves
 from playbook.site.figures.svg import effect_axis
 from playbook.site.pages import markdown, render
@@ -82,8 +83,7 @@ def badges(shelf: Shelf, claim: Claim | MechanismCheck, up: str = "../") -> str:
 
 def _badge(shelf: Shelf, record: Record, claim: Claim | MechanismCheck, up: str) -> str:
     old = record.stale(shelf.today, claim)
-    label = f"{record.status} · {record.machine}" + (" · stale" if old else "")
-    return link(badge("stale" if old else record.status, label), f"{up}evidence/{record.id}.md")
+    return link(badge("stale" if old else record.status, in_words(record, old)), f"{up}evidence/{record.id}.md")
 
 
 def card_page(shelf: Shelf, card: Card) -> str:
@@ -105,9 +105,12 @@ def card_page(shelf: Shelf, card: Card) -> str:
 
 def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
     rows = []
+    claims = by_claim(shelf.cards)
     for d in decisions:
+        rests_on = basis(d, shelf.records, claims, shelf.today)
+        mark = "" if rests_on == "measured" else f"<br>*{rests_on}*"
         when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
-        because = " ".join(_claim_link(shelf, i) for i in d.because)
+        because = " ".join(_claim_link(shelf, i) for i in d.because) + mark
         avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
         rows.append([when or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
     return rows

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from playbook.cards.model import Card, Claim, MechanismCheck, expectation
+from playbook.cards.model import Card, Claim, MechanismCheck, by_claim, expectation
 from playbook.records.read import Record, verdicts
+from playbook.records.standing import bases, standing
 from playbook.site.cards import Shelf, effect
 from playbook.site.pages import render_plain
 from playbook.site.text import NBSP, plain
@@ -33,7 +34,7 @@ _READING = (
 def llms(shelf: Shelf, guides: Sequence[Path], base: str = "") -> str:
     """The index: every card with where its claims stand, and every guide. `base` is the site's address, which makes links absolute."""
     titles = [(_title(p), p.stem) for p in guides]
-    stands = {c.id: "; ".join(_stands(shelf, claim) for claim in c.claims) for c in shelf.cards.values()}
+    stands = {c.id: " | ".join(_stands(shelf, claim) for claim in c.claims) for c in shelf.cards.values()}
     root = base and base.rstrip("/") + "/"
     return render_plain("llms.txt", summary=SUMMARY, reading=_READING, cards=_by_title(shelf), stands=stands, guides=titles, root=root)
 
@@ -60,6 +61,7 @@ def plain_card(shelf: Shelf, card: Card) -> str:
     return render_plain(
         "card.txt",
         card=card,
+        rules=zip(card.decide, bases(card, shelf.records, by_claim(shelf.cards), shelf.today), strict=True),
         words=_words,
         expects=lambda claim: " ".join(filter(None, expectation(claim))),
         sources=lambda claim: "; ".join(", ".join(x for x in (s.title, s.origin, s.section, s.date) if x) for s in claim.sources),
@@ -79,9 +81,7 @@ def _in_words(shelf: Shelf, r: Record, claim: Claim | MechanismCheck) -> str:
 
 
 def _stands(shelf: Shelf, claim: Claim) -> str:
-    found = verdicts(shelf.records, claim.id)
-    words = [f"{r.status.replace('_', ' ')}{', stale,' if r.stale(shelf.today, claim) else ''} on {r.machine}" for r in found]
-    return f"{claim.id} {' and '.join(words) or 'untested'}"
+    return f"{claim.id} {standing(shelf.records, claim, shelf.today)}"
 
 
 def _words(values: Mapping[str, Any]) -> str:

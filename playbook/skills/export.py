@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from playbook.cards.model import Card
+from playbook.cards.model import Card, by_claim
 from playbook.errors import PlaybookError
 from playbook.records.read import Record, verdicts
+from playbook.records.standing import bases, in_words
 from playbook.skills.check import LINK, claim_ids, links, outside
 from playbook.skills.model import FILE, Skill
 from playbook.yaml_files import did_you_mean
@@ -111,9 +112,15 @@ def card_file(ids: Sequence[str], stock: Stock) -> str:
     data = {
         "exported": {"by": f"playbook {stock.version}", "on": stock.today.isoformat()},
         "cards": [card.model_dump(mode="json", exclude_defaults=True) for card in cards],
+        "rests_on": {card.id: rests_on(card, stock) for card in cards},
         "verdicts": {i: standing(card, i, stock) for card in cards for i in claim_ids(card)},
     }
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+
+
+def rests_on(card: Card, stock: Stock) -> list[str]:
+    """What each decision rule of a card rests on, in their order: measured, refuted or hypothesis."""
+    return [*bases(card, stock.records, by_claim(stock.cards), stock.today)]
 
 
 def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
@@ -123,13 +130,15 @@ def standing(card: Card, claim_id: str, stock: Stock) -> list[dict[str, Any]]:
         {
             "machine": r.machine,
             "status": r.status,
+            "stands": in_words(r, old),
             "sentence": str(r.get("derived", "verdict", "sentence", default=""))[:600],
             "created": r.created,
-            "stale": r.stale(stock.today, claim),
+            "stale": old,
             "evidence": r.id,
             "repeat": str(r.get("command", default=""))[:300],
         }
         for r in verdicts(stock.records, claim_id)
+        for old in [r.stale(stock.today, claim)]
     ]
 
 

@@ -374,7 +374,7 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     assert found["h200x1"]["status"] == "refuted"
     assert found["cpu"]["status"] == "confirmed"
     assert all(v["stale"] for v in found.values())
-    both = ("refuted, stale on h200x1", "confirmed, stale on cpu")
+    both = ("refuted, stale, one H200, torch", "confirmed, stale, CPU, torch")
     _, text, _ = run(capsys, "cards", "list", "--claims")
     (row,) = (line for line in text.splitlines() if line.startswith("V8.m "))
     assert all(words in row for words in both)

@@ -39,7 +39,7 @@ EXPECTED = {
     "07-opposite-claims": {"conflict-claims"},
     "08-unknown-recompute-labels": {"label-unknown"},
     "09-invented-virtual-stages": {"conflict-row"},
-    "10-advice-against-evidence": {"conflict-avoid"},
+    "10-advice-against-evidence": {"conflict-avoid", "conflict-decisions"},
     "11-graph-spelling": {"label-unknown"},
     "12-training-state-bytes": {"number-state", "number-conflict"},
     "13-one-key-two-values": {"conflict-decisions"},
@@ -51,6 +51,7 @@ EXPECTED = {
     "19-dispatcher-on-wrong-hardware": {"dispatcher-hardware"},
     "20-recompute-excludes-graph": {"label-incompatible"},
     "21-no-case-reaches": {"claim-out-of-reach"},
+    "22-rules-that-contradict": {"conflict-decisions", "decision-dispute", "decision-reason", "decision-threshold"},
 }
 
 
@@ -71,6 +72,14 @@ def test_a_planted_contradiction_is_found_at_its_place(name):
         line = Path(f.file).read_text(encoding="utf-8").splitlines()[f.line - 1]
         assert f.line > 1
         assert 0 < f.column <= len(line)
+
+
+def test_six_rules_of_thumb_that_shipped_are_found_where_they_stand():
+    """CP by length, the dispatcher by GPU, BF16 for experts of any width, FSDP of either backend, stages by nodes, overlap of whatever is exposed."""
+    folder = FIXTURES / "22-rules-that-contradict" / "planted"
+    lines = (folder / "rules-of-thumb.yaml").read_text(encoding="utf-8").splitlines()
+    planted = {(n, line.rpartition("# ")[2]) for n, line in enumerate(lines, 1) if "# " in line}
+    assert {(f.line, f.rule) for f in findings(folder)} == planted
 
 
 @pytest.mark.full
