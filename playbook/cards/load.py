@@ -244,7 +244,7 @@ def _tested(
         yield entry.finding((*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; expected one of {', '.join(OPS[kind])}")
     elif (expect.op == "excludes") != (metric == "fits" and kind != "pair"):
         yield entry.finding((*here, "metric"), f"op '{expect.op}' does not fit metric '{metric}' here; 'excludes' and 'fits' go together")
-    elif not logic and expect.op != "excludes" and expect.margin is None:
+    elif not logic and expect.op not in ("excludes", "inside") and expect.margin is None:
         yield entry.finding((*here, "expect"), f"op '{expect.op}' needs a margin, such as {{value: 5, unit: percent}}")
     elif kind == "pair" and (expect.at or expect.infeasible):
         yield entry.finding((*here, "expect"), "'at' and 'infeasible' name variants of a sweep or an interaction; a pair has neither")

@@ -17,6 +17,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "pair": (">=", "<=", "within"),
     "sweep": (">=", "<=", "within", "best", "not_best", "band", "rising", "knee", "reaches", "excludes"),
     "interaction": (">=", "<=", "within", "crossover", "excludes"),
+    "prediction": ("inside", ">=", "<=", "within"),
     "arithmetic": ("holds",),
     "invariant": ("holds",),
 }
@@ -33,12 +34,14 @@ _WORDS: Mapping[str, str] = {
     "rising": "each step better by {m} or more",
     "knee": "steps better by {m} or more up to {at}, and by at most {m} after it",
     "reaches": "only the last value within {m} of {at}, and all before it short of it by {m} or more",
+    "inside": "each value inside the interval predicted for it",
     "crossover": "the first factor better by {m} or more at the second's low level, and worse by {m} or more at its high one",
     "excludes": "{infeasible} cannot run, and all others can",
 }
 _SUBJECTS: Mapping[str, str] = {
     "sweep": "the last value against the first: ",
     "interaction": "the first factor's effect at the second's high level against its low one: ",
+    "prediction": "the last value against the first: ",
 }
 
 
@@ -71,13 +74,14 @@ class Expect(Strict):
     A sweep compares the last value with the first by `>=`, `<=` and `within`, or asks for a shape of the curve: `best`, `not_best`,
     `band`, `rising`, `knee`, `reaches`. An interaction compares the effect of its first factor at the second factor's two levels: `>=`,
     `<=` and `within` speak of the difference of the two effects (on logarithms, a ratio of ratios), `crossover` of their signs.
-    `excludes`: exactly the variants of `infeasible` cannot run. `playbook_bench.judge.curve_rules` says when each is confirmed and refuted.
+    `excludes`: exactly the variants of `infeasible` cannot run. `inside`: each value of a prediction lies in the interval that its case names;
+    it has no margin. `playbook_bench.judge.curve_rules` says when each is confirmed and refuted.
 
     A rate or a count of bytes is compared as a ratio: where lower is better, `ratio: 2` means half as much, which is also `percent: 100`
     (twice as good). Shares and counts that may be zero are compared by difference, in points or in counts.
     """
 
-    op: Literal[">=", "<=", "within", "holds", "best", "not_best", "band", "rising", "knee", "reaches", "crossover", "excludes"]
+    op: Literal[">=", "<=", "within", "holds", "best", "not_best", "band", "rising", "knee", "reaches", "crossover", "excludes", "inside"]
     margin: Quantity | None = None
     at: list[str | int | float] = Field(default_factory=list)
     """The values of a sweep that the rule speaks of: the predicted best, the knee, the reference that is reached."""
@@ -109,7 +113,7 @@ class Claim(Strict):
     id: str = ClaimId
     statement: str = Field(min_length=20, max_length=600)
     mechanism: str = Field(min_length=20)
-    kind: Literal["pair", "sweep", "interaction", "arithmetic", "invariant"]
+    kind: Literal["pair", "sweep", "interaction", "prediction", "arithmetic", "invariant"]
     comparison: Comparison = Field(default_factory=Comparison)
     metric: str
     expect: Expect

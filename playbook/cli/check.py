@@ -233,7 +233,12 @@ def _same(
 def _rule(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[str, LoadedCase]) -> Iterator[Finding]:
     """Findings where a rule on a curve names variants that the case does not have."""
     loaded = cases.get(claim.case or "")
-    if loaded is not None and claim.kind == loaded.case.kind and claim.kind in ("sweep", "interaction") and not case_problems(loaded.case):
+    if (
+        loaded is not None
+        and claim.kind == loaded.case.kind
+        and claim.kind in ("sweep", "interaction", "prediction")
+        and not case_problems(loaded.case)
+    ):
         for message in curve_rules.problems(claim.expect, list(loaded.case.variants), claim.kind):
             yield entry.finding((*here, "expect"), message)
 

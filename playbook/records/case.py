@@ -16,7 +16,7 @@ from playbook.paths import folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
-LAUNCHED_KINDS = ("pair", "sweep", "interaction")
+LAUNCHED_KINDS = ("pair", "sweep", "interaction", "prediction")
 """The kinds of case that launch the trainer, or a command."""
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -118,12 +118,22 @@ class Delta(Strict):
     reason: str | None = None
 
 
+class Predicted(Strict):
+    """What the metric was predicted to be before any run, with the interval that it must fall into. Units: the metric's own."""
+
+    value: float = Field(gt=0, allow_inf_nan=False)
+    low: float = Field(gt=0, allow_inf_nan=False)
+    high: float = Field(gt=0, allow_inf_nan=False)
+
+
 class Value(Strict):
-    """One value of a sweep's knob, or one level of an interaction's factor."""
+    """One value of a sweep's knob, one level of an interaction's factor, or one run that is predicted."""
 
     at: str | int | float
     set: dict[str, Any] = Field(default_factory=dict)
     """The configuration delta (dotted keys) that goes with it; a coupled setting moves along here."""
+    predicted: Predicted | None = None
+    """For a prediction: part of the case, and so of its hash in every record."""
 
     @property
     def name(self) -> str:
@@ -140,11 +150,11 @@ class Factor(Strict):
 
 
 class Case(Strict):
-    """One matched pair, sweep, interaction, arithmetic statement or invariant."""
+    """One matched pair, sweep, interaction, prediction, arithmetic statement or invariant."""
 
     SCHEMA = "case"
     id: str = Slug
-    kind: Literal["pair", "command", "sweep", "interaction", "arithmetic", "invariant"] = "pair"
+    kind: Literal["pair", "command", "sweep", "interaction", "prediction", "arithmetic", "invariant"] = "pair"
     """`command` is another word for a pair whose `command` is launched."""
     summary: str
     trainer: str | None = None
@@ -162,7 +172,7 @@ class Case(Strict):
     knob: str | None = None
     """For a sweep: what is varied, in words or as the configuration's key."""
     values: list[Value] = Field(default_factory=list)
-    """For a sweep: the values in their order."""
+    """For a sweep: the values in their order. For a prediction: what runs, each with what was predicted for it."""
     factors: list[Factor] = Field(default_factory=list)
     """For an interaction: two. Its cells are named `low+low`, `high+low`, `low+high` and `high+high`, by the levels' values."""
     metric: str | None = None
@@ -193,7 +203,7 @@ class Case(Strict):
         """Every variant that is launched, with its configuration delta, in order. The first is what noise is measured on."""
         if self.kind == "pair":
             return {"baseline": self.baseline, "candidate": self.candidate}
-        if self.kind == "sweep":
+        if self.kind in ("sweep", "prediction"):
             return {v.name: v.set for v in self.values}
         if self.kind == "interaction" and len(self.factors) == 2:
             a, b = self.factors
@@ -305,26 +315,44 @@ def _command_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
 def _variant_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
     """Whether the fields that make the variants are those of the case's kind, and enough of them."""
     found: list[tuple[tuple[str | int, ...], str]] = []
-    owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep", "factors": "interaction"}
+    owners = {"baseline": "pair", "candidate": "pair", "knob": "sweep", "values": "sweep or prediction", "factors": "interaction"}
     found += [
         ((field,), f"'{field}' belongs to a case of kind {kind}; this one is of kind {case.kind}")
         for field, kind in owners.items()
-        if getattr(case, field) and kind != case.kind
+        if getattr(case, field) and case.kind not in kind.split(" or ")
     ]
+    found += _predicted_problems(case)
     if case.kind == "sweep" and not case.knob:
         found.append((("kind",), "'knob' is missing; say what the sweep varies"))
     if case.kind == "sweep" and len(case.values) < 2:
         found.append((("values",), f"a sweep has at least 2 values, found {len(case.values)}"))
     if case.kind == "interaction" and len(case.factors) != 2:
         found.append((("factors",), f"an interaction has 2 factors, found {len(case.factors)}"))
-    names = [v.name for v in case.values] if case.kind == "sweep" else list(case.variants)
-    where = "values" if case.kind == "sweep" else "factors" if case.kind == "interaction" else "kind"
+    names = [v.name for v in case.values] if case.kind in ("sweep", "prediction") else list(case.variants)
+    where = "values" if case.kind in ("sweep", "prediction") else "factors" if case.kind == "interaction" else "kind"
     found += [((where,), f"'{n}' is used twice; each value needs its own name") for n in sorted({n for n in names if names.count(n) > 1})]
     if case.kind == "interaction" and len(case.factors) == 2 and len(names) < 4:
         found.append((("factors",), "the levels of a factor have the same name; give each its own"))
     found += [
         ((where,), f"'{n}' names a folder too; expected letters, digits and . _ + -, at most 64") for n in names if not _NAME.match(n)
     ]
+    return found
+
+
+def _predicted_problems(case: Case) -> list[tuple[tuple[str | int, ...], str]]:
+    """Whether each value of a prediction, and of nothing else, has one, inside its own interval."""
+    found: list[tuple[tuple[str | int, ...], str]] = []
+    if case.kind == "prediction" and not case.values:
+        found.append((("values",), "a prediction has at least 1 value: what runs, and what was predicted for it"))
+    levels = [level for f in case.factors for level in (f.low, f.high)]
+    if case.kind != "prediction" and any(v.predicted for v in (*case.values, *levels)):
+        found.append((("kind",), f"'predicted' belongs to a case of kind prediction; this one is of kind {case.kind}"))
+    for i, v in enumerate(case.values if case.kind == "prediction" else []):
+        p = v.predicted
+        if p is None:
+            found.append((("values", i), f"'predicted' is missing for {v.name}; expected its value, low and high"))
+        elif not p.low <= p.value <= p.high:
+            found.append((("values", i), f"predicted {p.value:g} does not lie from {p.low:g} to {p.high:g}"))
     return found
 
 

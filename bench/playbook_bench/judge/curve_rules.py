@@ -16,6 +16,7 @@ is the claimed margin. Refuted means that the interval rules the claim out, so e
 | `knee` | steps gain m or more up to a knee (one of `at`, if given) and at most m after it | L >= m before and U <= m after one such knee | every such knee is ruled out by a step |
 | `reaches` | only the last value comes within m of the reference `at`; all before it fall short by m or more | L(at, j) >= m for all but the last, U(at, last) <= m | some U(at, j) < m, or L(at, last) > m |
 | `crossover` | the first factor gains m or more at the second's low level and loses m or more at its high one | both L >= m | one U < m |
+| `inside` | each value of a prediction lies in the interval that was predicted for it | both ends of each one's interval inside | some L > high, or U < low |
 | `excludes` | exactly the variants of `infeasible` cannot run | they were refused or out of memory in each launch and all others ran | one of them ran |
 """
 
@@ -49,6 +50,8 @@ class Question:
     names: Sequence[str]
     margin: float
     at: Sequence[str] = field(default_factory=tuple)
+    bands: Sequence[Bounds] = field(default_factory=tuple)
+    """What was predicted for each of the names: from least to most gain over the predicted value."""
 
 
 def named(values: Sequence[str | int | float]) -> list[str]:
@@ -56,9 +59,11 @@ def named(values: Sequence[str | int | float]) -> list[str]:
     return [v if isinstance(v, str) else f"{v:g}" for v in values]
 
 
-def question(expect: Expect, names: Sequence[str], margin: float) -> Question:
+def question(expect: Expect, names: Sequence[str], margin: float, bands: Mapping[str, Bounds] | None = None) -> Question:
     """The claim's question about the variants that ran."""
-    return Question(expect.op, list(names), margin, [a for a in named(expect.at) if a in names])
+    return Question(
+        expect.op, list(names), margin, [a for a in named(expect.at) if a in names], [b for v, b in (bands or {}).items() if v in names]
+    )
 
 
 def over(i: str, j: str) -> Asked:
@@ -77,6 +82,8 @@ def asked(q: Question, interaction: bool = False) -> list[Asked]:
         return _cells(q)
     if q.op in (">=", "<=", "within"):
         return [over(names[-1], names[0])]
+    if q.op == "inside":
+        return [Asked(f"{v} over its prediction", {v: 1.0}) for v in names]
     if q.op in ("best", "not_best"):
         return [over(j, i) for i in q.at for j in names if j not in q.at]
     if q.op == "band":
@@ -104,6 +111,9 @@ def decide(q: Question, bounds: Sequence[Bounds], interaction: bool = False) -> 
         return _one(q.op, m, *bounds[0])
     if interaction or q.op == "rising":
         return _all([low >= m for low, _ in bounds], [high < m for _, high in bounds])
+    if q.op == "inside":
+        both = list(zip(bounds, q.bands, strict=True))
+        return _all([a <= low and high <= b for (low, high), (a, b) in both], [low > b or high < a for (low, high), (a, b) in both])
     if q.op == "band":
         return _all([-m <= low and high <= m for low, high in bounds], [low > m or high < -m for low, high in bounds])
     if q.op in ("best", "not_best"):
@@ -155,6 +165,8 @@ def problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
     """What a claim asks of a case that it cannot ask, one line each."""
     found = []
     at = named(expect.at)
+    if expect.op == "inside" and (expect.margin is not None or expect.infeasible):
+        found.append("op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run")
     unknown = [n for n in [*at, *named(expect.infeasible)] if n not in names]
     if unknown:
         found.append(f"{', '.join(unknown)}: the case has no such variant; it has {', '.join(names)}")

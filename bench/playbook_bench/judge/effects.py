@@ -42,6 +42,21 @@ def threshold(metric: Metric, margin: Quantity | None) -> float:
     return margin.value * _ABSOLUTE[margin.unit]
 
 
+def bands(case: Case, metric: Metric) -> dict[Variant, tuple[float, float]]:
+    """For each variant of a prediction, how much better than predicted its metric may be, from least to most; empty for other cases.
+
+    Raises:
+        ConfigError: the metric is compared by difference, which may be zero or below.
+    """
+    told = {v.name: v.predicted for v in case.values if v.predicted}
+    if told and metric.scale != "log_ratio":
+        raise ConfigError(
+            f"case '{case.id}': {metric.name} is compared by difference; a prediction needs a metric that is compared as a ratio"
+        )
+    ends = {v: sorted(guards.compare(metric, p.value, end) for end in (p.low, p.high)) for v, p in told.items()}
+    return {v: (low, high) for v, (low, high) in ends.items()}
+
+
 def measure(
     rules: Rules,
     runs: Sequence[Run],
@@ -54,6 +69,8 @@ def measure(
 ) -> Curve:
     """The contrasts that a claim's rule asks for, each with its interval; against the first variant where there is no claim.
 
+    Where the claim is that predictions hold, each variant is compared with what was predicted for it.
+
     `noise` holds the differences of the A/A pairs. A deterministic metric has no intervals: its first block is all there is to know.
     """
     exact = metric.deterministic
@@ -65,9 +82,10 @@ def measure(
     n = len(blocks)
     alpha = None if exact else rules.level(plan.looks, plan.alpha, n) / planned
     values = [[required(metric, b[v]) for v in names] for b in blocks]
+    told = {v.name: v.predicted.value for v in case.values if v.predicted} if expect and expect.op == "inside" else {}
     found: list[statistics.Interval] = []
     if n >= 2 and alpha is not None:
-        rows = [[guards.compare(metric, row[0], x) for x in row] for row in values]
+        rows = [[guards.compare(metric, told.get(v, row[0]), x) for v, x in zip(names, row, strict=True)] for row in values]
         found = rules.intervals(rows, [[a.weights.get(v, 0.0) for v in names] for a in wanted], alpha, noise)
     labelled = [dict(zip(names, row, strict=True)) for row in values]
     return Curve(
@@ -77,13 +95,13 @@ def measure(
         design="deterministic" if exact else "launches_blocks",
         scale=metric.scale,
         points=points(runs, case, metric, blocks),
-        contrasts=[_contrast(metric, a, labelled, found[i] if found else None) for i, a in enumerate(wanted)],
+        contrasts=[_contrast(metric, a, labelled, told, found[i] if found else None) for i, a in enumerate(wanted)],
         blocks=n,
         look=plan.looks.index(n) + 1 if n in plan.looks and not exact else None,
         alpha_contrast=alpha,
         freedom=found[0].freedom if found else None,
         floor=None if exact else statistics.aa_deviation(noise),
-        blocks_needed=_needed(found, metric, expect, alpha) if alpha else None,
+        blocks_needed=_needed(found, _ends(case, metric, expect, len(wanted)), alpha) if alpha and expect else None,
     )
 
 
@@ -141,13 +159,21 @@ def _exact(c: Contrast, curve: Curve) -> float:
     return math.copysign(math.inf, gain if curve.better == "higher" else -gain)
 
 
-def _needed(found: Sequence[statistics.Interval], metric: Metric, expect: Expect | None, alpha: float) -> int | None:
-    """About how many blocks settle every interval that a margin lies in; None where none does, or no sensible number."""
-    if expect is None:
-        return None
+def _ends(case: Case, metric: Metric, expect: Expect, contrasts: int) -> list[tuple[float, ...]]:
+    """For each contrast, where the claim ends to hold."""
+    if expect.op == "inside":
+        return list(bands(case, metric).values())
     margin = threshold(metric, expect.margin)
-    ends = {margin, -margin} if expect.op in ("within", "band") else {margin}
-    needs = [statistics.pairs_needed(i.mean - m, i.largest, alpha) for i in found for m in ends if i.low < m < i.high]
+    return [(margin, -margin) if margin and expect.op in ("within", "band") else (margin,)] * contrasts
+
+
+def _needed(found: Sequence[statistics.Interval], ends: Sequence[tuple[float, ...]], alpha: float) -> int | None:
+    """About how many blocks settle every interval that an end of the claim lies in; None where none does, or no sensible number."""
+    if not found:
+        return None
+    needs = [
+        statistics.pairs_needed(i.mean - m, i.largest, alpha) for i, own in zip(found, ends, strict=True) for m in own if i.low < m < i.high
+    ]
     known = [n for n in needs if n is not None]
     return max(known) if known and len(known) == len(needs) else None
 
@@ -158,10 +184,17 @@ def _wanted(case: Case, expect: Expect | None, names: Sequence[Variant]) -> list
     return asked(question(expect, names, 0.0), case.kind == "interaction")
 
 
-def _contrast(metric: Metric, a: Asked, blocks: Sequence[Mapping[Variant, float]], found: statistics.Interval | None) -> Contrast:
+def _contrast(
+    metric: Metric,
+    a: Asked,
+    blocks: Sequence[Mapping[Variant, float]],
+    told: Mapping[Variant, float],
+    found: statistics.Interval | None,
+) -> Contrast:
     plus = [v for v, w in a.weights.items() if w > 0]
     minus = [v for v, w in a.weights.items() if w < 0]
-    differences = [sum(guards.compare(metric, b[m], b[p]) for p, m in zip(plus, minus, strict=True)) for b in blocks]
+    pairs = [[(b[m], b[p]) for p, m in zip(plus, minus, strict=True)] if minus else [(told[v], b[v]) for v in plus] for b in blocks]
+    differences = [sum(guards.compare(metric, before, after) for before, after in pair) for pair in pairs]
     mean = math.fsum(differences) / len(differences)
     finite = math.isfinite(mean)
     return Contrast(
@@ -221,6 +254,12 @@ def show(curve: Curve, between: bool = False) -> str:
     parts = [_show_contrast(curve, c, between) for c in curve.contrasts]
     parts += [f"{p.variant} {'did not fit' if p.outcome == 'oom' else 'was refused'}" for p in curve.points if p.outcome != "ok"]
     return "; ".join(parts)
+
+
+def show_predicted(case: Case, metric: Metric) -> str:
+    """What a case predicts, such as `winner 11500 [9700, 13800] tokens/s`."""
+    told = [(v.name, v.predicted) for v in case.values if v.predicted]
+    return ", ".join(f"{name} {p.value:g} [{p.low:g}, {p.high:g}]" for name, p in told) + f" {metric.unit}"
 
 
 def _show_contrast(curve: Curve, c: Contrast, between: bool = False) -> str:

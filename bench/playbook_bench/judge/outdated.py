@@ -41,6 +41,9 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
         yield "what the case computes"
     if content.delta.environment != today.delta.environment:
         yield "environment variables of the variants"
+    told = {v.name: v.predicted for v in today.values}
+    edited = [(v.name, v.predicted, told.get(v.name)) for v in content.values if v.predicted and v.predicted != told.get(v.name)]
+    yield from (f"the prediction of {name}: {_short(a)} -> {_short(b)}" for name, a, b in edited)
     variants = {run.variant: run for run in then.runs}
     if not variants or then.profile is None:
         return

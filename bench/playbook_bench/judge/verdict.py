@@ -85,7 +85,7 @@ class _Series:
         self.rules = rules_of(plan)
         claim = measured.claim
         self.metric = metrics.get(claim.metric if claim else case.metric or "")
-        self.expect = claim.expect if claim else None
+        self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
         excused = curve_rules.named(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
         self.names = [v for v in case.variants if v not in self.dead]
@@ -177,8 +177,11 @@ class _Series:
         if expect is None:
             return _verdict("no_claim", shown)
         margin = effects.threshold(self.metric, expect.margin)
-        asked = curve_rules.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin)
+        bands = effects.bands(self.case, self.metric)
+        asked = curve_rules.question(expect, [p.variant for p in curve.points if p.outcome == "ok"], margin, bands)
         claimed, interaction = f"claimed {self.rules.claimed(expect, self.case.kind)}", self.case.kind == "interaction"
+        if expect.op == "inside":
+            claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
             return _verdict("exact", f"{shown}; {claimed}", bool(curve_rules.decide(asked, _snapped(bounds, margin), interaction)))
@@ -264,7 +267,7 @@ def _block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequenc
     """The conditions that make launches comparable, each met or not; every variant is held against the first."""
     first, *others = blocks[0]
     found: dict[str, Gate] = {}
-    for other in others:
+    for other in others or [first]:  # a single run that is predicted is held against itself
         for g in pair_gates(measured, case, metric, [(b[first], b[other]) for b in blocks]):
             if g.name not in found or (found[g.name].ok and not g.ok):
                 plain = g.ok or case.kind == "pair"

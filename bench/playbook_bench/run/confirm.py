@@ -415,6 +415,7 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
         return
     row = metrics.get(claim.metric)
     effects.threshold(row, claim.expect.margin)
+    effects.bands(case, row)
     if claim.expect.op not in model.OPS[case.kind]:
         expected = ", ".join(model.OPS[case.kind])
         raise ConfigError(f"claim {claim.id}: '{claim.expect.op}' is no rule for a case of kind {case.kind}; expected one of {expected}")

@@ -144,7 +144,7 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
     """One line per value with a bar: its length is the metric's mean, over the largest."""
     evidence = outcome.evidence
     spent = "exact" if curve.design == "deterministic" else f"{curve.blocks} blocks + A/A, {_clock(evidence.seconds.total)}"
-    subject = case.knob if case.kind == "sweep" else " x ".join(f.name for f in case.factors)
+    subject = case.knob or " x ".join(f.name for f in case.factors) or "what was predicted"
     out.print(Text(f"{outcome.name:<{_NAME - 1}} {curve.metric} over {subject}  {spent}"))
     most = max((p.value for p in curve.points if p.value is not None), default=0.0)
     width = max(len(p.variant) for p in curve.points)
