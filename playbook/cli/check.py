@@ -261,8 +261,9 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
     for name, keys in case.profiles.items():
         varied = {k for delta in case.variants.values() for k in delta}
         fixed = {k: v for k, v in keys.items() if k not in varied}
-        facts = {fact: fixed[key] for key, fact in _DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
+        facts: dict[str, Any] = {fact: fixed[key] for key, fact in _DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
         facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
+        facts |= {"backend": backend} if (backend := _backends(case, name)) else {}
         unmet = scope.unmet({k: v for k, v in claim.scope.items() if k in facts}, facts)
         if not unmet:
             return
@@ -287,6 +288,14 @@ def _reasons(cards: Cards, shelf: Cards, cases: Mapping[str, Case]) -> Iterator[
                     message = f"sets {key} because of {', '.join(rule.because)}, whose cases vary {', '.join(sorted(varied))} and not it; cite a claim on it, or leave it out"
                     at = entry.finding(("decide", i, "set", key), message)
                     yield Finding(at.file, at.line, at.column, at.message, CASE_RULES[1][0])
+
+
+def _backends(case: Case, profile: str) -> str:
+    """The trainer's backends that a profile's variants are for; nothing for a command, or for what does not resolve."""
+    try:
+        return "" if case.command else " ".join({run.config.backend for run in configurations(case, profile).values()})
+    except (ConfigError, FileError):
+        return ""  # reported for the case
 
 
 def _expired(cards: Cards, records: Sequence[Record], today: str) -> Iterator[Finding]:

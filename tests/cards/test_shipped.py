@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from playbook.cards.load import load_all
+from playbook.cards.load import LOGIC_KINDS, load_all
 from playbook.cli.check import check_all, read_cases
 from playbook.lint.base import overlap
 from playbook.paths import data_root
@@ -58,6 +58,13 @@ def test_families_with_a_gpu_count_hold_one_copy(card_id):
         if family.gpus:
             degrees = {k: v for k, v in family.layout.items() if k in ("pp", "tp", "cp", "ep", "etp")}
             assert min_gpus(**degrees) <= family.gpus
+
+
+@pytest.mark.parametrize("card_id", sorted(CARDS))
+def test_a_claim_that_the_trainer_settles_says_which_backend_it_is_about(card_id):
+    """`cards check` finds a backend that the case does not train on."""
+    silent = [c.id for c in CARDS[card_id].claims if c.kind not in LOGIC_KINDS and "backend" not in c.scope]
+    assert silent == []
 
 
 def test_every_card_file_is_read():

@@ -382,3 +382,12 @@ def test_a_layout_on_a_multiple_of_both_grids_has_no_problem(tp, pp, cp, ep, cop
     assert list(layout_problems("it", right, gpus)) == []
     for wrong in ("dp", "edp"):
         assert list(layout_problems("it", {**right, wrong: right[wrong] + 1}, gpus))
+
+
+def test_a_claim_about_a_backend_that_its_case_does_not_train_on_is_out_of_reach(tmp_path):
+    (path,) = (FIXTURES / "21-no-case-reaches" / "repaired").iterdir()
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / path.name).write_text(text.replace('scope: {ep: ">=2"}', 'scope: {ep: ">=2", backend: megatron}'), encoding="utf-8")
+    (found,) = findings(tmp_path)
+    assert found.rule == "claim-out-of-reach"
+    assert "backend: found torch, expected megatron" in found.message
