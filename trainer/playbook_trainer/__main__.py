@@ -79,6 +79,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     with _uncollected():
         import playbook_trainer.loop  # noqa: F401  everything that the functions below import
         from playbook_trainer.checkpoint_files import is_finished
+        from playbook_trainer.data import loader
 
     if is_finished(config):
         if rank == 0:
@@ -86,6 +87,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
                 f"finished before, says checkpoint.dir {config.checkpoint.dir}: nothing is left to do; raise train.steps to go on\n"
             )
         return OK
+    config = loader.with_steps(config)
     _check_files(config, rank)
     return _train(config, rank, world)
 

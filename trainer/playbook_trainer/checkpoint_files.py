@@ -53,6 +53,8 @@ _FINISHED = ".finished"
 """In a folder of checkpoints, the resolved configuration of the run that has come to its end there."""
 _FULL = ("unexpected pos", "iostream error")
 """What torch's writer of archives says where a disk is full."""
+_BEST = "best"
+"""In a folder of checkpoints, a link to the one with the lowest evaluation loss."""
 _NOT_PLAIN = "Weights only load failed"
 _SEAL = b',"sha256":"'
 _NAME = re.compile(r"step_(\d{8})\Z")
@@ -89,6 +91,13 @@ class Stored(Strict):
         return "" if volume == math.prod(self.shape) else f"has pieces for {volume} of its {math.prod(self.shape)} values"
 
 
+class Best(Strict):
+    """The evaluation with the lowest loss so far."""
+
+    step: int = Field(ge=0)
+    loss: float
+
+
 class Header(Strict):
     """Metadata of a checkpoint: everything but its tensors."""
 
@@ -98,6 +107,8 @@ class Header(Strict):
     model: dict[str, Any]
     data: dict[str, Any]
     """The loader's state; its `row` is the first row of the next step."""
+    best: Best | None = None
+    """With `checkpoint.keep_best`, of the evaluations up to this step."""
     sha256: str | None = Field(default=None, exclude=True)
     """Of the bytes before it, as `sealed` writes them; checkpoints of older versions have none."""
 
@@ -218,7 +229,10 @@ def mark_finished(config: TrainerConfig) -> None:
 
 
 def _mark(config: TrainerConfig) -> str:
-    return yaml.safe_dump(dump(config), sort_keys=False)
+    told = dump(config)
+    if config.train.epochs is not None:
+        del told["train"]["steps"]  # which the data says
+    return yaml.safe_dump(told, sort_keys=False)
 
 
 def read_index(folder: Path) -> Index:
@@ -324,13 +338,7 @@ class Writer(FileSystemWriter):
         # Where things lie is taken from the results: not every version of the library writes it into this `metadata`.
         places = {result.index: result.storage_data for rank in results for result in rank}
         write_durably(folder / INDEX, _index_json(self._header, metadata, places))
-        folder.rename(self._root / f"step_{self._header.step:08d}")
-        _sync_folder(self._root)
-        for old in complete(self._root)[: -self._keep]:
-            # Renamed first: half a folder must never pass for a checkpoint.
-            gone = self._root / f".removing-{old.name}"
-            old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        publish(folder, self._root, self._header, self._keep)
 
 
 def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
@@ -349,6 +357,29 @@ def not_finite(found: Sequence[tuple[str, Tensor]], world: int) -> str | None:
         names = names * world
         dist.all_gather_object(names, names[dist.get_rank()])
     return next(name for name in names if name is not None)
+
+
+def publish(folder: Path, root: Path, header: Header, keep: int) -> None:
+    """Give a folder in which everything is written its name, and remove checkpoints that are neither among the newest `keep` nor the best."""
+    folder.rename(_named(root, header.step))
+    if header.best is not None:
+        link = root / f".{_BEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(_named(root, header.best.step).name)
+        link.replace(root / _BEST)
+    _sync_folder(root)
+    for old in complete(root)[:-keep]:
+        if header.best is not None and old == _named(root, header.best.step):
+            continue
+        # Renamed first: half a folder must never pass for a checkpoint.
+        gone = root / f".removing-{old.name}"
+        with suppress(OSError):
+            old.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _named(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
 
 
 def writing_folder(root: Path, step: int) -> Path:

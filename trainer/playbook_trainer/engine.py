@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.torch.parallel.axes import Axes
 
@@ -19,10 +20,13 @@ class Saver(Protocol):
     """The step of the newest checkpoint; None before the first."""
 
     def restore(self) -> Any | None:
-        """Load the newest complete checkpoint. Returns its header, which has `step` and `data`, or None where there is no checkpoint."""
+        """Load the newest complete checkpoint. Returns its header, which has `step`, `data` and `best`, or None where there is no checkpoint."""
 
-    def save(self, step: int, data: dict[str, Any]) -> str | None:
-        """Save weights, optimizer state and `data` (the position in the data) after `step`, unless a weight or moment is not finite; then return its name."""
+    def save(self, step: int, data: dict[str, Any], best: Best | None) -> str | None:
+        """Save weights, optimizer state, `data` (the position in the data) and the best evaluation so far after `step`; `best` names a checkpoint to keep.
+
+        Returns the name of a weight or moment that is not finite, and has saved nothing then.
+        """
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete."""

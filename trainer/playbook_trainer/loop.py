@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
+from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.config import checks
 from playbook_trainer.config.tree import DataConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch
@@ -56,6 +57,8 @@ class Trainer:
     step: int = 0
     held_out: Loader | None = None
     """The loader of evaluations, made for the first one."""
+    best: Best | None = None
+    """The evaluation with the lowest loss, with `checkpoint.keep_best`."""
 
     @property
     def axes(self) -> Axes:
@@ -72,23 +75,15 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     resumed = engine.saver.restore()
     loader = build_loader(config, dp_rank=axes.dp.rank, dp_size=axes.dp.size, state=resumed.data if resumed else None)
     trainer = Trainer(config, device, engine, loader, iter(loader), Watchdog(config.train.hang_timeout_s, rank))
-    trainer.step = resumed.step if resumed else 0
+    if resumed:
+        trainer.step, trainer.best = resumed.step, resumed.best
     if config.checkpoint.dir:
         trainer.stop.listen()
 
     # From here rank 0 writes; what the user should know is said before the first step.
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    if config.checkpoint.every and not config.checkpoint.dir:
-        recorder.say(f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set")
-    for note in checks.notes(config):
-        recorder.say(note)
-    if resumed:
-        rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
-        recorder.say(f"resumed after step {trainer.step} of {config.train.steps}{rest}")
-    if profiling(config):
-        recorder.say(
-            f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; leave out the section profile to train on"
-        )
+    for line in _opening(trainer, resumed=resumed is not None):
+        recorder.say(line)
 
     # All steps; a checkpoint that is being written is waited for, however they end.
     try:
@@ -119,6 +114,21 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     if rank == 0:
         write_summary(config, axes, recorder, counts, extra, outcome, data_sha(config))
     return outcome
+
+
+def _opening(trainer: Trainer, *, resumed: bool) -> Iterator[str]:
+    """What the user should know before the first step."""
+    config, train = trainer.config, trainer.config.train
+    if config.checkpoint.every and not config.checkpoint.dir:
+        yield f"checkpoint.every {config.checkpoint.every} saves nothing, since checkpoint.dir is not set"
+    yield from checks.notes(config)
+    if train.epochs is not None:
+        yield f"train.epochs {train.epochs:g} comes to {train.steps} steps of {train.global_batch_size} rows"
+    if resumed:
+        rest = "" if trainer.step < last_step(trainer) else "; nothing is left to do, raise train.steps to go on"
+        yield f"resumed after step {trainer.step} of {train.steps}{rest}"
+    if profiling(config):
+        yield f"a run to be traced: it ends after step {last_step(trainer)}, whatever train.steps says; leave out the section profile to train on"
 
 
 def _make_engine(config: TrainerConfig, rank: int, world: int, device: torch.device) -> Engine:
@@ -189,7 +199,9 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                 evaluates = config.eval.every > 0 and trainer.step % config.eval.every == 0
                 recorder.add(stats, flush=not evaluates)
                 if evaluates:
-                    recorder.note_eval(trainer.step, _evaluate(trainer))
+                    loss = _evaluate(trainer)
+                    recorder.note_eval(trainer.step, loss)
+                    _keep_best(trainer, recorder, loss)
                 _name_left_out(trainer)
                 if trainer.step % _COLLECT_EVERY == 0:
                     gc.collect()
@@ -308,6 +320,15 @@ def _evaluate(trainer: Trainer) -> float:
     return float(loss / labels) if labels else math.nan
 
 
+def _keep_best(trainer: Trainer, recorder: Recorder, loss: float) -> None:
+    """Save after an evaluation whose loss, the same on all ranks, is below all before it."""
+    if trainer.config.checkpoint.keep_best and (math.isfinite(loss) if trainer.best is None else loss < trainer.best.loss):
+        before, trainer.best = trainer.best, Best(step=trainer.step, loss=loss)
+        save(trainer, recorder)
+        if trainer.engine.saver.latest != trainer.step:
+            trainer.best = before  # a state that is not finite was not saved
+
+
 def save(trainer: Trainer, recorder: Recorder) -> None:
     """Save a checkpoint after this step, unless there is one already. Saving counts for no step's time."""
     if trainer.engine.saver.latest == trainer.step:
@@ -315,7 +336,7 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     recorder.flush()
     # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
     trainer.watchdog.rest()
-    if bad := trainer.engine.saver.save(trainer.step, _data_state(trainer)):
+    if bad := trainer.engine.saver.save(trainer.step, _data_state(trainer), trainer.best):
         recorder.say(f"step {trainer.step}  {bad} is not finite: no checkpoint")
     recorder.pause()
 

@@ -232,6 +232,8 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     """
     merged, ranks = overrides(case, variant, profile)
     config, target = trainer_config.load(trainer_path(case), merged), automatic.here(None if profile == "cpu" else profile)
+    if config.train.epochs is not None:
+        raise ConfigError(f"case '{case.id}', profile '{profile}': train.epochs leaves open how many steps are compared; set train.steps")
     return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
 
 

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 
 from playbook.errors import ConfigError, DataError
 from playbook.paths import data_root
+from playbook_trainer.checkpoint_files import Best
 from playbook_trainer.config.tree import TrainerConfig, dump, load
 from playbook_trainer.megatron import wrap
 from playbook_trainer.megatron.state.checkpoints import MegatronHeader, MegatronSaver, difference, reading
@@ -120,6 +121,17 @@ def test_a_byte_that_has_changed_in_a_tensor_is_noticed(
     file.write_bytes(written.replace(values, values[:-2] + b"\x11" + values[-1:]))
     with pytest.raises(ConfigError, match=f"bytes of {altered} are not as they were written, by their checksum; move it elsewhere"):
         one.restore()
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(saver: Saver, tmp_path: Path) -> None:
+    one, best = saver(tmp_path), Best(step=2, loss=1.5)
+    for step in (2, 4, 6, 8):
+        assert one.save(step, {"row": 0}, best) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step_00000002", "step_00000006", "step_00000008"]
+    assert (tmp_path / "best").resolve().name == "step_00000002"
+    header = saver(tmp_path).restore()
+    assert header is not None
+    assert header.best == best
 
 
 class Hostile:

@@ -135,11 +135,31 @@ def feature_problems(config: TrainerConfig) -> list[str]:
     problems = _data_problems(config) + _size_problems(config)
     if config.checkpoint.export_dtype == "source" and config.init.weights is None:
         problems.append("checkpoint.export_dtype source is the precision of init.weights, and there are none: set fp32, bf16 or auto")
-    if config.train.warmup_steps >= config.train.steps and not (config.profile.nvtx or config.profile.kineto):
+    if (
+        config.train.epochs is None
+        and config.train.warmup_steps >= config.train.steps
+        and not (config.profile.nvtx or config.profile.kineto)
+    ):
         problems.append(
             f"train.warmup_steps {config.train.warmup_steps} leaves none of {config.train.steps} steps to time; raise train.steps"
         )
+    problems += _evaluation_problems(config)
     return problems + (megatron.feature_problems(config) if config.backend == "megatron" else _torch_problems(config))
+
+
+def _evaluation_problems(config: TrainerConfig) -> list[str]:
+    """Epochs, evaluation data and best checkpoints where there is nothing to count, to evaluate or to keep."""
+    data, problems = config.data, []
+    endless = data.kind == "mock" or data.source == "generated"
+    if endless and config.train.epochs is not None:
+        problems.append(f"train.epochs: {'mock' if data.kind == 'mock' else 'generated'} data is made up as it is read: set train.steps")
+    if endless and config.eval.path is not None:
+        problems.append("eval.path: the training data is made up as it is read, so there is no such file: leave it out")
+    if config.eval.path is not None and not config.eval.every:
+        problems.append("eval.path is read by evaluations, and there are none: set eval.every")
+    if config.checkpoint.keep_best and not (config.eval.every and config.checkpoint.dir):
+        problems.append("checkpoint.keep_best keeps the checkpoint of the lowest evaluation loss: set eval.every and checkpoint.dir")
+    return problems
 
 
 def _torch_problems(config: TrainerConfig) -> list[str]:

@@ -29,7 +29,7 @@ from playbook_trainer.data.image_decoder import ImageDecoder
 from playbook_trainer.data.images import BAD_KINDS, BadImage, ImageFile, read_image
 from playbook_trainer.data.packing import LaneState
 from playbook_trainer.data.resume import identity, other_stream
-from playbook_trainer.data.rows import Lost, Rows, check_data, make_rows
+from playbook_trainer.data.rows import Lost, Rows, check_data, count_steps, make_rows
 from playbook_trainer.data.sources.streams import Split
 from playbook_trainer.data.tokenizer import refuse_bytes
 from playbook_trainer.exit_codes import RunError
@@ -110,6 +110,25 @@ def check(config: TrainerConfig) -> None:
     """
     refuse_bytes(config)
     check_data(config, ["train", "eval"] if config.eval.every else ["train"])
+
+
+def with_steps(config: TrainerConfig) -> TrainerConfig:
+    """The configuration with the steps that `train.epochs` comes to, where it is set.
+
+    Raises:
+        DataError: missing or unreadable data.
+        ConfigError: data and model do not fit each other, or the epochs leave no step to time.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    steps = count_steps(config, train.epochs)
+    if steps <= train.warmup_steps:
+        raise ConfigError(
+            f"train.epochs {train.epochs:g} comes to {steps} steps of {train.global_batch_size} rows, and train.warmup_steps {train.warmup_steps} "
+            "leaves none to time; lower train.warmup_steps or train.global_batch_size, or raise train.epochs"
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
 
 
 def data_sha(config: TrainerConfig, steps: int = 4) -> str:

@@ -94,6 +94,11 @@ class Lane(Generic[T, D]):
         self.rows += 1
         return row
 
+    def is_past(self, chunks: float) -> bool:
+        """Whether the rows so far hold all that this lane draws from the first `chunks` chunks of the stream."""
+        self._refill(1)
+        return all(self._number + drawn * self._lanes >= chunks for (drawn, _, _), _ in self._waiting)
+
     def state(self) -> LaneState:
         """Where the lane stands, for a lane that goes on from here."""
         return [self.rows, *self._next, *(number for place, _ in self._waiting for number in place)]

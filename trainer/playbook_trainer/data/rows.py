@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -68,12 +68,31 @@ def make_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneStat
     """
     if config.data.kind == "mock":
         return MockRows(_mock_lengths(config), config.model, config.data, _seed(config, split))
-    if config.data.kind == "text":
-        return LaneRows(open_text(config.data, config.model), text_documents(config.model, config.data), config, split, states or {})
-    if config.data.kind == "chat":
-        return LaneRows(open_chat(config.data), _chat_documents(config.model, config.data), config, split, states or {})
-    documents = _vqa_documents(config.model, config.data)
-    return LaneRows(open_vqa(config.data), documents, config, split, states or {})
+    return _lane_rows(config, split, states or {})
+
+
+def count_steps(config: TrainerConfig, epochs: float) -> int:
+    """Steps after which every sample of the training data has been in a row `epochs` times, whatever else has been by then.
+
+    Reads all samples but no image; rows are packed as in the run.
+    """
+    rows = _lane_rows(config, "train", {})
+    return max(1, *(rows.count(number, epochs) for number in range(config.train.global_batch_size)))
+
+
+def _lane_rows(config: TrainerConfig, split: Split, states: Mapping[int, LaneState]) -> LaneRows[Any]:
+    data, model = _data_of(config, split), config.model
+    if data.kind == "text":
+        return LaneRows(open_text(data, model), text_documents(model, data), config, split, states)
+    if data.kind == "chat":
+        return LaneRows(open_chat(data), _chat_documents(model, data), config, split, states)
+    return LaneRows(open_vqa(data), _vqa_documents(model, data), config, split, states)
+
+
+def _data_of(config: TrainerConfig, split: Split) -> DataConfig:
+    """Where the samples of a split are."""
+    own = split == "eval" and config.eval.path is not None
+    return config.data.model_copy(update={"path": config.eval.path}) if own else config.data
 
 
 def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
@@ -83,14 +102,16 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
         DataError: missing or unreadable data.
         ConfigError: data and model do not fit each other.
     """
+    model = config.model
     for split in splits:
         make_rows(config, split)
-    if config.data.kind == "text":
-        _read_first(open_text(config.data, config.model), text_documents(config.model, config.data), config.data)
-    elif config.data.kind == "chat":
-        _read_first(open_chat(config.data), _chat_documents(config.model, config.data), config.data)
-    elif config.data.kind == "vqa":
-        _read_first(open_vqa(config.data), _vqa_documents(config.model, config.data), config.data)
+    for data in {data.path: data for data in (_data_of(config, split) for split in splits)}.values():
+        if data.kind == "text":
+            _read_first(open_text(data, model), text_documents(model, data), data)
+        elif data.kind == "chat":
+            _read_first(open_chat(data), _chat_documents(model, data), data)
+        elif data.kind == "vqa":
+            _read_first(open_vqa(data), _vqa_documents(model, data), data)
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> None:
@@ -154,7 +175,8 @@ class LaneRows(Generic[T]):
         states: Mapping[int, LaneState],
     ) -> None:
         self._lanes_in_all = config.train.global_batch_size
-        self._stream, self._reader, self._states = data.stream(split, self._lanes_in_all), _Reader(documents, config.data), states
+        self._stream = data.stream("all" if config.eval.path is not None else split, self._lanes_in_all)
+        self._reader, self._states = _Reader(documents, config.data), states
         self.extent = self._stream.extent
         self._packing = Packing(config.data.seq_len, config.data.pack_buffer if config.data.pack else 0)
         self._seed = _seed(config, split)
@@ -178,6 +200,14 @@ class LaneRows(Generic[T]):
     def state(self, k: int) -> LaneState:
         """Where the lane of row `k` stands."""
         return self._lanes[k % self._lanes_in_all].state()
+
+    def count(self, number: int, epochs: float) -> int:
+        """Rows of a lane until its samples have been in one `epochs` times."""
+        lane, chunks = self._begin(number, 0), epochs * self._stream.num_chunks
+        while number < chunks and not lane.is_past(chunks):
+            lane.row()
+            self._reader.lost.clear()
+        return lane.rows
 
     def _begin(self, number: int, wanted: int) -> Lane[T, Document]:
         state = self._states.get(number)

@@ -32,6 +32,9 @@ _OTHER = "a setting of the other backend"
 _TOWER = "the vision tower is the recipe's own there"
 _COMPILE = "megatron-core has fused kernels of its own instead of torch.compile"
 _WHY = {
+    "train.epochs": "it counts steps: set train.steps to the number that this trainer says at its start",
+    "eval.path": "its data set has a part for evaluation",
+    "checkpoint.keep_best": "it keeps checkpoints by their age",
     "data.pack": "how samples fill rows is the data set's own matter there",
     "data.pad": "rows have one length there",
     "data.pad_to_multiple": "rows have one length there",

@@ -27,6 +27,9 @@ _COMPILED = {"decoder": "model", "loss": "loss"}
 RECOMPUTE = {"none": "none", "selective": "selective", "full": "full"}
 
 _WHY = {
+    "train.epochs": "it counts steps: set train.steps to the number that this trainer says at its start",
+    "eval.path": "its data set has a part for evaluation",
+    "checkpoint.keep_best": "it keeps checkpoints by their age",
     "train.freeze": "it freezes no parts of a model",
     "data.pack": "documents always follow each other in a row, without a mask between them",
     "data.pad": "rows have one length",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.checkpoint_files import (
+    Best,
     Header,
     Index,
     LoadPlanner,
@@ -89,7 +90,7 @@ class Checkpointer:
         self.latest = index.step
         return index
 
-    def save(self, step: int, data: dict[str, Any]) -> str | None:
+    def save(self, step: int, data: dict[str, Any], best: Best | None = None) -> str | None:
         """Write a checkpoint of this moment; with `async_save` only the copy to host memory is waited for.
 
         Returns the name of a weight or moment of any rank that is not finite, and writes nothing then: nobody could go on from that.
@@ -116,6 +117,7 @@ class Checkpointer:
             parallel=dump(config)["parallel"],
             model=dump(config)["model"],
             data=data,
+            best=best,
         )
         if config.checkpoint.async_save:
             self._pending = self._pool.submit(self._write, self._staged(state), header)

@@ -15,6 +15,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 _T_co = TypeVar("_T_co", covariant=True)
 Split = Literal["train", "eval"]
+Part = Literal["train", "eval", "all"]
+"""The samples of a split, or all of them, where another file holds the other split."""
 _HOLD_OUT = 10
 """Every tenth sample or document is held out for evaluation, whether or not the run evaluates."""
 _PARTS_PER_LANE = 8
@@ -61,14 +63,14 @@ class FlatStream(Generic[T]):
         DataError: no sample is left for the split.
     """
 
-    def __init__(self, items: Items[T], split: Split, name: str) -> None:
-        self._items, self._split, self._total = items, split, len(items)
+    def __init__(self, items: Items[T], part: Part, name: str) -> None:
+        self._items, self._part, self._total = items, part, len(items)
         self.extent = self._total
         held = len(items) // _HOLD_OUT or int(len(items) > 1)  # of fewer than ten, the last
-        self.num_chunks = held if split == "eval" else len(items) - held
+        self.num_chunks = {"train": len(items) - held, "eval": held, "all": len(items)}[part]
         if not self.num_chunks:
             raise DataError(
-                f"{name}: {len(items)} samples or documents leave none for '{split}'; expected at least 2, so that one can be held out"
+                f"{name}: {len(items)} samples or documents leave none for '{part}'; expected at least 2, so that one can be held out"
             )
 
     def chunk(self, number: int) -> Items[T]:
@@ -76,9 +78,11 @@ class FlatStream(Generic[T]):
         return Picked(self._items, [self._position(number)])
 
     def _position(self, number: int) -> int:
+        if self._part == "all":
+            return number
         if self._total < _HOLD_OUT:
-            return number if self._split == "train" else self._total - 1
-        return number + number // (_HOLD_OUT - 1) if self._split == "train" else number * _HOLD_OUT + _HOLD_OUT - 1
+            return number if self._part == "train" else self._total - 1
+        return number + number // (_HOLD_OUT - 1) if self._part == "train" else number * _HOLD_OUT + _HOLD_OUT - 1
 
 
 class ShardStream(Generic[T]):
@@ -88,19 +92,20 @@ class ShardStream(Generic[T]):
         DataError: no sample is left for the split.
     """
 
-    def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], split: Split, name: str, lanes: int) -> None:
-        self._open, self._split = open_shard, split
+    def __init__(self, num_shards: int, open_shard: Callable[[int], Items[T]], part: Part, name: str, lanes: int) -> None:
+        self._open, self._part = open_shard, part
         self._parts = -(-_PARTS_PER_LANE * lanes // max(1, num_shards))
         self.num_chunks, self.extent = num_shards * self._parts, num_shards
         if not any(len(self.chunk(part * num_shards + shard)) for shard in range(num_shards) for part in range(self._parts)):
-            raise DataError(f"{name} leaves no sample for '{split}'; expected at least {_HOLD_OUT}, so that one can be held out")
+            raise DataError(f"{name} leaves no sample for '{part}'; expected at least {_HOLD_OUT}, so that one can be held out")
 
     def chunk(self, number: int) -> Items[T]:
         """The chunk's samples of this split, from its shard."""
         part, shard = divmod(number, self.num_chunks // self._parts)
         items = self._open(shard)
         # The tenth place turns with the shard, so that many small shards hold out a tenth too.
-        own = [i for i in range(len(items)) if ((i + shard) % _HOLD_OUT == _HOLD_OUT - 1) == (self._split == "eval")]
+        held = {i for i in range(len(items)) if (i + shard) % _HOLD_OUT == _HOLD_OUT - 1}
+        own = [i for i in range(len(items)) if self._part == "all" or (i in held) == (self._part == "eval")]
         return Picked(items, own[part :: self._parts])
 
 
@@ -111,9 +116,9 @@ class Flat(Generic[_T_co]):
     items: Items[_T_co]
     name: str
 
-    def stream(self, split: Split, lanes: int) -> Stream[_T_co]:
-        """One split."""
-        return FlatStream(self.items, split, self.name)
+    def stream(self, part: Part, lanes: int) -> Stream[_T_co]:
+        """One part of it."""
+        return FlatStream(self.items, part, self.name)
 
     def head(self) -> Items[_T_co]:
         """All samples, in their own order, whatever split they belong to."""
@@ -128,9 +133,9 @@ class Sharded(Generic[_T_co]):
     open: Callable[[int], Items[_T_co]]
     name: str
 
-    def stream(self, split: Split, lanes: int) -> Stream[_T_co]:
-        """One split."""
-        return ShardStream(self.num_shards, self.open, split, self.name, lanes)
+    def stream(self, part: Part, lanes: int) -> Stream[_T_co]:
+        """One part of it."""
+        return ShardStream(self.num_shards, self.open, part, self.name, lanes)
 
     def head(self) -> Items[_T_co]:
         """The samples of the first shard, in their own order, whatever split they belong to."""

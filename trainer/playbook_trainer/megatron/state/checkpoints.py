@@ -15,11 +15,10 @@ import hashlib
 import inspect
 import io
 import pickle
-import shutil
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,14 +30,15 @@ from torch.distributed import checkpoint as dcp
 from playbook.errors import ConfigError, DataError
 from playbook_trainer.checkpoint_files import (
     INDEX,
+    Best,
     Header,
     as_written,
     cause,
     clear_leftovers,
-    complete,
     is_full,
     newest,
     not_finite,
+    publish,
     read_header,
     sealed,
     write_durably,
@@ -100,7 +100,7 @@ class MegatronSaver:
         self.latest = header.step
         return header
 
-    def save(self, step: int, data: dict[str, Any]) -> str | None:
+    def save(self, step: int, data: dict[str, Any], best: Best | None = None) -> str | None:
         """Write a checkpoint of this moment; nothing is written where a weight or a moment of any rank is not finite, whose name is returned.
 
         Raises:
@@ -120,7 +120,7 @@ class MegatronSaver:
         dist.barrier()
         with _written(step, folder):
             if self._axes.world.rank == 0:
-                self._finish(folder, step, data)
+                self._finish(folder, step, data, best)
         self.latest = step
         return None
 
@@ -178,7 +178,7 @@ class MegatronSaver:
         self._optim.load_state_dict(state["optimizer"])
         wrap.own_steps(self._optim)
 
-    def _finish(self, folder: Path, step: int, data: dict[str, Any]) -> None:
+    def _finish(self, folder: Path, step: int, data: dict[str, Any], best: Best | None) -> None:
         told = dump(self._config)
         header = MegatronHeader(
             step=step,
@@ -186,17 +186,12 @@ class MegatronSaver:
             parallel=told["parallel"],
             model=told["model"],
             data=data,
+            best=best,
             format=self._format,
             files=hashes(folder),
         )
         write_durably(folder / INDEX, sealed(header.model_dump_json(by_alias=True).encode()))
-        folder.rename(self._root / f"step_{step:08d}")
-        for old in complete(self._root)[: -self._config.checkpoint.keep]:
-            # Renamed first: half a folder must never pass for a checkpoint.
-            gone = self._root / f".removing-{old.name}"
-            with suppress(OSError):
-                old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        publish(folder, self._root, header, self._config.checkpoint.keep)
 
 
 def hashes(folder: Path) -> dict[str, str]:
