@@ -37,6 +37,12 @@
     for (const [parent, own, after] of order) {
       for (const [, item] of [...own].sort((one, other) => shares.get(other[0]) - shares.get(one[0]))) parent.insertBefore(item, after);
     }
+    // A part without a match goes; one that is folded opens while something is asked for.
+    const asked = controls.some((e) => e.value);
+    for (const part of document.querySelectorAll(".pb-part")) {
+      part.hidden = ![...part.querySelectorAll("[data-text]")].some((e) => !(e.closest("tr") || e).hidden);
+      if (part.tagName === "DETAILS") part.open = asked;
+    }
     none.hidden = shown > 0;
     count.textContent = `${shown} of ${items.length} shown${whole < shown ? `, ${whole} with every word` : ""}`;
   }

@@ -35,6 +35,7 @@ from playbook_bench.launch.cluster import Cluster
 from playbook_trainer.config import megatron, model, neutral, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run
+from playbook_trainer.export.change import change
 
 GIB = 1 << 30
 _SHOWN = (
@@ -110,6 +111,7 @@ def reference() -> Reference:
         field_docs=docs,
         present=present(None),
         recipes=recipe_rows(),
+        flags=change,
         shown={command: _printed(command) for command in _SHOWN},
     )
 

@@ -19,15 +19,16 @@ from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
 from playbook.site.calculator import calculator_page
-from playbook.site.cards import Shelf, card_page
+from playbook.site.cards import card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
-from playbook.site.home import commands_shown, coverage, verdict_forest
+from playbook.site.home import commands_shown, coverage
 from playbook.site.lists import by_phase, index_page, matrix_page, phases, summary
 from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
 from playbook.site.recipes import recipes_page
 from playbook.site.reference import Command, commands_page, configuration_page, metrics_page
+from playbook.site.shelf import Flags, Shelf, no_flags, verdict_forest
 
 _OWNED = ("cards", "evidence", "_generated")
 
@@ -46,6 +47,7 @@ class Reference:
     """Configuration files with their estimates, as `playbook.site.recipes` shows them."""
     shown: Mapping[str, str] = field(default_factory=dict)
     """Commands for the home page, each with what it prints."""
+    flags: Flags = no_flags
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def generate(
     known = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], known, now.present)
-    shelf = _shelf(known, records, today or datetime.now(UTC).date())
+    shelf = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),
@@ -104,7 +106,7 @@ def generate(
     titles = {c.id: c.title for c in sorted(shelf.cards.values(), key=lambda c: c.title)}
     by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
     inserts = {
-        "forest of verdicts": verdict_forest(shelf),
+        "forest of verdicts": verdict_forest(shelf, shelf.cards.values()),
         "coverage": coverage(shelf),
         "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),
@@ -120,8 +122,8 @@ def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:
     return {entry.card.id: entry.card for entry in found.loaded}
 
 
-def _shelf(cards: dict[str, Card], records: list[Record], today: date) -> Shelf:
-    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()})
+def _shelf(cards: dict[str, Card], records: list[Record], today: date, flags: Flags) -> Shelf:
+    return Shelf(cards, records, today, {claim: card for claim, (card, _) in by_claim(cards).items()}, flags)
 
 
 def _record_page(shelf: Shelf, record: Record) -> str:

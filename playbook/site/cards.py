@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
@@ -14,6 +12,7 @@ from playbook.records.standing import basis, in_words
 from playbook.site.figures import curves
 from playbook.site.figures.svg import effect_axis
 from playbook.site.pages import markdown, render
+from playbook.site.shelf import TARGETS, Shelf, anchor, margin, verdict_forest
 from playbook.site.text import (
     NBSP,
     badge,
@@ -36,17 +35,6 @@ from playbook.site.text import (
 _NEGLIGIBLE_MS = 0.01
 PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "retune": "retune it"}
 """The phases of work on a run, in their order, in words."""
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Everything that pages are made from."""
-
-    cards: Mapping[str, Card]
-    records: Sequence[Record]
-    today: date
-    home: Mapping[str, str]
-    """For each claim id, the card that holds it."""
 
 
 def effect(record: Record) -> str:
@@ -94,6 +82,9 @@ def card_page(shelf: Shelf, card: Card) -> str:
         phase=PHASES[card.phase],
         anchor=anchor,
         decisions=_decisions(shelf, card.decide),
+        flag_titles=list(TARGETS.values()),
+        flags=_flags(shelf, card.decide),
+        forest=markdown(verdict_forest(shelf, [card], "../")),
         about=lambda claim: _about(shelf, claim),
         verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
         traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],
@@ -109,21 +100,28 @@ def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
     for d in decisions:
         rests_on = basis(d, shelf.records, claims, shelf.today)
         mark = "" if rests_on == "measured" else f"<br>*{rests_on}*"
-        when = ", ".join(f"{text(k.replace('_', ' '))}: {text(plain(v))}" for k, v in d.when.items())
+        when = ", ".join(f"{k}: {plain(v)}" for k, v in d.when.items()).replace("_", " ")
         because = " ".join(_claim_link(shelf, i) for i in d.because) + mark
         avoid = f"<br>avoid {mapping(d.avoid)}" if d.avoid else ""
-        rows.append([when or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
+        rows.append([text(when) or "always", mapping(d.set) + avoid, because, prose(d.note or "")])
     return rows
+
+
+def _flags(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:
+    """What the decisions set, in the words of other trainers, once each."""
+    rows = {}
+    for d in decisions:
+        found = shelf.flags(d.set)
+        cells = ["<br>".join(map(code, found.get(target, []))) for target in TARGETS]
+        rows[mapping(d.set)] = [
+            f'{cell} {{ data-label="{name}" }}' if cell else "" for cell, name in zip(cells, TARGETS.values(), strict=True)
+        ]
+    return [[words, *cells] for words, cells in rows.items() if any(cells)]
 
 
 def _claim_link(shelf: Shelf, claim: str) -> str:
     home = shelf.home.get(claim)
     return link(text(claim), f"{home}.md#{anchor(claim)}") if home else text(claim)
-
-
-def anchor(claim: str) -> str:
-    """The heading id of a claim."""
-    return claim.lower().replace(".", "-")
 
 
 _PAGE = re.compile(r"docs/((?:[a-z0-9-]+/)*[a-z0-9-]+\.md(?:#[a-z0-9-]+)?)")
@@ -193,13 +191,6 @@ def _axis(record: Record, expect: Expect) -> str:
     if found.get("scale") != "log_ratio" or not all(isinstance(v, int | float) for v in (low, value, high)) or low == high:
         return ""
     return effect_axis(value, low, high, margin(expect), expect.op)
-
-
-def margin(expect: Expect) -> float | None:
-    """The claimed margin on the effect's own scale, a share of the baseline; a ratio of 0.45 is a loss of 0.55."""
-    if expect.margin is None:
-        return None
-    return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
 
 
 def _trace(record: Record) -> str:

@@ -12,10 +12,11 @@ from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, TRACE, Record
 from playbook.records.table import to_frame
-from playbook.site.cards import Shelf, anchor, coverage, effect
+from playbook.site.cards import coverage, effect
 from playbook.site.figures import curves
 from playbook.site.figures.svg import samples
 from playbook.site.pages import markdown, render
+from playbook.site.shelf import Shelf, anchor
 from playbook.site.text import (
     badge,
     code,

@@ -7,11 +7,10 @@ from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
-from playbook.site.cards import PHASES, Shelf, anchor, badges, effect
+from playbook.site.cards import PHASES, badges, effect
 from playbook.site.pages import render
+from playbook.site.shelf import DECIDED, Shelf, anchor
 from playbook.site.text import attribute, badge, link, text
-
-_DECIDED = ("confirmed", "refuted")
 
 
 def each(card: Card) -> list[Claim | MechanismCheck]:
@@ -49,7 +48,7 @@ def _entry(shelf: Shelf, card: Card) -> dict[str, Any]:
 
 def _tally(shelf: Shelf, card: Card) -> str:
     """Counts of a card's claims by status; a claim counts with the status of its best-settled machine."""
-    order = (*_DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
+    order = (*DECIDED, "inconclusive", "stale", "error", "not_applicable", UNTESTED)
     found = [
         min((s.split(":")[1] for s in standings(shelf, c)), key=lambda s: order.index(s) if s in order else len(order)) for c in each(card)
     ]
@@ -57,14 +56,25 @@ def _tally(shelf: Shelf, card: Card) -> str:
 
 
 def matrix_page(shelf: Shelf) -> str:
-    """Claims against machines, with filters."""
+    """Claims against machines, with filters: first what GPUs have settled, last what nobody has tested."""
     machines = _machines(shelf)
     cards = sorted(shelf.cards.values(), key=lambda c: c.title)
-    claims = [c for card in cards for c in each(card)]
-    rows = [_line(shelf, card, claim, machines) for card in cards for claim in each(card)]
-    choices = {**_standing_choices(shelf, claims), "card": ("Card", {c.id: c.title for c in cards})}
-    head = ["Claim", "Statement", *[text(m) for m in machines], ""]
-    return render("claims.md", machines=machines, choices=choices, head=head, rows=rows)
+    claims = [(card, c) for card in cards for c in each(card)]
+    parts = {words: [_line(shelf, card, c, machines) for card, c in claims if _part(shelf, c) == words] for words in _PARTS}
+    choices = {**_standing_choices(shelf, [c for _, c in claims]), "card": ("Card", {c.id: c.title for c in cards})}
+    head = ["Claim", "Statement", *[text(m) for m in machines]]
+    return render("claims.md", claims=claims, machines=machines, choices=choices, head=head, parts={k: v for k, v in parts.items() if v})
+
+
+_ON_GPUS, _ELSEWHERE, _OLD, _NONE = "Current, on GPUs", "Current, by arithmetic, by a rule or on a CPU", "No current verdict", "Untested"
+_PARTS = (_ON_GPUS, _ELSEWHERE, _OLD, _NONE)
+
+
+def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:
+    """Under which heading a claim stands."""
+    found = verdicts(shelf.records, claim.id)
+    now = [r for r in found if r.status in (*DECIDED, "inconclusive") and not r.stale(shelf.today, claim)]
+    return _ON_GPUS if any(r.gpus for r in now) else _ELSEWHERE if now else _OLD if found else _NONE
 
 
 def _machines(shelf: Shelf) -> list[str]:
@@ -86,7 +96,6 @@ def _line(shelf: Shelf, card: Card, claim: Claim | MechanismCheck, machines: Seq
         f"{name} {{ {marks} }}",
         f'{text(claim.statement)}<br><span class="pb-of">{text(card.title)}</span>',
         *cells,
-        "" if found else badge(UNTESTED),
     ]
 
 

@@ -14,15 +14,15 @@ from typing import Any
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim, expectation
 from playbook.records.read import Record, verdicts
 from playbook.records.standing import bases, standing
-from playbook.site.cards import Shelf, effect
+from playbook.site.cards import effect
 from playbook.site.pages import render_plain
+from playbook.site.shelf import DECIDED, Shelf
 from playbook.site.text import NBSP, plain
 
 SUMMARY = (
     "Performance guidance for training large models (mixture of experts, vision-language, long context). Every statement is a claim that "
     "a machine can check; each claim carries its verdicts, by machine, with the evidence behind them."
 )
-_DECIDED = ("confirmed", "refuted")
 _READING = (
     "A verdict speaks for the machine that it names and for no other. `refuted` means that measurement does not bear the claim out. "
     "Effects are positive where the candidate is better than the baseline; where lower is better, a percentage is of baseline over candidate, less one, "
@@ -44,7 +44,7 @@ def llms_measured(shelf: Shelf) -> str:
     lines = []
     for card in _by_title(shelf):
         for claim in (c for own in card.claims for c in (own, own.mechanism_check) if c):
-            found = [r for r in verdicts(shelf.records, claim.id) if r.status in _DECIDED and not r.stale(shelf.today, claim)]
+            found = [r for r in verdicts(shelf.records, claim.id) if r.status in DECIDED and not r.stale(shelf.today, claim)]
             lines += [f"- {claim.id} ({card.id}): {claim.statement} {_in_words(shelf, r, claim)}." for r in found]
     head = f"# Playbook: what is measured\n\n> Only claims with a current verdict of `confirmed` or `refuted`; {len(lines)} verdicts.\n\n{_READING}"
     return "\n".join([head, "", *(lines or ["No verdict is current."])]) + "\n"

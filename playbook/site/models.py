@@ -17,8 +17,8 @@ from playbook.planner.options import LABELS
 from playbook.planner.plan import DEGREES, Plan, parse
 from playbook.planner.shapes import Shape
 from playbook.site.calculator import address
-from playbook.site.cards import Shelf
 from playbook.site.pages import render
+from playbook.site.shelf import Shelf
 from playbook.site.text import attribute, code, link, mapping, number, text
 
 _SEQ_LEN = 4096

@@ -8,9 +8,8 @@ from typing import Any
 
 from playbook.planner.memory import TIGHT
 from playbook.site.pages import render
+from playbook.site.shelf import TARGETS
 from playbook.site.text import link, mapping, number, text
-
-TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan")
 
 
 def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -27,7 +26,7 @@ def recipes_page(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return render("recipes.md", overview=cells, recipes=rows, anchor=anchor, commands=_commands, targets=TARGETS)
+    return render("recipes.md", overview=cells, recipes=rows, anchor=anchor, commands=_commands, targets=list(TARGETS))
 
 
 def _peak(peak_gib: float, memory_gib: float) -> str:
@@ -42,5 +41,5 @@ def anchor(path: str) -> str:
 def _commands(row: Mapping[str, Any]) -> str:
     """Commands for a recipe, one to a line: dry run, full size, small version, export."""
     own = [row["run"], row["slurm"]] if row["run"] else [row["slurm"]]
-    export = f"playbook config export {row['path']} --to {TARGETS[0]} --platform {row['platform']}"
+    export = f"playbook config export {row['path']} --to {next(iter(TARGETS))} --platform {row['platform']}"
     return "\n".join([row["dry_run"], *own, row["run_small"], export])

@@ -14,9 +14,9 @@ from site_tree import ID, LENGTHS, SWEEP, add_sweep
 from playbook.cards.load import load_all
 from playbook.planner.models import MODELS
 from playbook.site import build
-from playbook.site.cards import Shelf
 from playbook.site.llms import llms
 from playbook.site.models import plan_of, settings
+from playbook.site.shelf import Shelf
 from playbook.site.text import NBSP
 
 TODAY = date(2026, 11, 21)
@@ -61,6 +61,23 @@ def test_rows_of_claims_carry_what_they_are_filtered_by(tree: Path) -> None:
     held = {words.split()[0]: (standings, card) for words, standings, card in rows}
     assert held["x1"] == ("h200x4:confirmed", "fixture-card")
     assert held["x1.m"] == (":untested", "fixture-card")
+
+
+def test_claims_that_gpus_have_settled_come_first_and_untested_ones_are_folded(tree: Path) -> None:
+    generate(tree)
+    shown = page(tree, "_generated/claims.md")
+    settled, untested = shown.index("Current, on GPUs: 1"), shown.index("<summary>Untested: ")
+    assert settled < shown.index("fixture-card.md#x1)") < untested < shown.index("fixture-card.md#x1-m)")
+
+
+def test_a_card_shows_its_settings_in_the_words_of_other_trainers_and_its_intervals(tree: Path) -> None:
+    words = {"megatron-lm": ["--moe-token-dispatcher-type alltoall"], "torchtitan": ["a<b"]}
+    generate(tree, reference=build.Reference(flags=lambda keys: words if keys == {"moe.dispatcher": "alltoall"} else {}))
+    shown = unescape(page(tree, "cards/fixture-card.md"))
+    assert "| Set | Megatron-LM | torchtitan |" in shown
+    assert "--moe-token-dispatcher-type alltoall" in shown
+    assert shown.index("## What to set") < shown.index('href="../cards/fixture-card.html#x1"') < shown.index("## Claims")
+    assert "<p hidden>thingamajig</p>" in shown
 
 
 def test_every_model_is_on_its_page_with_its_source(tree: Path) -> None:
