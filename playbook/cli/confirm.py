@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from playbook.cards.load import load_all
 from playbook.cli import slurm
+from playbook.cli.evidence import here, records_here
 from playbook.cli.options import (
     AsJson,
     Budget,
@@ -30,8 +33,9 @@ from playbook.cli.options import (
     commands,
 )
 from playbook.cli.options import seconds as to_seconds
-from playbook.cli.output import print_json, say
+from playbook.cli.output import complain, print_json, say
 from playbook.errors import PlaybookError
+from playbook.records.untested import untested_claims
 from playbook.text import count
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher
@@ -49,6 +53,13 @@ app = commands()
 def confirm(
     targets: Annotated[list[str] | None, typer.Argument(metavar="CARD[/CLAIM]", help="Such as moe-dispatcher-choice/W9.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every claim of every card.")] = False,
+    untested: Annotated[
+        bool,
+        typer.Option(
+            "--untested",
+            help="With --all and --profile: claims without a fresh verdict from it, those that most rules rest on first; --budget ends it, the next call goes on.",
+        ),
+    ] = False,
     profile: Profile = None,
     results: Results = None,
     pairs: Pairs = None,
@@ -68,7 +79,9 @@ def confirm(
     """Test claims by matched runs of the trainer, on this machine or in a Slurm job. Each claim gets a verdict with its evidence."""
     if every == bool(targets) and not job:
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
-    chosen = list(load_all()) if every else targets or []
+    if untested and (not every or profile is None or launcher == "slurm"):
+        raise PlaybookError("--untested goes with --all and --profile PROFILE, such as h200x1, on the machine itself")
+    chosen = _waiting(profile or "", results) if untested else list(load_all()) if every else targets or []
     seconds = to_seconds(budget)
     request = slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
     slurm.check_request(launcher, request)
@@ -81,9 +94,17 @@ def confirm(
         words = slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(slurm.confirm(words, results, request, journal))
     runs_by = allocation or (ForkLauncher() if fork else LocalLauncher())
-    kept = slurm.journal(journal, allocation, fork)
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept)
+    kept = slurm.journal(journal or ((results or DEFAULT_RESULTS) / "journal" / "campaign" if untested else None), allocation, fork)
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested)
     show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
+
+
+def _waiting(profile: str, results: Path | None) -> list[str]:
+    """The claims of a campaign, the most valuable first; said before the first is tested."""
+    cards = load_all()
+    found = untested_claims(cards, records_here(cards, here(), results), profile, datetime.now(UTC).date())
+    complain(f"{count(len(found), 'claim')} without a fresh verdict from {profile}: {', '.join(found) or 'nothing to do'}")
+    return found
 
 
 def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outcome]], as_json: bool, counts: bool = False) -> None:

@@ -87,7 +87,7 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
         Interrupted: Ctrl-C or SIGTERM, after every run has been ended.
     """
     options = options or Options()
-    tasks = [task for target in targets for task in tasks_of(target)]
+    tasks = [task for target in targets for task in tasks_of(target) if task.asked or not options.campaign]
     # Each record names the command for its own claim; a card from elsewhere is only found by its path.
     from_file = any(t.endswith((".yaml", ".yml")) for t in targets)
     command = _words(["confirm", *targets], options) if from_file else ""
@@ -145,7 +145,11 @@ def _run_all(
     with local.interruptible(), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
-        for wanted in sorted(dict.fromkeys(t.case for t in tasks), key=lambda name: _is_timed(tasks, name, loaded)):
+        for wanted in sorted(
+            dict.fromkeys(t.case for t in tasks), key=lambda name: not options.campaign and _is_timed(tasks, name, loaded)
+        ):
+            if options.campaign and options.deadline is not None and time.monotonic() >= options.deadline:
+                break
             group = {i: t for i, t in enumerate(tasks) if t.case == wanted}
             case = loaded[wanted] if wanted else None
             found, left, problem = _run_case(list(group.values()), case, machine, options, progress, command)
@@ -155,7 +159,7 @@ def _run_all(
         options.journal.remove()
     if lost:
         raise StoreError(lost)
-    return [outcomes[i] for i in range(len(tasks))]
+    return [outcomes[i] for i in sorted(outcomes)]
 
 
 def _run_case(

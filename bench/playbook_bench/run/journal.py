@@ -7,6 +7,7 @@ the series of the case that was under way starts over. A pair that the stop cut 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections import Counter, defaultdict
@@ -24,7 +25,7 @@ from playbook.records.evidence import ClaimRef, Derived, Measured, Run, RunOutco
 from playbook_bench.run import store
 from playbook_bench.run.schedule import RunSpec
 
-_SETTLED = "settled.json"
+_SETTLED = "settled.jsonl"
 _KEPT_S = 86_400.0
 """For how long a command that was stopped can go on without a journal that was asked for."""
 
@@ -107,7 +108,11 @@ class Journal:
                 raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")
             text = (folder / _SETTLED).read_text(encoding="utf-8") if (folder / _SETTLED).exists() else ""
             whole = _whole_lines(text)
-            self.settled = {key: Path(path) for line in whole.splitlines() for key, path in json.loads(line).items()}
+            self.settled = {
+                key: Path(os.path.normpath(folder.absolute() / path))
+                for line in whole.splitlines()
+                for key, path in json.loads(line).items()
+            }
             if whole != text:
                 store.replace(folder / _SETTLED, whole)  # or the next verdict would be added to half a line
         except (OSError, ValueError, AttributeError, TypeError) as e:
@@ -118,8 +123,8 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def settle(self, paths: Mapping[str, Path]) -> None:
-        """Note the records of a case's claims."""
-        _append(self.folder / _SETTLED, {key: str(path) for key, path in paths.items()})
+        """Note the records of a case's claims, by their way from here: folder and records may move to another machine together."""
+        _append(self.folder / _SETTLED, {key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
         """The journal of a case's series: what it holds from before, or a new one with this seed. `variants` are launched in a block, if not the case's own.

@@ -36,6 +36,8 @@ class Options:
     launcher: Launcher = field(default_factory=lambda: LocalLauncher())
     journal: Journal | None = None
     """What an earlier, stopped command with these options has left."""
+    campaign: bool = False
+    """Cases in the order of the targets, and no further one once the budget is spent: the next call begins with it. Mechanism checks run where they are named."""
     settles: Callable[[Derived], bool] = lambda derived: True
     """Whether an effect that no claim asks about is known well enough at a look."""
     began: float = field(default_factory=time.monotonic)

@@ -226,7 +226,7 @@ def test_a_full_disk_takes_no_runs_from_a_journal(case, tmp_path):
 def test_half_a_line_in_the_list_of_verdicts_costs_that_verdict_alone(rest, tmp_path):
     """A line that only lacks its end is whole."""
     Journal(tmp_path, ["n1"]).settle({"B": Path("/results/b.json")})
-    with (tmp_path / "settled.json").open("a") as f:
+    with (tmp_path / "settled.jsonl").open("a") as f:
         f.write(rest)
     again = Journal(tmp_path, ["n1"])
     assert ("A" in again.settled) == rest.endswith("}")
@@ -386,7 +386,7 @@ def test_runs_on_other_nodes_are_not_of_the_same_series(case, tmp_path):
 
 @pytest.mark.parametrize("text", ["[1]\n", "[1]", "words", "words\n", '{"A": 1}', '{\n "A": "/a.json"\n}\n'])
 def test_a_folder_that_is_no_journal_is_refused(text, tmp_path):
-    (tmp_path / "settled.json").write_text(text, encoding="utf-8")
+    (tmp_path / "settled.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(StoreError, match="cannot be used"):
         Journal(tmp_path, ["n1"])
-    assert (tmp_path / "settled.json").read_text(encoding="utf-8") == text
+    assert (tmp_path / "settled.jsonl").read_text(encoding="utf-8") == text

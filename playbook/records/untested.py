@@ -1,0 +1,46 @@
+"""Which claims wait for a verdict on a machine class, the most valuable first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+from playbook.cards.model import Card, Claim, MechanismCheck
+from playbook.cards.scope import MACHINE_KEYS
+from playbook.records.case import load_case
+from playbook.records.evidence import Evidence
+from playbook.records.machine import CPU
+from playbook.records.read import Record, earlier
+
+_DECIDED = ("confirmed", "refuted")
+
+
+def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> list[str]:
+    """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
+
+    Those that most decision rules rest on come first; a claim's mechanism check follows it, and what failed when it last ran comes last.
+    """
+    rules = Counter(claim for card in cards.values() for rule in card.decide for claim in rule.because)
+    waiting: list[tuple[tuple[bool, int], str]] = []
+    for card in cards.values():
+        for claim in card.claims:
+            for asked in (c for c in (claim, claim.mechanism_check) if c):
+                own = [r for r in earlier(records, asked.id) if not r.altered and _profile(r) in (profile, None)]
+                if _has(asked, profile) and not any(r.status in _DECIDED and not r.stale(today, asked) for r in own):
+                    failed = bool(own) and max(own, key=lambda r: r.measured).status == "error"
+                    waiting.append(((failed, -rules[claim.id]), f"{card.id}/{asked.id}"))
+    return [target for _, target in sorted(waiting, key=lambda w: w[0])]
+
+
+def _profile(record: Record) -> str | None:
+    return record.content.measured.profile if isinstance(record.content, Evidence) else ""
+
+
+def _has(asked: Claim | MechanismCheck, profile: str) -> bool:
+    """Whether the claim's case can be run on the profile, and on a CPU says something of the claim."""
+    if asked.case is None:
+        return False
+    case = load_case(asked.case)
+    speaks = profile != CPU or isinstance(asked, MechanismCheck) or asked.cpu_scope or not MACHINE_KEYS & asked.scope.keys()
+    return not case.profiles or (profile in case.profiles and bool(speaks))

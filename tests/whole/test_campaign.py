@@ -1,0 +1,90 @@
+"""A campaign: claims without a fresh verdict, the most valuable first, within a budget, over several calls and machines."""
+
+import shutil
+import time
+from collections import Counter
+from datetime import date
+from types import SimpleNamespace
+
+import pytest
+from planted_case import options
+
+from playbook.cards.load import load_all
+from playbook.cli.app import main
+from playbook.paths import data_root
+from playbook.records.read import read
+from playbook.records.untested import untested_claims
+from playbook_bench.run import confirm
+from playbook_bench.run.journal import Journal
+
+CARDS = load_all()
+DAY = date(2026, 11, 24)
+QUICK = ["long-context-cp-sizing/L9", "long-context-cp-sizing/L2"]
+
+
+class Noting(confirm.Quiet):
+    """The claims in the order of their verdicts."""
+
+    def __init__(self):
+        self.found = []
+
+    def finished(self, outcome):
+        self.found.append(outcome.name)
+
+
+def test_the_claims_that_most_rules_rest_on_come_first_and_settled_ones_not_at_all():
+    found = untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", DAY)
+    rules = Counter(claim for card in CARDS.values() for rule in card.decide for claim in rule.because)
+    counts = [rules[target.partition("/")[2].removesuffix(".m")] for target in found]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+    assert not {"recompute/W1", "recompute/V10.c", "vlm-real-data/T5", "long-context-cp-sizing/L9"} & set(found), "each has a fresh verdict"
+    assert {"recompute/W1", "vlm-real-data/T5"} <= set(
+        untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", date(2099, 1, 1))
+    )
+    assert "moe-dispatcher-choice/W10" not in found, "its case has no profile for one GPU"
+
+
+def test_what_failed_when_it_last_ran_waits_until_all_others_have_run():
+    first, *_ = untested_claims(CARDS, [], "h200x1", DAY)
+    (record,) = (r for r in read([data_root("results")], CARDS) if r.claim == "W1")
+    failed = SimpleNamespace(
+        **{k: getattr(record, k) for k in ("schema", "content", "altered", "measured")},
+        claim=first.partition("/")[2],
+        status="error",
+        stale=lambda today, claim: None,
+    )
+    assert untested_claims(CARDS, [failed], "h200x1", DAY)[-1] == first
+
+
+def test_a_spent_budget_leaves_the_next_cases_to_the_next_call(tmp_path):
+    spent = options(tmp_path, profile="cpu", campaign=True, budget_s=10.0, began=time.monotonic() - 11)
+    assert confirm.run(QUICK, spent) == []
+    assert not (tmp_path / "results" / "cpu").exists()
+    assert [o.status for o in confirm.run(QUICK, options(tmp_path, profile="cpu", campaign=True, budget_s=60.0))] == ["confirmed"] * 2
+
+
+@pytest.mark.parametrize("campaign", [True, False])
+def test_a_campaign_keeps_the_order_of_value(tmp_path, campaign):
+    """Else cases that are cheap go first. W1 has no profile for a CPU and launches nothing here."""
+    noting = Noting()
+    confirm.run(["recompute/W1", QUICK[0]], options(tmp_path, profile="cpu", campaign=campaign), noting)
+    assert [name for name in noting.found if not name.endswith(".m")] == (["W1", "L9"] if campaign else ["L9", "W1"])
+
+
+def test_a_fresh_machine_goes_on_from_the_folders_that_were_brought_along(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    first = confirm.run(QUICK[:1], options(before, profile="cpu", campaign=True, journal=Journal(before / "journal", ["host-a", "GPU-1"])))
+    shutil.copytree(before, after)
+    shutil.rmtree(before)
+    found = confirm.run(QUICK, options(after, profile="cpu", campaign=True, journal=Journal(after / "journal", ["host-b", "GPU-2"])))
+    assert found[0].evidence.evidence_id == first[0].evidence.evidence_id
+    assert len(list((after / "results" / "cpu").glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("words", [["--untested"], ["--all", "--untested"], ["recompute/W1", "--untested", "--profile", "cpu"]])
+def test_a_campaign_names_its_machine_class(words, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["confirm", *words])
+    assert e.value.code == 2
+    assert "--all" in capsys.readouterr().err
