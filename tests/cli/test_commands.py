@@ -350,7 +350,7 @@ def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, mo
 def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypatch, capsys):
     packages = tmp_path / "site-packages"
     (packages / "playbook" / "_data" / "cards").mkdir(parents=True)
-    monkeypatch.setattr(paths, "__file__", str(packages / "playbook" / "paths.py"))
+    monkeypatch.setattr(paths, "_PACKAGE", packages / "playbook")
     code, out, err = run(capsys, "site", "build")
     assert (code, out) == (2, "")
     assert "installed copy" in err
