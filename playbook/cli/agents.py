@@ -157,6 +157,7 @@ def mcp() -> None:
 
 def library_here() -> Library:
     """Cards and skills that ship, with evidence from this folder's runs and from the repository."""
+    from playbook.cli.diagnosis.changes import changed
     from playbook.mcp.server import Library
 
     cards, mine, reader = load_all(), here(), Reader()
@@ -166,6 +167,7 @@ def library_here() -> Library:
         records=lambda: records_here(cards, mine, reader=reader),
         today=lambda: datetime.now(UTC).date(),
         plan=plan,
+        changed=changed,
         version=__version__,
     )
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "cards": ("cards", "Cards: what is claimed, in which scope, why, and its status."),
     "layout": ("layout", "Layouts: which are possible, what they store, compute and send."),
     "plan": ("plans.plan", "Plans: the fastest layouts of a model, and how predictions compare with runs."),
+    "diagnose": ("diagnosis.diagnose", "Diagnose a slow run: where it stands, the likely wall, what to try first."),
     "config": ("train", "Configurations: list recipes, export to other trainers."),
     "calibrate": ("train", "Measure what one GPU reaches on the kernels of a step."),
     "train": ("train", "Train, or say what each rank would hold."),
@@ -46,13 +47,14 @@ COMMANDS = {
 
 _GROUPS = {
     "Find": ("search", "cards", "evidence"),
-    "Plan": ("layout", "plan", "config"),
+    "Plan": ("diagnose", "plan", "layout", "config"),
     "Measure": ("demo", "confirm", "ab", "bench", "calibrate"),
     "Guard": ("gate", "bisect"),
 }
 """The help's groups; what stands in none comes last."""
 
 _EXAMPLES = (
+    ("playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25", "where a run stands, and what to try"),
     ('playbook search "oom at 128k on h100"', "which cards answer, with their claims"),
     ("playbook cards show recompute", "what to set, and where each claim stands"),
     ("playbook evidence show W9", "what was measured on a claim"),

@@ -194,6 +194,24 @@ class PlanAnswer(BaseModel):
     assumptions: list[str]
 
 
+class DiagnosisAnswer(BaseModel):
+    """Where a run stands, which wall is likely, and what to try, best first. Units: tokens per second and GPU, seconds, GiB; shares of 1."""
+
+    position: str
+    measured: dict[str, Any] | None
+    predicted: dict[str, Any]
+    """The run's own layout where it is known, and the fastest, each with settings; what comes nearest where nothing fits."""
+    published: dict[str, Any] | None
+    """The nearest published runs, and the range that all of their kind reach."""
+    walls: list[dict[str, Any]]
+    """Those above their thresholds, the largest first; the largest where none is."""
+    how_to_tell: str
+    actions: list[dict[str, Any]]
+    """Each with the gain to expect and where it comes from, claims with verdicts, flags, and the commands that test it."""
+    confidence: dict[str, Any]
+    assumptions: list[str]
+
+
 class PlannedProfile(BaseModel):
     """What one case would run on one kind of machine."""
 

@@ -110,6 +110,17 @@ def _plans(answer: Mapping[str, Any]) -> str:
     )
 
 
+def _diagnosis(answer: Mapping[str, Any]) -> str:
+    lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
+    for action in answer["actions"]:
+        gain = "" if action["expected"] is None else f" {'at most' if action['at_most'] else 'about'} {action['expected']:+.0%}"
+        stands = ", ".join(f"{c['id']} {c['status']}{', stale' if c['stale'] else ''}" for c in action["claims"])
+        lines.append(f"{action['id']}:{gain} {' '.join(action['flags'])} [{stands or 'no claim'}]")
+    best = answer["predicted"]["best"]
+    lines += [f"fastest: {best['tokens_per_s_per_gpu']['value']:.0f} tokens/s/GPU, {' '.join(best['settings'])}"] if best else []
+    return "\n".join(lines)
+
+
 SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "search": _search,
     "list_cards": _cards,
@@ -120,5 +131,6 @@ SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "check_layout": _layout,
     "estimate_memory": _memory,
     "plan_layout": _plans,
+    "diagnose": _diagnosis,
 }
 """The text of each tool's answer; the whole of it is the structured content. A tool without one sends the whole as text too."""

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from playbook.diagnosis.answer import Exporter, diagnose
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import PlaybookError
-from playbook.mcp.answers import LayoutAnswer, MemoryAnswer, NearLayout, PlanAnswer, PlannedLayout, StageMemory
+from playbook.mcp.answers import DiagnosisAnswer, LayoutAnswer, MemoryAnswer, NearLayout, PlanAnswer, PlannedLayout, StageMemory
 from playbook.planner import layout, memory
 from playbook.planner.choice import document, explain
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS, from_huggingface, from_preset, named
-from playbook.planner.options import Options
-from playbook.planner.plan import Plan
+from playbook.planner.plan import Plan, parse
 from playbook.planner.search import nearest
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
 from playbook.yaml_files import did_you_mean
 
 _MOST_TEXT = 100_000
-Fp8 = Literal["", "blockwise", "mxfp8", "tensorwise", "delayed"]
-Sharding = Literal["none", "optimizer", "fsdp", "fsdp2"]
+_MOST_ROWS = 3
 Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
-Module = Literal["full", "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
-Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, such as qwen3_30b_a3b, or a config.json's text.")]
-Hardware = Annotated[str | None, Field(max_length=64, description="Kind of GPU, such as h100.")]
+Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
+Gpu = Annotated[str, Field(max_length=64, description="Kind of GPU, such as h100.")]
+Settings = Annotated[
+    list[Annotated[str, Field(max_length=200)]], Field(max_length=20, description="Words such as tp=2 ep=8 mbs=1 recompute=full.")
+]
 
 
-def shape_of(model: str, *, instead: str = "") -> Shape:
+def shape_of(model: str) -> Shape:
     """The shape of a preset or a published name, or of the text of a `config.json`.
 
     Raises:
-        PlaybookError: no such model; `instead` says what else could be given.
+        PlaybookError: no such model.
     """
     if model.lstrip().startswith("{"):
         try:
@@ -44,34 +48,24 @@ def shape_of(model: str, *, instead: str = "") -> Shape:
         return from_huggingface(data, "given") if "model_type" in data else from_preset(data, "given")
     name = named(model)
     if not name:
-        raise PlaybookError(
-            f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS)}{instead or '; or give the text of a config.json'}"
-        )
+        raise PlaybookError(f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS)}; or give the text of a config.json")
     return MODELS[name]
 
 
-def layout_answer(
-    gpus: int, counts: Mapping[str, int], degrees: dict[str, Any], *, vpp: int, batch: Mapping[str, int], shape: Shape | None = None
-) -> LayoutAnswer:
-    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from the degrees, and the nearest legal layouts.
-
-    Widths and offers need the whole model's `shape`.
-    """
-    numbers: dict[str, Any] = {**counts, **degrees, **batch}
-    broken = layout.check(gpus=gpus, vpp=vpp, options=Options(sp=degrees["tp"] > 1), shape=shape, **numbers)
-    attention = degrees["tp"] * degrees["pp"] * degrees["cp"]
-    expert = degrees["etp"] * degrees["ep"] * degrees["pp"]
-    asked = shape and Plan(
-        shape, gpus=gpus, vpp=vpp, mbs=batch["micro_batch_size"], gbs=batch["global_batch_size"], seq_len=batch["seq_len"], **degrees
-    )
+def layout_answer(plan: Plan) -> LayoutAnswer:
+    """The rules that a layout breaks, as `playbook layout check` finds them, what follows from its degrees, and the nearest legal layouts."""
+    broken = plan.broken()
+    degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "etp")}
+    attention, expert = plan.tp * plan.pp * plan.cp, plan.etp * plan.ep * plan.pp
+    whole = min(degrees.values()) > 0
     return LayoutAnswer(
         legal=not broken,
         broken=broken,
-        dp=None if gpus % attention else gpus // attention,
-        edp=None if gpus % expert else gpus // expert,
-        min_gpus=layout.min_gpus(**degrees),
-        uneven=document.split(asked) if asked and not broken else None,
-        nearest=[NearLayout(changes=n.changes) for n in nearest(asked)] if asked and broken else [],
+        dp=plan.gpus // attention if whole and plan.gpus % attention == 0 else None,
+        edp=plan.gpus // expert if whole and plan.gpus % expert == 0 else None,
+        min_gpus=layout.min_gpus(**degrees) if whole else 1,
+        uneven=None if broken else document.split(plan),
+        nearest=[NearLayout(changes=n.changes) for n in nearest(plan)] if broken and whole else [],
     )
 
 
@@ -86,6 +80,18 @@ def memory_answer(plan: Plan, hardware: str | None) -> MemoryAnswer:
     gib = cluster(hardware).memory_gib if hardware else None
     said = memory.verdict(most.peak, gib) if gib else "no GPU is named: give hardware for a verdict"
     return MemoryAnswer(verdict=said, gpu_gib=gib, peak=most.peak, stage=most.stage, stages=stages)
+
+
+def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
+    """A plan from words as `plan_layout` answers them.
+
+    Raises:
+        PlaybookError: a word is no setting, or names another number of GPUs.
+    """
+    other = [w for w in settings if w.startswith("gpus=") and w != f"gpus={gpus}"]
+    if other:
+        raise PlaybookError(f"settings has {other[0][:40]}, and gpus is {gpus}; expected the same number")
+    return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
 
 
 def plan_answer(
@@ -127,5 +133,44 @@ def plan_answer(
         ties=found["ties"],
         runner_up=found["runner_up"],
         nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": near["ways"]},
+        assumptions=found["assumptions"],
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a diagnosis, beside the speed."""
+
+    model: str
+    gpus: int
+    hardware: str
+    seq_len: int
+    global_batch_size: int
+    layout: tuple[str, ...]
+    framework: str
+
+
+def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: Exporter) -> DiagnosisAnswer:
+    """What `playbook diagnose` says, in short.
+
+    Raises:
+        PlaybookError: the question cannot be asked, or the figures contradict it.
+    """
+    layout_ = [w for w in asked.layout if w != f"gpus={asked.gpus}"]
+    where = setting(
+        shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len,
+        gbs=asked.global_batch_size or None, known=layout_, framework=asked.framework,
+    )  # fmt: skip
+    found = diagnose(where, measured(where, figures), known, export)
+    runs = found["published"]
+    return DiagnosisAnswer(
+        position=found["position"]["sentence"],
+        measured=found["measured"],
+        predicted=found["predicted"],
+        published=runs and {**runs, "rows": runs["rows"][:_MOST_ROWS]},
+        walls=[{k: w[k] for k in ("name", "share", "sign")} for w in found["walls"] if w["beyond"]] or found["walls"][:1],
+        how_to_tell=found["how_to_tell"],
+        actions=found["actions"],
+        confidence=found["confidence"],
         assumptions=found["assumptions"],
     )

@@ -25,6 +25,9 @@ from playbook.cards import search as engine
 from playbook.cards.model import Card
 from playbook.cards.pages import load_pages
 from playbook.cards.terms import stated
+from playbook.diagnosis.answer import Exporter
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
 from playbook.mcp import planning
 from playbook.mcp.answers import (
@@ -32,6 +35,7 @@ from playbook.mcp.answers import (
     CardList,
     CardRow,
     ClaimAnswer,
+    DiagnosisAnswer,
     EvidenceList,
     EvidenceRow,
     LayoutAnswer,
@@ -44,10 +48,7 @@ from playbook.mcp.answers import (
     Standing,
 )
 from playbook.mcp.brief import SUMMARIES, shallow, shortened
-from playbook.planner.models import MODELS
-from playbook.planner.options import Options
-from playbook.planner.plan import Plan as LayoutPlan
-from playbook.planner.shapes import Shape
+from playbook.planner.models import named
 from playbook.records.read import Record, earlier, with_status
 from playbook.records.standing import in_words
 from playbook.skills.check import claim_ids
@@ -80,17 +81,14 @@ def _number(description: str, least: int = 1, most: int = 1_000_000) -> Any:
     return Field(ge=least, le=most, description=description)
 
 
+def _figure(description: str) -> Any:
+    return Field(ge=1e-6, le=1e9, description=description)
+
+
 _Gpus = Annotated[int, _number("GPUs of the whole job.")]
-_Micro = Annotated[int, _number("Rows of one micro-batch.")]
-_Global = Annotated[int, _number("Rows of one step over all GPUs.", most=1_000_000_000)]
 _Seq = Annotated[int, _number("Tokens of a row.", most=1_000_000_000)]
-_Tp = Annotated[int, _number("Tensor parallel.")]
-_Pp = Annotated[int, _number("Pipeline stages.")]
-_Cp = Annotated[int, _number("Context parallel.")]
-_Ep = Annotated[int, _number("Expert parallel.")]
-_Etp = Annotated[int, _number("Tensor parallel inside experts.")]
-_Vpp = Annotated[int, _number("Chunks of layers per stage.")]
 _Section = Literal["answer", "claims", "pitfalls", "families", "all"]
+_Framework = Literal["megatron-lm", "megatron-bridge", "torchtitan", "playbook"]
 Status = Literal["confirmed", "refuted", "inconclusive", "not_applicable", "error", "stale", "untested"]
 A = TypeVar("A", bound=BaseModel)
 Answer = CallToolResult | InputRequiredResult
@@ -105,6 +103,7 @@ class Library:
     records: Callable[[], Sequence[Record]]
     today: Callable[[], date]
     plan: Callable[[Card], Plan]
+    changed: Exporter
     version: str
 
     def stock(self) -> Stock:
@@ -159,6 +158,7 @@ def server(library: Library) -> MCPServer[Any]:
     _evidence(out, library)
     _layout(out)
     _memory(out)
+    _diagnosis(out, library)
     _resources(out, library)
     return out
 
@@ -181,7 +181,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            found = engine.search(index(), query, stated(hardware, model, gpus), only=only, limit=limit)
+            found = engine.search(index(), query, stated(hardware, model and (named(model) or model), gpus), only=only, limit=limit)
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
@@ -237,39 +237,18 @@ def _evidence(out: MCPServer[Any], library: Library) -> None:
 
 def _layout(out: MCPServer[Any]) -> None:
     @out.tool(title="Check a layout", annotations=ToolAnnotations(**_READ_ONLY))
-    def check_layout(
-        gpus: _Gpus,
-        seq_len: _Seq,
-        micro_batch_size: _Micro,
-        global_batch_size: _Global,
-        model: Annotated[str | None, Field(max_length=100_000, description="As elsewhere; or give the four counts.")] = None,
-        heads: Annotated[int | None, _number("Attention heads.")] = None,
-        kv_heads: Annotated[int | None, _number("Key-value heads.")] = None,
-        layers: Annotated[int | None, _number("Decoder layers.")] = None,
-        experts: Annotated[int | None, _number("Experts of a layer.", least=0)] = None,
-        tp: _Tp = 1,
-        pp: _Pp = 1,
-        cp: _Cp = 1,
-        ep: _Ep = 1,
-        etp: _Etp = 1,
-        vpp: _Vpp = 1,
-    ) -> LayoutAnswer:
+    def check_layout(model: planning.Model, gpus: _Gpus, settings: planning.Settings) -> LayoutAnswer:
         """Whether parallel degrees fit the GPUs and the model: broken rules with what to set, DP, expert DP, and the fewest GPUs."""
         with _told():
-            given = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "experts": experts}
-            degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
-            batch = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-            whole = None if model is None else planning.shape_of(model, instead=f"; or leave it out and give {', '.join(given)}")
-            counts, widths = _counts(whole, given), None if any(given.values()) else whole
-            return planning.layout_answer(gpus, counts, degrees, vpp=vpp, batch=batch, shape=widths)
+            return planning.layout_answer(planning.plan_of(model, gpus, settings))
 
     @out.tool(title="Plan a layout", annotations=ToolAnnotations(**_READ_ONLY))
     def plan_layout(
         model: planning.Model,
         gpus: _Gpus,
-        hardware: Annotated[str, Field(max_length=64, description="Kind of GPU, such as h100.")],
+        hardware: planning.Gpu,
         seq_len: _Seq = 4096,
-        global_batch_size: Annotated[int, _number("0 stands for four million tokens.", 0, 1_000_000_000)] = 0,
+        global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
         goal: Annotated[Literal["tokens/s", "memory", "gpus"], Field(description="Fastest, leanest, or fewest GPUs.")] = "tokens/s",
         backend: Annotated[Literal["megatron", "torch"], Field(description="torch: FSDP2.")] = "megatron",
         allow: Annotated[list[planning.Allowed], Field(max_length=5, description="Beyond BF16.")] = [],  # noqa: B006
@@ -290,29 +269,34 @@ def _layout(out: MCPServer[Any]) -> None:
 def _memory(out: MCPServer[Any]) -> None:
     @out.tool(title="Estimate memory", annotations=ToolAnnotations(**_READ_ONLY))
     def estimate_memory(
-        model: planning.Model,
-        gpus: _Gpus,
-        hardware: planning.Hardware = None,
-        seq_len: _Seq = 4096,
-        micro_batch_size: _Micro = 1,
-        global_batch_size: Annotated[int, _number("0 stands for one pipeline's worth.", 0, 1_000_000_000)] = 0,
-        tp: _Tp = 1,
-        pp: _Pp = 1,
-        cp: _Cp = 1,
-        ep: _Ep = 1,
-        etp: _Etp = 1,
-        vpp: _Vpp = 1,
-        sharding: Annotated[planning.Sharding, Field(description="Of the state over data parallelism.")] = "optimizer",
-        recompute: Annotated[list[planning.Module], Field(max_length=8, description="Modules made again in the backward pass.")] = [],  # noqa: B006  (read only; None would widen the schema)
-        fp8: Annotated[planning.Fp8, Field(description="Recipe; empty for BF16.")] = "",
+        model: planning.Model, gpus: _Gpus, settings: planning.Settings, hardware: planning.Gpu | None = None
     ) -> MemoryAnswer:
         """Peak allocated bytes per GPU, stage by stage, of a legal layout; memory that the allocator reserves beyond that is not counted."""
         with _told():
-            plan = LayoutPlan(
-                planning.shape_of(model), "", gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=micro_batch_size, gbs=global_batch_size,
-                seq_len=seq_len, options=Options(sharding=sharding, recompute=tuple(recompute), fp8=fp8),
-            )  # fmt: skip
-            return bounded(planning.memory_answer(plan, hardware), "ask with a smaller pp")
+            return bounded(planning.memory_answer(planning.plan_of(model, gpus, settings), hardware), "ask with a smaller pp")
+
+
+def _diagnosis(out: MCPServer[Any], library: Library) -> None:
+    @out.tool(title="Diagnose a run", annotations=ToolAnnotations(**_READ_ONLY))
+    def diagnose(
+        model: planning.Model,
+        gpus: _Gpus,
+        hardware: planning.Gpu,
+        mfu: Annotated[float | None, _figure("Percent of the dense peak.")] = None,
+        step_time_s: Annotated[float | None, _figure("Or seconds of a step.")] = None,
+        tokens_per_s: Annotated[float | None, _figure("Or tokens per second and GPU.")] = None,
+        layout: planning.Settings = [],  # noqa: B006
+        seq_len: _Seq = 4096,
+        global_batch_size: Annotated[int, _number("0: four million tokens.", 0, 1_000_000_000)] = 0,
+        framework: Annotated[_Framework, Field(description="Whose flags.")] = "megatron-lm",
+    ) -> DiagnosisAnswer:
+        """Where a run's speed stands between published runs and the prediction, the likely wall and how to tell, ranked actions with verdict, gain, flags and test."""
+        with _told():
+            asked = planning.Asked(model, gpus, hardware, seq_len, global_batch_size, tuple(layout), framework)
+            stock = library.stock()
+            known = Knowledge(stock.cards, stock.records, stock.today)
+            figures = Figures(mfu, step_time_s, tokens_per_s)
+            return bounded(planning.diagnosis_answer(asked, figures, known, library.changed), "name the layout")
 
 
 def _resources(out: MCPServer[Any], library: Library) -> None:
@@ -437,20 +421,6 @@ def evidence_list(library: Library, claim_id: str, limit: int) -> EvidenceList:
     while len(EvidenceList(claim_id=claim_id, records=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
     return EvidenceList(claim_id=claim_id, records=rows, left_out=len(found) - len(rows))
-
-
-def _counts(shape: Shape | None, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Layers, experts and other counts of a model: the given ones, the rest from its shape.
-
-    Raises:
-        PlaybookError: counts are missing.
-    """
-    known = {k: getattr(shape, k) for k in given} if shape else {}
-    counts = {**known, **{k: v for k, v in given.items() if v is not None}}
-    missing = [k for k in given if k not in counts]
-    if missing:
-        raise PlaybookError(f"{', '.join(missing)} missing; give them, or name a model ({', '.join(sorted(MODELS))})")
-    return counts
 
 
 def bounded(answer: A, instead: str) -> A:

@@ -7,6 +7,7 @@ routers and norms count nothing. Sliding windows: Megatron Bridge, `training/uti
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from playbook.planner.parameters import parts
 from playbook.planner.shapes import Shape, Vision
@@ -15,6 +16,7 @@ BACKWARD = 3
 """Forward and backward over forward: the backward pass multiplies twice, once for the input and once for the weight."""
 
 
+@lru_cache(maxsize=1024)
 def per_token(shape: Shape, seq_len: float) -> float:
     """Training FLOPs per token of sequences of `seq_len` tokens; MTP layers are like the last one. Routers are left out, as in the source.
 

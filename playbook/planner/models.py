@@ -69,10 +69,13 @@ def find(model: str) -> Shape:
 
 
 def named(model: str) -> str:
-    """The preset of a name as publishers spell it, such as Qwen3-30B-A3B; empty where none has it."""
-    word = _plain(model)
-    name = word if word in MODELS else _published().get(word, {}).get("model", "")
-    return model if model in MODELS else name
+    """The preset of a name as publishers spell it, such as Qwen3-30B-A3B or Qwen/Qwen3-30B-A3B-Instruct-2507; empty where none has it."""
+    if model in MODELS:
+        return model
+    repository = _REPOSITORY.fullmatch(model[:200])
+    word = _plain(repository["name"] if repository else model)
+    plain = _TUNED.sub("", word) if repository else word
+    return next((n for w in (word, plain) if (n := w if w in MODELS else _published().get(w, {}).get("model", ""))), "")
 
 
 def published(name: str) -> Shape:
@@ -84,6 +87,12 @@ def published(name: str) -> Shape:
     row = _published().get(_plain(name), {})
     shape = find(name)
     return replace(shape, mtp=row["mtp"]) if "mtp" in row else shape
+
+
+_REPOSITORY = re.compile(r"[\w.-]{1,100}/(?:Meta-)?(?P<name>[\w-][\w.-]{1,100})(?<!\.json)(?<!\.yaml)(?<!\.yml)", re.ASCII)
+"""A repository of the Hugging Face hub."""
+_TUNED = re.compile(r"(?:_(?:instruct|base|chat|it|hf|thinking|[0-9]{4}|v0_[0-9]))+\Z")
+"""What a repository's name adds to its model's: tuned weights have the same shape."""
 
 
 def _plain(name: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -28,22 +26,23 @@ def exported(plan: Plan, target: str, hardware: str) -> str:
     Raises:
         ConfigError: the target is not known, or has no words for this model.
     """
-    from playbook_trainer.config.tree import load, model_names
+    from playbook_trainer.config.tree import from_data, model_names
     from playbook_trainer.export.render import export
 
     if target not in TARGETS:
         raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}")
     if plan.model not in model_names():
-        return _layout_alone(plan, target)
-    text = yaml.safe_dump(configuration(plan), sort_keys=False, default_flow_style=None, width=120)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.yaml"
-        path.write_text(text, encoding="utf-8")
-        config = load(path)
+        return layout_alone(plan, target)
+    data = configuration(plan)
+    config = from_data(data, {}, "plan")
     if target == "playbook":
-        return text
-    platform = next((p for start, p in _PLATFORMS.items() if hardware.lower().startswith(start)), "hopper")
-    return export(config, target, platform).text()  # type: ignore[arg-type]
+        return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120))
+    return export(config, target, platform_of(hardware)).text()  # type: ignore[arg-type]
+
+
+def platform_of(hardware: str) -> str:
+    """The exporter's platform of a kind of GPU."""
+    return next((p for start, p in _PLATFORMS.items() if hardware.lower().startswith(start)), "hopper")
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
@@ -108,7 +107,12 @@ _MEGATRON = {
 }
 
 
-def _layout_alone(plan: Plan, target: str) -> str:
+def layout_alone(plan: Plan, target: str) -> str:
+    """Degrees, batch and recompute of a plan as flags of another trainer.
+
+    Raises:
+        ConfigError: the target is this trainer.
+    """
     if target == "playbook":
         raise ConfigError(f"this trainer does not train {plan.model}; expected --export megatron-lm, megatron-bridge or torchtitan")
     lines = [f"# the layout alone: this trainer does not train {plan.model}, so flags of the model are not here"]

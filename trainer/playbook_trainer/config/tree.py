@@ -350,17 +350,21 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
         raise FileError([Finding(str(path), 1, 1, "expected a mapping of sections; see trainer/configs/ for examples")])
     for line in (*old_names(data), *(f"{key} is now called {modern_key(key)}" for key in overrides if modern_key(key) != key)):
         warnings.warn(f"{path}: {line}; the old name still works", FutureWarning, stacklevel=3)
+    return from_data(data, overrides, str(path), marks)
+
+
+def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Marks | None = None) -> TrainerConfig:
+    """The resolved configuration of plain data, which is changed; `file` and `marks` say where it comes from."""
+    marks = marks or {}
     data = modern(data)
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
-        _set(data, modern_key(key), value, str(path))
+        _set(data, modern_key(key), value, file)
     data = modern(data)  # overrides may have old values
     if data.get("model") is None:
-        raise FileError(
-            [Finding(str(path), *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")]
-        )
-    data = {**data, "model": _expand_model(data["model"], marks, str(path))}
-    return validate(data, marks, TrainerConfig, str(path))
+        raise FileError([Finding(file, *(marks.get(("model",)) or (1, 1)), f"'model' is missing; add one of: {', '.join(model_names())}")])
+    data = {**data, "model": _expand_model(data["model"], marks, file)}
+    return validate(data, marks, TrainerConfig, file)
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

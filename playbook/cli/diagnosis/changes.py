@@ -1,0 +1,107 @@
+"""A change of a plan in the words of a trainer: the difference between what its exporter prints before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from playbook.cli.plans.export import configuration, layout_alone, platform_of
+from playbook.diagnosis.actions import Action
+from playbook.diagnosis.answer import Changed
+from playbook.errors import PlaybookError
+from playbook.planner.models import MODELS
+from playbook.planner.plan import Plan
+
+_Keys = tuple[tuple[str, Any, Any], ...]
+
+if TYPE_CHECKING:
+    from playbook_trainer.export.render import Exported
+
+_STANDS_IN = {True: "qwen3_30b_a3b", False: "qwen3_8b"}
+"""Models with and without experts whose flags are printed where the trainer does not train the model itself."""
+
+
+@lru_cache(maxsize=512)
+def changed(action: Action, framework: str, hardware: str) -> Changed:
+    """What an action changes, for one of the planner's targets; nothing where its exporter has no words for it."""
+    off, on = action.off, action.on
+    if _trained(on):
+        return _difference(off, on, action.keys, framework, hardware)
+    # Flags of options are the same for every model; degrees and batch need no model.
+    found = _difference(_stand_in(off), _stand_in(on), action.keys, framework, hardware)
+    if framework == "playbook":
+        return found
+    before, after = (layout_alone(p, framework).splitlines() for p in (off, on))
+    own = [line for line in after if line not in before and not line.startswith("#") and line not in found.flags]
+    return replace(found, flags=(*own, *found.flags))
+
+
+def _trained(plan: Plan) -> bool:
+    from playbook_trainer.config.tree import model_names
+
+    return plan.model in model_names()
+
+
+def _stand_in(plan: Plan) -> Plan:
+    """A layout of a model that every exporter knows, with the plan's options."""
+    name = _STANDS_IN[plan.shape.experts > 0]
+    plain = Plan(MODELS[name], name, gpus=8, ep=8 if plan.shape.experts else 1, gbs=64, options=plan.options)
+    return replace(plain, options=replace(plain.options, recompute=tuple(m for m in plan.options.recompute if m != "mla_up_proj")))
+
+
+def _difference(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
+    before, after = configuration(off), configuration(on)
+    unset, set_ = {k: v for k, v, _ in keys}, {k: v for k, _, v in keys}
+    try:
+        if framework == "playbook":
+            first, second = {**dict(_flat(before)), **unset}, {**dict(_flat(after)), **set_}
+            return Changed(tuple(f"{k}={_plain(v)}" for k, v in second.items() if first.get(k) != v))
+        return _of_exports(*(_exported(each, more, framework, hardware) for each, more in ((before, unset), (after, set_))))
+    except PlaybookError as e:
+        return Changed(missing=(str(e).splitlines()[0][:300],))
+
+
+def _of_exports(off: Exported, on: Exported) -> Changed:
+    if on.target == "torchtitan":  # its file has sections; its command line takes the same settings one by one
+        first, second = ({f"--{s.section}.{s.field}": s.value for s in e.settings} for e in (off, on))
+        flags = [f"{k} {_plain(v)}" for k, v in second.items() if first.get(k) != v]
+        without = [k for k in first if k not in second]
+    else:
+        flags = [line for line in on.lines if line not in off.lines and not line.startswith("#")]
+        names = {_name(line) for line in flags}
+        without = [line for line in off.lines if line not in on.lines and not line.startswith("#") and _name(line) not in names]
+    known = {r.key for r in off.missing}
+    return Changed(
+        tuple(flags),
+        tuple(without),
+        tuple(f"{k}={v}" for k, v in on.environment.items() if off.environment.get(k) != v),
+        tuple(f"{r.key}: {r.why}" for r in on.missing if r.key not in known),
+    )
+
+
+def _name(line: str) -> str:
+    return line.partition("=")[0].partition(" ")[0]
+
+
+def _exported(data: Mapping[str, Any], keys: Mapping[str, Any], framework: str, hardware: str) -> Exported:
+    from playbook_trainer.config.tree import from_data
+    from playbook_trainer.export.render import export
+
+    return export(from_data(data, keys, "plan"), framework, platform_of(hardware))  # type: ignore[arg-type]
+
+
+def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _plain(value: Any) -> str:
+    """A value as a command line takes it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower() if value is not None else "null"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,245 @@
+"""`playbook diagnose`: where a run's speed stands, which wall is likely and how to tell, and what to try first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import typer
+
+from playbook.cli.agents import stock_here
+from playbook.cli.diagnosis.changes import changed
+from playbook.cli.options import AsJson, commands
+from playbook.cli.output import print_json, print_table, say
+from playbook.diagnosis.answer import Seen, diagnose
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
+from playbook.errors import ConfigError, LogError
+from playbook.planner.choice.document import words
+from playbook.planner.models import find, named
+from playbook.planner.plan import idle
+from playbook.text import count
+
+app = commands()
+
+_WARM_UP = 5
+"""One of so many steps, the first ones, is not counted, as in `playbook ab`."""
+_FEW = 20
+"""Steps from which on their spread says something."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _Log:
+    """What a log says of the speed. Units: seconds; tokens per second and GPU, or tokens of a step of the whole job."""
+
+    seconds: float
+    tokens: float | None
+    rate: float | None
+    uneven: float | None
+    notes: tuple[str, ...]
+
+
+@app.command("diagnose")
+def diagnose_run(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, or its log: its speed, and of a run of ours the layout too.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the whole job.")] = 8,
+    hardware: Annotated[str, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = "h100",
+    seq: Annotated[int | None, typer.Option("--seq", min=1, max=1 << 30, help="Tokens of a sequence; 4096, if not given.")] = None,
+    gbs: Annotated[
+        int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; four million tokens, if not given.")
+    ] = None,
+    mfu: Annotated[float | None, typer.Option("--mfu", help="Percent of the GPU's dense peak, without recompute.")] = None,
+    step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
+    tokens: Annotated[float | None, typer.Option("--tokens-per-s", help="Tokens per second and GPU.")] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as `playbook layout` takes it."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="A trace of some steps: .nsys-rep, .sqlite or Chrome trace.")] = None,
+    framework: Annotated[str, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}.")] = FRAMEWORKS[0],
+    as_json: AsJson = False,
+) -> None:
+    """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
+    known = tuple(word for text in layout or [] for word in _split(text))
+    log = _log(run) if run else None
+    ours = _ours(run) if run and run.is_dir() and (run / "config.yaml").is_file() else None
+    if ours is not None and model is None:
+        own = _of_config(ours, gpus, hardware, framework)
+        where = own if not (known or seq or gbs) else _again(own, hardware, seq, gbs, known, framework)
+    elif model is None:
+        raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
+    else:
+        name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
+        where = setting(find(model), name, hardware, gpus, seq_len=seq, gbs=gbs, known=known, framework=framework)
+    figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
+    if log is not None and figures == Figures():
+        rate = log.rate or (log.tokens / log.seconds / gpus if log.tokens else None)
+        figures = Figures(step_s=None if rate else log.seconds, tokens_per_s_per_gpu=rate, said=str(run))
+    speed = measured(where, figures)
+    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None)
+    stock = stock_here()
+    found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
+    print_json(found) if as_json else _show(found)
+
+
+def _split(text: str) -> list[str]:
+    """`tp=2,recompute=moe_act,layernorm` as words: a comma inside a value stays."""
+    found: list[str] = []
+    for part in (p for p in re.split(r"[,\s]+", text) if p):
+        if "=" in part or not found:
+            found.append(part)
+        else:
+            found[-1] += f",{part}"
+    return found
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(ms|s|)", text)
+    if match is None:
+        raise ConfigError(f"--step-time is '{text[:40]}'; expected seconds such as 1.9s, or 850ms")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def _log(path: Path) -> _Log:
+    """The steady part of a log."""
+    from playbook_bench.logs import read
+
+    if not path.exists():
+        raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
+    found = read(path)
+    steps = found.steps[len(found.steps) // _WARM_UP :]
+    seconds = [s.seconds for s in steps]
+    whole = [s.tokens for s in steps if s.tokens is not None]
+    rates = [s.tokens_per_s for s in steps if s.tokens_per_s is not None]
+    middle = median(seconds)
+    uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
+    notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
+    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, uneven, notes)
+
+
+def _ours(folder: Path) -> Any:
+    from playbook_trainer.config.tree import load
+
+    return load(folder / "config.yaml")
+
+
+def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting:
+    """The setting of a run of this trainer."""
+    from playbook_trainer.config.dry_run import plan_of
+
+    plan = plan_of(config, gpus)
+    torch = config.backend == "torch"
+    options = plan.options
+    if torch:
+        options = replace(options, sharding="fsdp2", recompute=("selective",) if set(options.recompute) - {"full"} else options.recompute)
+    said = replace(plan, options=options)
+    other = ("gpus", "seq_len", "gbs", "backend", "loss")
+    given = [w for w in words(said) if (key := w.partition("=")[0]) not in other and not idle(said, [key])]
+    return setting(
+        plan.shape, plan.model, hardware, gpus, seq_len=plan.seq_len, gbs=plan.global_batch, known=given or ["mbs=1"], framework=framework,
+        backend=config.backend,
+    )  # fmt: skip
+
+
+def _again(own: Setting, hardware: str, seq: int | None, gbs: int | None, known: Sequence[str], framework: str) -> Setting:
+    """The setting of a run's configuration, with what the command line says instead."""
+    q = own.question
+    named_ = {word.partition("=")[0] for word in known}
+    kept = [word for word in own.known if word.partition("=")[0] not in named_]
+    return setting(
+        q.shape,
+        q.model,
+        hardware,
+        q.gpus,
+        seq_len=seq or q.seq_len,
+        gbs=gbs or q.gbs,
+        known=[*kept, *known],
+        framework=framework,
+        backend=q.backend,
+    )
+
+
+def _walls(file: Path) -> dict[str, Any]:
+    """The walls of a trace, as `playbook bench trace --file` finds them."""
+    from playbook_bench.trace import collect, walls
+
+    return asdict(walls.walls(collect.timeline_from_file(file)))
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    at, speed, best, mine = found["setting"], found["measured"], found["predicted"]["best"], found["predicted"]["yours"]
+    say(f"{at['model']} on {at['gpus']} {at['hardware']}, {at['precision']}, {at['seq_len']} tokens, global batch {at['gbs']}")
+    if speed:
+        say(
+            f"you        {speed['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {speed['mfu']:.0%} MFU, {speed['step_s']:.2f} s a step ({speed['said']})"
+        )
+    for name, each in (("predicted", mine), ("fastest", best)):
+        if each:
+            tokens = each["tokens_per_s_per_gpu"]
+            say(
+                f"{name:9}  {tokens['value']:,.0f} tokens/s/GPU [{tokens['low']:,.0f}, {tokens['high']:,.0f}], {each['mfu']:.0%} MFU,"
+                f" {each['memory_gib']:.0f} GiB: {' '.join(each['settings'])}"
+            )
+    _show_obstacle(found["predicted"]["nothing_fits"])
+    runs = found["published"]
+    for row in runs["rows"][:_SHOWN] if runs else ():
+        say(
+            f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
+            f" {row['precision']} {row['layout']} ({row['id']}, {row['source'][:60]})"
+        )
+    say(f"so         {found['position']['sentence']}")
+    walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
+    say(f"\nwall, from {found['walls_from']}")
+    print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+    if found["how_to_tell"]:
+        say(f"to tell    {found['how_to_tell']}")
+    for place, action in enumerate(found["actions"], 1):
+        _show_action(place, action)
+    say("")
+    for words_ in found["confidence"]["warnings"]:
+        say(f"beware     {words_}")
+    if found["confidence"]["unknown"]:
+        say(f"confidence {found['confidence']['level']}; not known: {', '.join(found['confidence']['unknown'])}")
+    for words_ in found["assumptions"]:
+        say(f"assumes    {words_}")
+
+
+def _show_obstacle(near: Mapping[str, Any] | None) -> None:
+    if near:
+        say(f"fastest    no layout fits; the nearest needs {near['memory_gib']:.0f} GiB: {' '.join(near['settings'])}")
+        say(f"fits       with {', or '.join(near['ways']) or 'nothing that is known here'}")
+
+
+def _show_action(place: int, action: Mapping[str, Any]) -> None:
+    planner, record = action["planner"], action["record"]
+    gains = [
+        *([f"{planner['value']:+.0%} [{planner['low']:+.0%}, {planner['high']:+.0%}] by the planner"] if planner else []),
+        *([f"{record['value']:+.0%} measured on {record['machine']} ({record['claim']})"] if record else []),
+    ]
+    most = "at most" if action["at_most"] else "expect"
+    expected = f"{most} {action['expected']:+.0%}; " if action["expected"] is not None else ""
+    unless = ", if your run leaves it out" if action["in_plan"] else ""
+    say(f"\n{place}  {action['title']}: {expected}{'; '.join(gains) or 'gain not known'}{unless}")
+    for claim in action["claims"]:
+        where = f" on {claim['machine']}{', stale' if claim['stale'] else ''}" if claim["machine"] else ""
+        limits = f" ({'; '.join(claim['limits'])})" if claim["limits"] else ""
+        say(f"   {claim['id']:6} {claim['status']}{where}  {claim['card']}{limits}")
+    for name in ("flags", "without", "environment", "missing"):
+        if action[name]:
+            say(f"   {name if name != 'missing' else 'lacks':6} {' '.join(action[name])}")
+    for line in action["test"]:
+        say(f"   test   {line}")
+    if action["note"]:
+        say(f"   note   {action['note']}")
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"

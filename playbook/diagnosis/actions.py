@@ -1,0 +1,237 @@
+"""What to try: each action with the planner's difference, the claims that speak for it, and what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Any
+
+from playbook.diagnosis.setting import Setting
+from playbook.planner import memory
+from playbook.planner.choice import space
+from playbook.planner.choice.search import Choice
+from playbook.planner.plan import Plan
+from playbook.planner.time import spread
+from playbook.planner.time.step import step_time
+
+_LEAST = 0.005
+"""Gains below this are not worth an action."""
+_CHUNKS = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much tokens per second rise, with an 80 % interval where it is known."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something to change, from one plan to another or in keys of the trainer alone.
+
+    `measures` are claims whose effect is the action's; `also` are claims beside them. `part` is what of a step it shortens, as the planner
+    names it. `held` is what the fullest rank then holds. Units: bytes.
+    """
+
+    id: str
+    title: str
+    walls: tuple[str, ...]
+    off: Plan
+    on: Plan
+    gain: Gain | None = None
+    measures: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    held: float | None = None
+    keys: tuple[tuple[str, Any, Any], ...] = ()
+    """Settings of this trainer that no plan has a word for, each as name, value before and value after."""
+    part: str = ""
+    done: bool = False
+    """Whether the plan that it starts from has it already: the gain is what leaving it out costs."""
+    note: str = ""
+
+
+def actions(where: Setting, best: Choice | None) -> list[Action]:
+    """All that applies to the setting, from its own layout where that is known, else from the planner's."""
+    base = where.plan or (best.plan if best else None)
+    if base is None:
+        return []
+    found = [a for make in _MAKERS for a in make(where, base)]
+    if where.plan is not None and best is not None:
+        found += _layout(where, where.plan, best)
+    return [a for a in found if a.gain is None or a.gain.value >= _LEAST]
+
+
+def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
+    """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
+    if on.broken():
+        return None
+    held = memory.peak(on)
+    if held > max(where.question.capacity, memory.peak(off)):  # a layout that runs fits, whatever the estimate says
+        return None
+    cluster = where.question.cluster
+    before, after = step_time(off, cluster), step_time(on, cluster)
+    ratio = before.seconds.value / after.seconds.value * (on.global_batch / off.global_batch)
+    wide = exp(spread.QUANTILE * spread.between(before.parts, after.parts))
+    return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), held
+
+
+def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], wanted: Mapping[str, Any], **about: Any) -> Iterator[Action]:
+    """An option of the plan: tried where it is off, and where the planner's own plan has it, what leaving it out costs."""
+    off, on = (replace(base, options=replace(base.options, **each)) for each in (plain, wanted))
+    done = all(getattr(base.options, k) == v for k, v in wanted.items())
+    if done and where.plan is not None:
+        return
+    tried = _try(where, off if done else base, on)
+    if tried is not None:
+        yield Action(off=off if done else base, on=on, gain=tried[0], held=tried[1], done=done, **about)
+
+
+def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
+    """The least recompute that fits."""
+    now = base.options.recompute
+    rungs = space.ladder(replace(where.question, fixed=()))
+    lighter = rungs[: rungs.index(now)] if now in rungs else rungs
+    full = replace(base, options=replace(base.options, recompute=("full",)))
+    about: dict[str, Any] = {
+        "id": "recompute", "title": "recompute less", "walls": ("memory",), "also": ("V10.c", "V10", "W1.c", "W1", "W1.d", "L3", "L4.c"),
+    }  # fmt: skip
+    if where.plan is None and now != ("full",):
+        tried = _try(where, full, base)
+        if tried:
+            yield Action(off=full, on=base, gain=tried[0], held=tried[1], done=True, **about)
+        return
+    for rung in lighter:
+        on = replace(base, options=replace(base.options, recompute=rung))
+        tried = _try(where, base, on)
+        if tried:
+            measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
+            yield Action(off=base, on=on, gain=tried[0], held=tried[1], measures=measures, **about)
+            return
+
+
+def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
+    """A larger micro-batch, with more recompute where it needs room."""
+    if where.plan is None:
+        return
+    best: Action | None = None
+    for mbs in (base.mbs * 2, base.mbs * 4):
+        for rung in dict.fromkeys([base.options.recompute, *space.ladder(replace(where.question, fixed=()))]):
+            on = replace(base, mbs=mbs, options=replace(base.options, recompute=rung))
+            if base.global_batch % (mbs * base.dp) or (base.vpp > 1 and on.microbatches % base.pp):
+                continue
+            tried = _try(where, base, on)
+            if tried and (best is None or best.gain is None or tried[0].value > best.gain.value):
+                also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b")
+                title = f"micro-batches of {mbs}"
+                best = Action("micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, held=tried[1])
+    if best:
+        yield best
+
+
+def _interleave(where: Setting, base: Plan) -> Iterator[Action]:
+    if where.plan is None or base.pp == 1 or base.options.backend == "torch":
+        return
+    found = []
+    for vpp in _CHUNKS:
+        on = replace(base, vpp=vpp)
+        if vpp <= base.vpp or base.pp * vpp > base.shape.layers or base.microbatches % base.pp:
+            continue
+        tried = _try(where, base, on)
+        if tried:
+            found.append((tried, on))
+    if found:
+        tried, on = max(found, key=lambda f: f[0][0].value)
+        yield Action(
+            "interleave", f"{on.vpp} chunks of layers on each stage", ("bubble",), base, on, tried[0], ("W4",), ("W4.b",), held=tried[1]
+        )
+
+
+def _dispatcher(where: Setting, base: Plan) -> Iterator[Action]:
+    offered = {o.dispatcher for o in space.switches(where.question, base)}
+    if "hybridep" in offered and base.options.dispatcher in ("", "alltoall", "allgather", "hybridep"):
+        yield from _switch(
+            where, base, {"dispatcher": "alltoall"}, {"dispatcher": "hybridep"}, id="dispatcher", title="HybridEP for the exchange of tokens",
+            walls=("exposed communication",), measures=("W10.b", "V5"), also=("W10", "W9", "V5.b"),
+        )  # fmt: skip
+
+
+def _overlap(where: Setting, base: Plan) -> Iterator[Action]:
+    if any(o.ep_overlap for o in space.switches(where.question, base)):
+        yield from _switch(
+            where, base, {"ep_overlap": False}, {"ep_overlap": True}, id="expert-overlap", title="expert transfers beside computation",
+            walls=("exposed communication",), measures=("W11",),
+        )  # fmt: skip
+
+
+def _graphs(where: Setting, base: Plan) -> Iterator[Action]:
+    wide = replace(where.question, allow=where.question.allow | {"graphs"})
+    graphed = next((o.graphs for o in space.switches(wide, base) if o.graphs), ())
+    if graphed and base.options.backend == "megatron":
+        yield from _switch(
+            where, base, {"graphs": ()}, {"graphs": graphed}, id="cuda-graphs", title="CUDA graphs of attention and router"
+            if base.shape.experts else "CUDA graphs of attention and MLP", walls=("host-bound",), measures=("V6.t", "V6.u"),
+            also=("V6", "V11", "V15.r"), note="captured parts take memory that the estimate leaves out",
+        )  # fmt: skip
+
+
+def _fp8(where: Setting, base: Plan) -> Iterator[Action]:
+    if not where.question.cluster.has_fp8 or base.options.backend == "torch":
+        return
+    recipe = space.recipes(replace(where.question, allow=where.question.allow | {"fp8"}, fixed=()))[-1]
+    yield from _switch(
+        where, base, {"fp8": ""}, {"fp8": recipe}, id="fp8", title=f"FP8 products, {recipe}", walls=("compute-bound",),
+        measures=("W12.c", "W12.e", "W13"), also=("W12", "W12.b", "W20"), note="changes numerics: compare losses",
+    )  # fmt: skip
+
+
+def _checks(where: Setting, base: Plan) -> Iterator[Action]:
+    """What the planner takes for granted, and what it has no time for."""
+    if base.options.backend == "megatron":
+        if base.dp > 1:
+            yield Action(
+                "gradient-overlap", "gradients and parameters beside the passes", ("exposed communication",), base, base, measures=("W11.g",),
+                keys=(("megatron.overlap_grad_reduce", False, True), ("megatron.overlap_param_gather", False, True)),
+                note="the prediction takes it for granted: check that it is on",
+            )  # fmt: skip
+        if base.tp > 1:
+            yield Action(
+                "tensor-overlap", "tensor-parallel collectives beside products", ("exposed communication",), base, base, measures=("W11.t",),
+                keys=(("megatron.tp_comm_overlap", False, True),),
+            )  # fmt: skip
+        if base.shape.experts:
+            yield Action(
+                "grouped-experts", "one kernel for all experts of a rank", ("compute-bound",), base, base, measures=("W21.b",), also=("W21",),
+                keys=(("megatron.grouped_gemm", "cublas", "cutlass"),), part="grouped",
+            )  # fmt: skip
+    else:
+        yield Action(
+            "compile", "compile decoder and loss", ("host-bound", "memory-bound kernels"), base, base,
+            keys=(("train.compile.decoder", False, True), ("train.compile.loss", False, True)), note="the prediction takes a compiled loss for granted",
+        )  # fmt: skip
+    if base.shape.vision is not None:
+        yield Action(
+            "packing", "several samples packed into each row", ("data wait",), base, base, measures=("T1",), also=("V3", "P7", "T11"),
+            keys=(("data.pack", False, True),),
+        )  # fmt: skip
+
+
+_MAKERS: Sequence[Callable[[Setting, Plan], Iterator[Action]]] = (
+    _recompute, _micro_batch, _interleave, _dispatcher, _overlap, _graphs, _fp8, _checks,
+)  # fmt: skip
+
+
+_OF_DEGREE = {"etp": ("V12", "W5"), "tp": ("W2", "W7"), "cp": ("L1", "L5"), "vpp": ("W4",), "pp": ("V2",)}
+
+
+def _layout(where: Setting, mine: Plan, best: Choice) -> Iterator[Action]:
+    """The planner's layout in place of the run's."""
+    changed = [k for k in ("tp", "cp", "pp", "vpp", "ep", "etp", "mbs") if getattr(mine, k) != getattr(best.plan, k)]
+    tried = _try(where, mine, best.plan)
+    if changed and tried:
+        also = tuple(dict.fromkeys(c for k in changed for c in _OF_DEGREE.get(k, ())))
+        title = f"the planner's layout: {', '.join(f'{k} {getattr(best.plan, k)}' for k in changed)}"
+        yield Action("layout", title, ("exposed communication", "bubble", "memory"), mine, best.plan, tried[0], also=also, held=tried[1])

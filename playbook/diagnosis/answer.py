@@ -1,0 +1,289 @@
+"""The answer: where a run stands, which wall is likely and how to tell, and ranked actions; as one document."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from playbook.diagnosis import published, walls
+from playbook.diagnosis.actions import Action, Gain, actions
+from playbook.diagnosis.claims import Knowledge, Said
+from playbook.diagnosis.setting import Measured, Setting
+from playbook.planner.choice import document, explain
+from playbook.planner.choice.search import Choice
+from playbook.planner.choice.space import Question
+from playbook.planner.memory import GIB, stages
+from playbook.planner.plan import Plan
+from playbook.planner.time.step import StepTime, step_time
+
+SCHEMA = "diagnosis/1"
+_CLAIMS = 3
+_MOST = 8
+_UNEVEN = 1.2
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a change is in the words of a trainer: what it sets, what it leaves out, the environment, and what it cannot say."""
+
+    flags: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+Exporter = Callable[[Action, str, str], Changed]
+"""An action in the words of a trainer: the action, the trainer and the kind of GPU."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile over its median."""
+
+    trace: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    uneven: float | None = None
+
+
+_NOTHING = Seen()
+
+
+def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: Exporter, seen: Seen = _NOTHING) -> dict[str, Any]:
+    """The diagnosis of a setting, `diagnosis/1`; everything that it says follows from its arguments.
+
+    Units: tokens per second and GPU, seconds, GiB; shares of a step or of a peak between 0 and 1.
+    """
+    found = _planned(where.question)
+    best = found.choices[0] if found.choices else None
+    mine = _time(where)
+    runs = published.nearest(where)
+    told = _walls(where, mine, best, seen)
+    time = mine or (best.time if best else None)
+    parts = time.parts if time else {}
+    most = best.speed / speed.tokens_per_s_per_gpu - 1 if best and speed else None
+    listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
+    first = next((w.name for w in told if w.share is not None), "") if seen.trace else ""
+    listed.sort(
+        key=lambda e: (first not in e["walls"] if first else False, -(e["expected"] or 0.0), -(e["planner"] or {"value": 0.0})["value"])
+    )
+    q = where.question
+    return {
+        "schema": SCHEMA,
+        "setting": {
+            "model": q.model, "hardware": q.cluster.name, "gpus": q.gpus, "seq_len": q.seq_len, "gbs": q.global_batch,
+            "precision": where.precision, "framework": where.framework, "layout": list(where.known) or None,
+        },
+        "measured": speed and asdict(speed),
+        "predicted": {
+            "yours": mine and {**_predicted(mine, where.plan), "fits": _peak(where.plan) <= q.cluster.memory_gib},
+            "best": best and _predicted(best.time, best.plan),
+            "nothing_fits": _obstacle(found),
+        },
+        "published": runs and _published(runs),
+        "position": _position(speed, mine, best, runs),
+        "walls": [{**asdict(w), "beyond": w.beyond} for w in told],
+        "walls_from": "trace" if seen.trace else "the planner's breakdown of " + ("your layout" if mine else "the fastest layout"),
+        "how_to_tell": "" if seen.trace else _how(where),
+        "actions": [*_trace_first(where, speed, time, seen), *listed][:_MOST],
+        "assumptions": _assumptions(where, mine, best, seen),
+        "confidence": _confidence(where, speed, mine, runs, seen),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _planned(question: Question) -> explain.Answer:
+    """The planner's answer; a server is asked about one setting several times."""
+    return explain.answer(question, 3)
+
+
+def _time(where: Setting) -> StepTime | None:
+    return step_time(where.plan, where.question.cluster) if where.plan else None
+
+
+def _peak(plan: Plan | None) -> float:
+    """GiB of the fullest rank."""
+    return max(s.peak for s in stages(plan)) / GIB if plan else 0.0
+
+
+def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
+    return {
+        "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu), "mfu": time.mfu, "seconds": time.seconds.value,
+        "memory_gib": _peak(plan), "settings": document.words(plan) if plan else [],
+    }  # fmt: skip
+
+
+def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
+    near = found.obstacle
+    return {"settings": document.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
+
+
+def _published(runs: published.Published) -> dict[str, Any]:
+    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset")} for r in runs.rows]
+    return {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "count": runs.count, "rows": rows}
+
+
+def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None, runs: published.Published | None) -> dict[str, Any]:
+    """Where the run stands between what was published and what is predicted, in figures and one sentence."""
+    if speed is None:
+        return {"of_yours": None, "of_best": None, "where": "unknown", "sentence": "no speed is given: this is what to expect"}
+    value = speed.tokens_per_s_per_gpu
+    of_yours = value / mine.tokens_per_s_per_gpu.value if mine else None
+    of_best = value / best.speed if best else None
+    expected = mine.tokens_per_s_per_gpu if mine else best.time.tokens_per_s_per_gpu if best else None
+    said = []
+    place = runs.place(speed) if runs else None
+    if runs and place is not None:
+        words = {-1: "you are below published runs", 0: "you are where published runs are", 1: "you are above published runs"}[place]
+        said.append(f"{words} ({runs.shared}, {_range(runs)}{'' if runs.by == 'tokens' else '; by MFU alone'})")
+    if expected:
+        share = value / expected.value
+        inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
+        said.append(f"{share:.0%} of the prediction for {'your layout' if mine else 'the fastest layout'}, {inside} its 80 % interval")
+    if mine and best:
+        said.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
+    where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
+    return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
+
+
+def _range(runs: published.Published) -> str:
+    low, high = (f"{v:,.0f}" if runs.by == "tokens" else f"{v:.0%}" for v in (runs.low, runs.high))
+    unit = "tokens/s/GPU" if runs.by == "tokens" else "MFU"
+    return f"{low if low == high else f'{low} to {high}'} {unit}"
+
+
+def _walls(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[walls.Wall]:
+    if seen.trace:
+        return walls.traced(seen.trace)
+    if where.plan and mine:
+        return walls.predicted(mine, where.plan, where.question.cluster)
+    return walls.predicted(best.time, best.plan, where.question.cluster) if best else []
+
+
+def _how(where: Setting) -> str:
+    """The commands that measure the walls."""
+    q = where.question
+    asked = ["playbook", "diagnose", "--model", q.model, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
+    return f"nsys profile -t cuda,nvtx -o step COMMAND; {shlex.join(asked)} --trace step.nsys-rep"
+
+
+@dataclass(frozen=True)
+class _Light:
+    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is left to gain."""
+
+    where: Setting
+    known: Knowledge
+    export: Exporter
+    parts: Mapping[str, float]
+    most: float | None
+
+
+def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, seen: Seen) -> list[dict[str, Any]]:
+    """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
+    if seen.trace or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
+        return []
+    empty: dict[str, Any] = {
+        "expected": None,
+        "at_most": False,
+        "planner": None,
+        "record": None,
+        "in_plan": False,
+        "memory_gib": None,
+        "claims": [],
+        "settings": [],
+    }
+    return [
+        {
+            "id": "trace", "title": "trace three steps first: the run is slower than its prediction allows for", "walls": [], **empty,
+            **{k: list(v) for k, v in asdict(Changed()).items()}, "test": [_how(where)],
+            "note": "waits for data, paths that are not fused, slow ranks and throttled clocks are not predicted",
+        }
+    ]  # fmt: skip
+
+
+def _entry(action: Action, light: _Light) -> dict[str, Any]:
+    """One action as plain data."""
+    where = light.where
+    measures = light.known.said(action.measures, where, action.on)
+    also = light.known.said(action.also, where, action.on)
+    shown = [*measures, *also]
+    record = next((s for s in measures if s.effect and s.fresh), None)
+    effect = Gain(*record.effect) if record and record.effect else None
+    changed = light.export(action, where.framework, where.question.cluster.name)
+    return {
+        "id": action.id,
+        "title": action.title,
+        "walls": list(action.walls),
+        "expected": _expected(action, effect, light),
+        "at_most": _capped(action, light),
+        "planner": action.gain and asdict(action.gain),
+        "record": {**asdict(effect), "claim": record.id, "machine": record.machine, "evidence": record.evidence} if record and effect else None,
+        "in_plan": action.done,
+        "memory_gib": None if action.held is None else action.held / GIB,
+        "claims": [_claim(s) for s in sorted(shown, key=lambda s: not s.fresh)[:_CLAIMS]],
+        "settings": document.words(action.on) if action.on != action.off else [],
+        **{k: list(v) for k, v in asdict(changed).items()},
+        "test": _tests(action, shown, changed),
+        "note": action.note,
+    }  # fmt: skip
+
+
+def _expected(action: Action, effect: Gain | None, light: _Light) -> float | None:
+    """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part alone.
+
+    What the fastest layout has too gains no more than what lies between the run and that layout.
+    """
+    share = light.parts.get(action.part, 0.0) / sum(light.parts.values()) if action.part else 1.0
+    gains = [action.gain.value] if action.gain else []
+    gains += [1 / (1 - share * (1 - 1 / (1 + effect.value))) - 1] if effect and effect.value > -1 else []
+    if _capped(action, light):
+        gains.append(max(0.0, light.most or 0.0))
+    return min(gains) if gains else None
+
+
+def _capped(action: Action, light: _Light) -> bool:
+    """Whether the fastest layout has the action too and lies nearer than its gain."""
+    beyond = action.on.options.graphs or (action.on.options.fp8 and not action.off.options.fp8)
+    return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
+
+
+def _claim(said: Said) -> dict[str, Any]:
+    return {k: v for k, v in asdict(said).items() if k not in ("effect", "case")} | {"limits": list(said.limits)}
+
+
+def _tests(action: Action, claims: list[Said], changed: Changed) -> list[str]:
+    """The commands that test an action: on the trainer of the run, and the claim that speaks for it where one has a case."""
+    words = " ".join(changed.flags)
+    left = f" (without {' '.join(changed.without)})" if changed.without else ""
+    variables = f"env {' '.join(changed.environment)} " if changed.environment else ""
+    own = [f"playbook ab -- COMMAND --vs {variables}COMMAND {words}{left}".rstrip()] if words or left or variables else []
+    case = next((s for s in claims if s.case and s.id in (*action.measures, *action.also)), None)
+    return [*own, *([f"playbook confirm {case.card}/{case.id}"] if case else [])]
+
+
+def _assumptions(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[str]:
+    time = mine or (best.time if best else None)
+    known = [] if where.known else ["your layout is unknown: compared with the fastest; name what you run, such as tp=2 and ep=8"]
+    return list(dict.fromkeys([*known, *where.assumed, *seen.notes, *(time.assumptions if time else ())]))
+
+
+def _confidence(
+    where: Setting, speed: Measured | None, mine: StepTime | None, runs: published.Published | None, seen: Seen
+) -> dict[str, Any]:
+    """How much is known, and what would raise it."""
+    lacks = [
+        *(["a speed"] if speed is None else []),
+        *(["the layout"] if mine is None else []),
+        *(["a trace"] if not seen.trace else []),
+        *(["a published run of this model on this GPU"] if runs is None or runs.by != "tokens" else []),
+    ]
+    warnings = []
+    if seen.uneven and seen.uneven > _UNEVEN:
+        warnings.append(f"steps are uneven: the slowest twentieth takes {seen.uneven:.1f} times the median")
+    if mine and _peak(where.plan) > where.question.cluster.memory_gib:
+        warnings.append(f"your layout needs {_peak(where.plan):.0f} GiB by the estimate, more than the GPU has: is it what runs?")
+    if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:
+        warnings.append("the run is faster than its layout is predicted to be: is that layout what runs?")
+    return {"level": ("high", "medium", "medium", "low", "low")[len(lacks)], "unknown": lacks, "warnings": warnings}

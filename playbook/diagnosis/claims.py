@@ -1,0 +1,95 @@
+"""What claims say of an action: which apply to the setting, where they stand, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
+from playbook.cards.scope import unmet
+from playbook.diagnosis.setting import Setting
+from playbook.planner.plan import Plan
+from playbook.records.evidence import Evidence
+from playbook.records.read import Record, verdicts
+
+_SCALE = ("gpus:", "gpu_memory_gib:", "nodes:", "interconnect:")
+"""Scope of a claim that another number of GPUs does not meet: it was measured at another scale, and still says something."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One claim with its newest verdict on the machine that is most like the setting's; `effect` is a share with its interval."""
+
+    id: str
+    card: str
+    case: str | None
+    status: str
+    machine: str | None
+    sentence: str
+    evidence: str | None
+    stale: str | None
+    limits: tuple[str, ...]
+    effect: tuple[float, float, float] | None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it was decided, and still counts."""
+        return self.status in ("confirmed", "refuted") and not self.stale
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """Cards with the evidence on their claims, as of a day."""
+
+    cards: Mapping[str, Card]
+    records: Sequence[Record]
+    today: date
+
+    def said(self, ids: Iterable[str], where: Setting, plan: Plan) -> list[Said]:
+        """What these claims say of a plan: those that are out of scope by more than their scale are left out; decided ones first."""
+        known = by_claim(self.cards)
+        facts = _facts(where, plan)
+        found = []
+        for i in ids:
+            if i not in known:
+                continue
+            card, claim = known[i]
+            limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
+            if all(limit.startswith(_SCALE) for limit in limits):
+                found.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
+        return sorted(found, key=lambda s: not s.fresh)
+
+    def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
+        """The verdict on the same kind of GPU, else the first."""
+        rows = verdicts(self.records, claim.id)
+        rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(self.today, claim) is not None))
+        if not rows:
+            return Said(claim.id, card, claim.case, "untested", None, "", None, None, limits, None)
+        best = rows[0]
+        return Said(
+            claim.id, card, claim.case, best.status, best.machine, best.sentence, best.id, best.stale(self.today, claim), limits, _effect(best)
+        )  # fmt: skip
+
+
+def _effect(record: Record) -> tuple[float, float, float] | None:
+    """How much faster its candidate was; None where it compares no speed."""
+    shown = record.content.derived.comparison if isinstance(record.content, Evidence) else None
+    if shown is None or shown.scale != "log_ratio" or not any(word in shown.metric for word in ("tokens_per_s", "step")):
+        return None
+    if shown.effect is None or shown.low is None or shown.high is None:
+        return None
+    return shown.effect, shown.low, shown.high
+
+
+def _facts(where: Setting, plan: Plan) -> dict[str, Any]:
+    """The setting in the words of scopes. More than one node is not NVLink alone."""
+    q, shape = where.question, where.question.shape
+    degrees = {k: getattr(plan, k) for k in ("tp", "pp", "cp", "ep", "dp")}
+    nodes = -(-q.gpus // min(8, q.cluster.domain))
+    return {
+        "gpu": q.cluster.name, "gpus": q.gpus, "gpu_memory_gib": q.cluster.memory_gib, "nodes": nodes, "ranks": q.gpus, "model": q.model,
+        "moe": shape.experts > 0, "vision": shape.vision is not None, "seq_len": q.seq_len, "top_k": shape.top_k,
+        "backend": plan.options.backend, "interconnect": "nvlink" if q.gpus <= q.cluster.domain else "network", **degrees,
+    }  # fmt: skip

@@ -1,0 +1,129 @@
+"""Published runs nearest to a setting, and the range that they reach."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import log
+
+from playbook.diagnosis.setting import Measured, Setting
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.planner import flops
+from playbook.planner.models import named
+from playbook.planner.models import published as shape_of
+from playbook.planner.runs.anchor import newest
+from playbook.planner.runs.table import read_runs
+from playbook.planner.shapes import Shape
+from playbook.planner.time.cluster import cluster
+
+_TABLE = "published_runs.csv"
+_SHOWN = 5
+_SAME_LENGTH = 2.0
+"""Sequences that differ by no more than this factor cost about as much per token."""
+_NEAR = 0.05
+"""A speed this close to a range lies in it."""
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "mbs", "gbs")
+_LIKE = 2.0
+"""Models whose work per token differs by no more than this factor are alike."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run. Units: tokens per second and GPU; `mfu` is of the precision's peak."""
+
+    id: str
+    model: str
+    preset: str
+    hardware: str
+    gpus: int | None
+    precision: str
+    seq_len: int
+    layout: str
+    tokens_per_s_per_gpu: float
+    mfu: float
+    release: str
+    source: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Published:
+    """The rows nearest to a setting, what they share with it, and what they reach; `by` is what compares: `tokens` or `mfu`."""
+
+    rows: tuple[Row, ...]
+    shared: str
+    by: str
+    low: float
+    high: float
+    count: int
+
+    def place(self, speed: Measured) -> int:
+        """-1 below the range, 0 in it, 1 above."""
+        value = speed.tokens_per_s_per_gpu if self.by == "tokens" else speed.mfu
+        return -1 if value < self.low * (1 - _NEAR) else 1 if value > self.high * (1 + _NEAR) else 0
+
+
+def nearest(where: Setting) -> Published | None:
+    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it; None where nothing is comparable."""
+    q = where.question
+    rows = [r for r in _rows() if r.precision == where.precision]
+    mine = [r for r in rows if r.preset == q.model]
+    here = [r for r in mine if r.hardware == q.cluster.name]
+    same = [r for r in here if abs(log(r.seq_len / q.seq_len)) <= log(_SAME_LENGTH)]
+    work = where.flops_per_token
+    like = [
+        r
+        for r in rows
+        if r.hardware == q.cluster.name
+        and bool(r.shape.experts) == bool(q.shape.experts)
+        and abs(log(flops.per_token(r.shape, r.seq_len) / work)) <= log(_LIKE)
+    ]
+    model, gpu = q.model, q.cluster.name
+    for found, shared, by in (
+        (same, f"of {model} on {gpu} in {where.precision}", "tokens"),
+        (here, f"of {model} on {gpu} at other sequence lengths", "mfu"),
+        (like, f"of like models on {gpu}", "mfu"),
+        (mine, f"of {model} on other GPUs", "mfu"),
+    ):
+        if found:
+            values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in found]
+            near = sorted(found, key=lambda r: (r.preset != model, abs(log((r.gpus or q.gpus) / q.gpus)), -r.mfu))
+            return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(found))
+    return None
+
+
+@cache
+def _rows() -> Sequence[Row]:
+    """Pre-training runs of known models whose speed is known: the newest release of each configuration."""
+    path = data_root("tables") / _TABLE
+    with path.open(encoding="utf-8", newline="") as file:
+        about = {row["id"]: row for row in csv.DictReader(file)}
+    table = read_runs(path)
+    latest = newest(run for run, _ in table)
+    found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher
+    for run, shown in table:
+        task, name = run.word("task"), run.word("model")
+        if run.id not in latest or not shown.ran or not task.startswith("pretrain") or "multimodal" in task or not named(name):
+            continue
+        try:
+            machine = cluster(run.word("hardware"))
+        except ConfigError:
+            continue  # a table may name no GPU that is known here
+        shape, seq_len = shape_of(name), run.count("seq_len") or 4096
+        said = run.word("precision").lower()
+        precision = "bf16" if said in ("", "bf16") else "fp8"
+        work = flops.per_token(shape, seq_len)
+        tokens = shown.tokens_per_s_per_gpu or (shown.tflops_per_gpu or 0.0) * 1e12 / work
+        peak = machine.bf16_flops_per_s if precision == "bf16" else machine.fp8_flops_per_s
+        if not tokens or about[run.id]["quality"] == "low":
+            continue
+        layout = " ".join(f"{key}={run.word(key)}" for key in _DEGREES if run.word(key) not in ("", "1"))
+        row = Row(
+            run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, layout, tokens, tokens * work / peak,
+            run.word("release_or_date"), about[run.id]["source"], shape,
+        )  # fmt: skip
+        found.setdefault((row.preset, row.hardware, row.gpus, precision, seq_len, layout, round(tokens)), row)
+    return list(found.values())

@@ -1,0 +1,179 @@
+"""What is trained where, what is known of its layout, and how fast it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+from playbook.errors import ConfigError
+from playbook.planner import flops
+from playbook.planner.choice.space import Question
+from playbook.planner.plan import Plan, idle, parse
+from playbook.planner.shapes import Shape
+from playbook.planner.time.cluster import cluster
+
+FRAMEWORKS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
+_ALLOWED = {
+    "moment_bytes": "bf16-moments",
+    "grad_bytes": "bf16-gradients",
+    "optimizer_offload": "offload",
+    "graphs": "graphs",
+    "fp8": "fp8",
+}
+"""Settings that go beyond what the planner proposes unasked, with the permission that each is."""
+
+
+_LEAST, _MOST = 1e-6, 1e9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a cluster. `known` are words such as `tp=2` that the run sets; without any, its layout is unknown."""
+
+    question: Question
+    known: tuple[str, ...]
+    framework: str
+    assumed: tuple[str, ...]
+
+    @property
+    def precision(self) -> str:
+        """`fp8` or `bf16`."""
+        return "fp8" if self.plan and self.plan.options.fp8 else "bf16"
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s that utilisation is a share of: the dense peak of the precision."""
+        machine = self.question.cluster
+        return machine.fp8_flops_per_s if self.precision == "fp8" else machine.bf16_flops_per_s
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs, without recompute."""
+        return flops.per_token(self.question.shape, self.question.seq_len)
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What runs, as far as it is known; None where nothing of the layout is.
+
+        Raises:
+            ConfigError: a word is no setting, or the layout breaks a rule.
+        """
+        if not self.known:
+            return None
+        plan = _plan(self.question, self.known)
+        if plan.shape.experts and plan.ep * plan.etp > 1 and not plan.options.dispatcher:
+            plan = replace(plan, options=replace(plan.options, dispatcher="alltoall"))
+        nothing = idle(plan, [word.partition("=")[0] for word in self.known])
+        if nothing:
+            raise ConfigError(f"layout: {nothing[0]}")
+        return plan.require()
+
+
+def setting(
+    shape: Shape,
+    model: str,
+    hardware: str,
+    gpus: int,
+    *,
+    seq_len: int | None,
+    gbs: int | None,
+    known: Sequence[str] = (),
+    framework: str = FRAMEWORKS[0],
+    backend: str | None = None,
+) -> Setting:
+    """The setting of a question, with what is taken for granted where it says nothing.
+
+    Raises:
+        ConfigError: hardware, framework or a word of the layout is not known, or the layout breaks a rule.
+    """
+    if framework not in FRAMEWORKS:
+        raise ConfigError(f"framework is '{framework[:40]}'; expected one of {', '.join(FRAMEWORKS)}")
+    names = [word.partition("=")[0] for word in known]
+    taken = sorted({"gpus", "seq_len", "gbs", "layers", "backend"} & set(names))
+    if taken:
+        raise ConfigError(f"layout has {', '.join(taken)}; the options for GPUs, sequence, batch and framework say that")
+    allow = frozenset(_ALLOWED[name] for name in names if name in _ALLOWED)
+    backend = backend or ("torch" if framework == "torchtitan" else "megatron")
+    fixed = ("sharding=fsdp",) if "sharding=fsdp" in known else ()
+    asked = Question(shape, model, cluster(hardware), gpus, seq_len or 4096, gbs or 0, backend=backend, allow=allow, fixed=fixed)
+    assumed = [] if seq_len else ["sequences of 4096 tokens"]
+    if "fp8" in allow and not asked.cluster.has_fp8:
+        raise ConfigError(f"layout has fp8, and {asked.cluster.name} has no 8-bit products; leave it out")
+    if not gbs:
+        asked = replace(asked, gbs=_batch(asked, known))
+        assumed.append(f"a global batch of {asked.global_batch} samples: about four million tokens")
+    if known and "mbs" not in names:
+        assumed.append("micro-batches of 1")
+    if known:
+        assumed.append("what the layout does not name is at its default: no recompute, no CUDA graphs, the optimizer's state sharded")
+    found = Setting(asked, tuple(known), framework, tuple(assumed))
+    _ = found.plan  # its words are checked here
+    return found
+
+
+def _plan(question: Question, known: Sequence[str]) -> Plan:
+    backend = ["backend=torch", *([] if any(w.startswith("loss=") for w in known) else ["loss=compiled"])]
+    words = [f"gpus={question.gpus}", f"seq_len={question.seq_len}", f"gbs={question.gbs}", *known]
+    return parse(question.model, [*words, *(backend if question.backend == "torch" else [])], shape=question.shape)
+
+
+def _batch(question: Question, known: Sequence[str]) -> int:
+    """About four million tokens, as a multiple of what one micro-step of the known layout takes."""
+    if not known:
+        return question.global_batch
+    plan = _plan(replace(question, gbs=1), known)
+    unit = max(1, plan.mbs * max(1, plan.dp) * (plan.pp if plan.vpp > 1 else 1))
+    return max(1, round(question.global_batch / unit)) * unit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How fast the run is. Units: tokens per second and GPU, seconds, bytes; `said` is where it comes from."""
+
+    tokens_per_s_per_gpu: float
+    mfu: float
+    step_s: float
+    said: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How fast a run is, in one of three ways; `said` is where the figure comes from."""
+
+    mfu_percent: float | None = None
+    step_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    said: str = ""
+
+
+def measured(where: Setting, figures: Figures) -> Measured | None:
+    """The speed from one of three figures; None where none is given.
+
+    Raises:
+        ConfigError: several are given, one is no positive number, or it is more than the GPUs can reach.
+    """
+    given = {"MFU": figures.mfu_percent, "step time": figures.step_s, "tokens per second and GPU": figures.tokens_per_s_per_gpu}
+    stated = {k: v for k, v in given.items() if v is not None}
+    if not stated:
+        return None
+    if len(stated) > 1:
+        raise ConfigError(f"found {' and '.join(stated)}; expected one figure for the speed")
+    ((name, value),) = stated.items()
+    if not (isfinite(value) and _LEAST <= value <= _MOST):
+        raise ConfigError(f"{name} is {value:g}; expected a number from {_LEAST:g} to {_MOST:g}")
+    q = where.question
+    tokens = q.global_batch * q.seq_len / q.gpus
+    speed = {
+        "MFU": value / 100 * where.peak / where.flops_per_token,
+        "step time": tokens / value,
+        "tokens per second and GPU": value,
+    }[name]
+    share = speed * where.flops_per_token / where.peak
+    if share > 1:
+        raise ConfigError(
+            f"{name} {value:g} means {speed:,.0f} tokens/s on each GPU, {share:.0%} of its peak; expected at most 100 %."
+            f" Check batch ({q.global_batch} samples of {q.seq_len}), GPUs ({q.gpus}), and that tokens/s are of one GPU"
+        )
+    return Measured(speed, share, tokens / speed, figures.said or name)

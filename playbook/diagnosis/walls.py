@@ -1,0 +1,77 @@
+"""Which wall a step runs into: from the planner's breakdown of a plan, or from a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import Cluster
+from playbook.planner.time.step import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Wall:
+    """A share of the step, predicted or traced; None where nothing tells. `beyond`: above the threshold from which on it is worth work."""
+
+    name: str
+    share: float | None
+    threshold: float
+    sign: str
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the share is above its threshold."""
+        return self.share is not None and self.share > self.threshold
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a wall is known: the parts of a predicted step, the share of a trace, the least share that counts, and its sign."""
+
+    parts: tuple[str, ...]
+    traced: str
+    threshold: float
+    sign: str
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "host-bound": _Kind(("host",), "host_idle", 0.10, "the GPU is idle until the next kernel is launched"),
+    "exposed communication": _Kind(("tp", "ep", "cp", "pp", "dp"), "exposed", 0.15, "collectives run and nothing is computed beside them"),
+    "data wait": _Kind((), "data_wait", 0.10, "the GPU is idle while the host fetches a batch"),
+    "bubble": _Kind(
+        ("bubble",), "", 0.05, "the first and the last stage are idle at the ends of a step; twice the batch makes tokens faster"
+    ),
+    "stragglers": _Kind(("stragglers",), "", 0.10, "the same collective takes longer on some ranks: trace two of them"),
+    "memory": _Kind((), "", 0.05, "layers are computed again in the backward pass, or state travels to the host, so that the run fits"),
+    "memory-bound kernels": _Kind(("elementwise", "optimizer"), "", 0.25, "most kernels move bytes and multiply nothing"),
+    "compute-bound": _Kind(("products", "grouped", "attention"), "", 1.0, "products and attention fill the step"),
+}
+"""The thresholds of what a trace shows are those of `playbook bench trace --file`; a predicted share is held against the same."""
+
+
+def predicted(time: StepTime, plan: Plan, cluster: Cluster) -> list[Wall]:
+    """The walls of a plan, the largest that count first. What the host fetches is not predicted."""
+    whole = time.seconds.value
+    shares = {name: sum(time.parts.get(p, 0.0) for p in kind.parts) / whole for name, kind in _KINDS.items() if kind.parts}
+    shares["memory"] = max(0.0, 1 - step_time(_lean(plan), cluster).seconds.value / whole)
+    return _ordered({name: shares.get(name) for name in _KINDS})
+
+
+def traced(found: Mapping[str, Any]) -> list[Wall]:
+    """The walls of a trace as `playbook bench trace --file FILE --json` gives them."""
+    shares = {name: found.get(kind.traced) for name, kind in _KINDS.items() if kind.traced}
+    shares["compute-bound"] = found["computing"]
+    return _ordered(shares)
+
+
+def _ordered(shares: Mapping[str, float | None]) -> list[Wall]:
+    """Those beyond their thresholds first, each by its share; what nothing tells last."""
+    walls = [Wall(name, share, _KINDS[name].threshold, _KINDS[name].sign) for name, share in shares.items()]
+    return sorted(walls, key=lambda w: (not w.beyond, w.share is None, w.name == "compute-bound", -(w.share or 0.0)))
+
+
+def _lean(plan: Plan) -> Plan:
+    """The plan with nothing computed again and nothing on the host, whether it fits or not."""
+    return replace(plan, options=replace(plan.options, recompute=(), optimizer_offload=0, offload=False, offload_modules=()))

@@ -1,0 +1,283 @@
+"""Diagnosis: where a speed stands, which wall is likely, and which actions apply with what gain, as pure functions of a setting."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from playbook.cards.load import load_all
+from playbook.cli import app
+from playbook.cli.diagnosis.changes import changed
+from playbook.diagnosis import published, walls
+from playbook.diagnosis.actions import actions
+from playbook.diagnosis.answer import Seen, diagnose
+from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.setting import FRAMEWORKS, Figures, measured, setting
+from playbook.errors import ConfigError
+from playbook.paths import data_root
+from playbook.planner.models import MODELS
+from playbook.planner.time.step import step_time
+from playbook.records.read import read
+
+MOE = "qwen3_30b_a3b"
+
+
+@pytest.fixture(scope="module")
+def known():
+    cards = load_all()
+    return Knowledge(cards, read([data_root("results")], cards), datetime.now(UTC).date())
+
+
+def of(model=MOE, hardware="h100", gpus=64, *layout, framework="megatron-lm", seq_len=4096, gbs=None):
+    return setting(MODELS[model], model, hardware, gpus, seq_len=seq_len, gbs=gbs, known=layout, framework=framework)
+
+
+def found(where):
+    return {a.id: a for a in actions(where, None)}
+
+
+def small(known, figures=Figures(mfu_percent=40), seen=Seen(), *layout, **other):
+    where = of("qwen3_8b", "h100", 8, *layout, gbs=64, **other)
+    return diagnose(where, measured(where, figures), known, changed, seen)
+
+
+def test_a_quarter_of_the_peak_is_where_published_runs_are():
+    where = of()
+    runs = published.nearest(where)
+    assert {(r.model, r.hardware, r.precision) for r in runs.rows} == {("Qwen3-30B-A3B", "h100", "bf16")}
+    assert runs.by == "tokens"
+    assert all(runs.low <= r.tokens_per_s_per_gpu <= runs.high for r in runs.rows)
+    assert runs.place(measured(where, Figures(mfu_percent=25))) == 0
+    assert runs.place(measured(where, Figures(mfu_percent=12))) == -1
+    assert runs.place(measured(where, Figures(mfu_percent=45))) == 1
+
+
+def test_a_model_that_nobody_published_is_compared_by_utilisation_with_like_ones():
+    runs = published.nearest(of("qwen3_8b"))
+    assert runs.by == "mfu"
+    assert runs.shared == "of like models on h100"
+    assert all(not r.shape.experts and r.hardware == "h100" for r in runs.rows)
+    other = published.nearest(of(MOE, "a100"))
+    assert other.shared == f"of {MOE} on other GPUs"
+
+
+def test_one_speed_said_in_three_ways_is_the_same():
+    where = of(gbs=1024)
+    one = measured(where, Figures(mfu_percent=25))
+    for figures in (Figures(step_s=one.step_s), Figures(tokens_per_s_per_gpu=one.tokens_per_s_per_gpu)):
+        assert measured(where, figures).mfu == pytest.approx(0.25)
+    assert one.step_s == pytest.approx(1024 * 4096 / 64 / one.tokens_per_s_per_gpu)
+    assert measured(where, Figures()) is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        (Figures(mfu_percent=25, step_s=2.0), "expected one figure"),
+        (Figures(mfu_percent=250), "of its peak"),
+        (Figures(tokens_per_s_per_gpu=700_000), "tokens/s are of one GPU"),
+        (Figures(step_s=float("nan")), "expected a number"),
+        (Figures(mfu_percent=-3), "expected a number"),
+    ],
+)
+def test_a_speed_that_cannot_be_is_refused(figures, says):
+    with pytest.raises(ConfigError, match=says):
+        measured(of(), figures)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [(("tp=3",), "tp 3"), (("colour=red",), "not a setting"), (("gpus=8",), "options for GPUs"), (("cp_comm=p2p",), "cp 1")],
+)
+def test_a_layout_that_cannot_run_is_refused(layout, says):
+    with pytest.raises(ConfigError, match=says):
+        of(MOE, "h100", 64, *layout)
+
+
+def test_the_batch_that_is_not_given_divides_over_the_layout():
+    where = of(MOE, "h100", 48, "mbs=3", "ep=8", "pp=2", "vpp=2")
+    assert where.plan.broken() == []
+    assert any("global batch" in words for words in where.assumed)
+
+
+def test_actions_apply_to_the_hardware_and_the_model():
+    """No FP8 where the GPU has none, no dispatcher where there are no experts, no interleaving without a pipeline."""
+    moe = found(of(MOE, "h100", 64, "ep=16", "mbs=2"))
+    assert {"dispatcher", "expert-overlap", "cuda-graphs", "grouped-experts", "gradient-overlap"} <= set(moe)
+    full = ("ep=16", "mbs=4", "recompute=layernorm,moe")
+    assert "fp8" in found(of(MOE, "h100", 64, *full))
+    assert "fp8" not in found(of(MOE, "a100", 64, *full))
+    dense = found(of("llama3_8b", "h100", 64, "tp=2", "recompute=full"))
+    assert {"dispatcher", "expert-overlap", "grouped-experts"} & set(dense) == set()
+    assert "interleave" not in dense
+    assert "interleave" in found(of("llama3_70b", "h100", 64, "tp=4", "pp=4", "recompute=full", gbs=128))
+    assert "tensor-overlap" in dense
+    assert "tensor-overlap" not in moe
+
+
+def test_a_gain_is_the_planners_difference_and_fits():
+    where = of(MOE, "h100", 64, "ep=8", "recompute=full")
+    for action in found(where).values():
+        if action.gain:
+            cluster = where.question.cluster
+            before, after = (step_time(p, cluster).tokens_per_s_per_gpu.value for p in (action.off, action.on))
+            assert action.gain.value == pytest.approx(after / before - 1)
+            assert action.gain.low < action.gain.value < action.gain.high
+            assert action.held <= where.question.capacity
+            assert action.on.broken() == []
+
+
+def test_what_a_run_has_already_is_not_proposed():
+    on = ("ep=8", "dispatcher=hybridep", "ep_overlap=true", "graphs=attn,moe_router,moe_preprocess")
+    assert {"dispatcher", "expert-overlap", "cuda-graphs", "recompute"} & set(found(of(MOE, "h100", 64, *on))) == set()
+
+
+def test_every_framework_has_its_own_flags():
+    where = of(MOE, "h100", 64, "ep=8", "recompute=full")
+    dispatcher = found(where)["dispatcher"]
+    flags = {f: changed(dispatcher, f, "h100") for f in FRAMEWORKS}
+    assert flags["megatron-lm"].flags == ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep")
+    assert "model.moe_flex_dispatcher_backend=hybridep" in flags["megatron-bridge"].flags
+    assert flags["playbook"].flags == ("moe.dispatcher=hybridep",)
+    assert any("HybridEP" in words or "hybridep" in words for words in flags["torchtitan"].missing)
+
+
+def test_a_model_that_the_trainer_does_not_train_has_flags_too():
+    made = found(of("mixtral_8x7b", "h100", 64, "ep=8", "tp=2"))
+    assert "--overlap-moe-expert-parallel-comm" in changed(made["expert-overlap"], "megatron-lm", "h100").flags
+    assert any(f.startswith("--micro-batch-size") for f in changed(made["micro-batch"], "megatron-lm", "h100").flags)
+
+
+def test_claims_come_with_their_verdicts_and_what_their_scope_leaves_out(known):
+    where = of(MOE, "h100", 64, "ep=8", "recompute=full")
+    said = {s.id: s for s in known.said(("V10.c", "W1", "V5"), where, where.plan)}
+    assert set(said) == {"V10.c", "W1"}  # V5 speaks of GB200
+    assert any(limit.startswith("gpus:") for limit in said["V10.c"].limits)
+    assert (said["V10.c"].status, said["V10.c"].machine) == ("confirmed", "h200x1")
+    assert said["V10.c"].effect[1] < said["V10.c"].effect[0] < said["V10.c"].effect[2]
+    assert list(known.said(("W10", "W9"), of("llama3_8b", "h100", 8, "tp=2"), where.plan)) == []
+
+
+def test_the_answer_names_where_the_run_stands_and_what_is_not_known(known):
+    without = small(known)
+    assert without["position"]["where"] == "published"
+    assert without["predicted"]["yours"] is None
+    assert {"the layout", "a trace"} <= set(without["confidence"]["unknown"])
+    own = small(known, Figures(mfu_percent=40), Seen(), "tp=2")
+    assert own["predicted"]["yours"]["settings"][1] == "tp=2"
+    assert "the layout" not in own["confidence"]["unknown"]
+    assert own["position"]["of_yours"] == pytest.approx(
+        own["measured"]["tokens_per_s_per_gpu"] / own["predicted"]["yours"]["tokens_per_s_per_gpu"]["value"]
+    )
+    shown = [a["expected"] or 0.0 for a in own["actions"]]
+    assert shown == sorted(shown, reverse=True)
+    assert all(a["test"] for a in own["actions"])
+    assert {a["id"]: a for a in own["actions"]}["layout"]["settings"] == own["predicted"]["best"]["settings"]
+
+
+def test_what_the_fastest_layout_has_too_gains_no_more_than_lies_before_it(known):
+    own = small(known, Figures(mfu_percent=55), Seen(), "tp=8", "recompute=full")
+    left = own["predicted"]["best"]["tokens_per_s_per_gpu"]["value"] / own["measured"]["tokens_per_s_per_gpu"] - 1
+    layout = next(a for a in own["actions"] if a["id"] == "layout")
+    assert layout["planner"]["value"] > left
+    assert layout["at_most"]
+    assert layout["expected"] == pytest.approx(max(0.0, left))
+    assert own["confidence"]["warnings"] == ["the run is faster than its layout is predicted to be: is that layout what runs?"]
+
+
+def test_a_run_far_below_its_prediction_is_traced_first(known):
+    slow = small(known, Figures(mfu_percent=10), Seen(), "tp=2")
+    assert slow["actions"][0]["id"] == "trace"
+    assert "--trace" in slow["actions"][0]["test"][0]
+
+
+TRACE = {
+    "busy": 0.6, "idle": 0.4, "host_idle": 0.05, "data_wait": 0.3, "exposed": 0.02, "computing": 0.55, "wall": "data wait", "beyond": ["data wait"],
+}  # fmt: skip
+
+
+def test_a_trace_goes_before_the_prediction(known):
+    seen = small(known, Figures(mfu_percent=10), Seen(TRACE), "tp=2")
+    assert seen["walls_from"] == "trace"
+    assert (seen["walls"][0]["name"], seen["walls"][0]["share"]) == ("data wait", 0.3)
+    assert seen["how_to_tell"] == ""
+    hosted = small(known, Figures(mfu_percent=10), Seen({**TRACE, "host_idle": 0.5}), "tp=2", "recompute=full")
+    assert hosted["walls"][0]["name"] == "host-bound"
+    assert "host-bound" in hosted["actions"][0]["walls"]
+
+
+def test_predicted_walls_are_shares_of_the_step():
+    where = of(MOE, "h100", 64, "ep=8", "recompute=full")
+    time = step_time(where.plan, where.question.cluster)
+    told = {w.name: w for w in walls.predicted(time, where.plan, where.question.cluster)}
+    assert told["host-bound"].share == pytest.approx(time.parts["host"] / time.seconds.value)
+    assert told["memory"].beyond  # whole layers are computed again
+    assert told["data wait"].share is None
+    plain = replace(where.plan, options=replace(where.plan.options, recompute=()))
+    lean = walls.predicted(step_time(plain, where.question.cluster), plain, where.question.cluster)
+    assert {w.name: w.share for w in lean}["memory"] == 0.0
+
+
+def test_where_nothing_fits_the_answer_says_what_would(known):
+    where = of("qwen3_235b_a22b", "h100", 16, gbs=16)
+    none = diagnose(where, None, known, changed)
+    assert none["predicted"]["best"] is None
+    assert none["predicted"]["nothing_fits"]["ways"]
+    assert none["actions"] == []
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        app.main(["diagnose", *words])
+    shown = capsys.readouterr()
+    return stop.value.code, shown.out, shown.err
+
+
+ASKED = ("--model", "Qwen/Qwen3-8B", "--gpus", "8", "--gpu", "h100", "--gbs", "64")
+
+
+def test_the_command_reads_a_log(capsys, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"step": i, "seconds": 6.0 if i % 9 else 20.0, "loss": 2.0}) + "\n" for i in range(1, 41)))
+    code, out, _ = run(capsys, str(tmp_path), *ASKED, "--layout", "tp=2", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["measured"]["step_s"] == pytest.approx(6.0)
+    assert any("uneven" in words for words in answer["confidence"]["warnings"])
+    code, out, _ = run(capsys, str(log), *ASKED, "--layout", "tp=2")
+    assert code == 0
+    assert "6.00 s a step" in out
+
+
+def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
+    import yaml
+
+    from playbook_trainer.config.tree import dump, from_data
+
+    parallel, train = {"tp": 2}, {"micro_batch_size": 2, "global_batch_size": 64}
+    own = {"backend": "megatron", "model": "qwen3_8b", "data": {"kind": "text", "seq_len": 4096}, "parallel": parallel, "train": train}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump(from_data(own, {}, "own"))))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 6.0}) + "\n" for i in range(1, 11)))
+    code, out, err = run(capsys, str(tmp_path), "--gpus", "8", "--json")
+    assert code == 0, err
+    setting_ = json.loads(out)["setting"]
+    assert {"tp=2", "mbs=2"} <= set(setting_["layout"])
+    assert (setting_["model"], setting_["gbs"]) == ("qwen3_8b", 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpus", "8"), "no model is named"),
+        ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
+        ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
+        ((*ASKED, "nowhere"), "no such file or folder"),
+        ((*ASKED, "--gpu", "zx81"), "is not known"),
+        ((*ASKED, "--layout", "ep"), "not a setting"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(capsys, words, says):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert says in err
