@@ -1,4 +1,4 @@
-"""Ten decisions and the planner's answers: writes the second half of `docs/guide/plans.md`."""
+"""Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
@@ -16,6 +17,8 @@ from playbook.cli.app import app  # noqa: E402
 
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
+DIAGNOSIS = ROOT / "docs" / "guide" / "diagnose.md"
+ANSWERED = "The answer, written by `python tools/plan_page.py`:"
 DECISIONS = (
     ("Qwen3-235B on 64 H100 at 4K", "playbook plan qwen3_235b_a22b --gpus 64 --hardware h100 --seq 4096 --gbs 512"),
     ("DeepSeek-V3 at 128K on 256 H100", "playbook plan deepseek_v3 --gpus 256 --hardware h100 --seq 131072 --gbs 256"),
@@ -48,7 +51,19 @@ def sections() -> str:
     return "\n\n".join(parts)
 
 
+def diagnosis() -> str:
+    """The answer to the command of the page's example, on the log that the page shows."""
+    page = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
+    log = page.partition('title="log.jsonl"\n')[2].partition("```")[0]
+    command = page.rpartition("```console\n")[2].partition("\n")[0]
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("log.jsonl").write_text(log, encoding="utf-8")
+        return answer(command)
+
+
 if __name__ == "__main__":
+    before = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
+    DIAGNOSIS.write_text(f"{before}{ANSWERED}\n\n```text\n{diagnosis()}\n```\n", encoding="utf-8")
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")

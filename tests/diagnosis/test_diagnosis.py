@@ -257,7 +257,7 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
 
     parallel, train = {"tp": 2}, {"micro_batch_size": 2, "global_batch_size": 64}
     own = {"backend": "megatron", "model": "qwen3_8b", "data": {"kind": "text", "seq_len": 4096}, "parallel": parallel, "train": train}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump(from_data(own, {}, "own"))))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump(from_data(own, {}, "own", {}))))
     (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 6.0}) + "\n" for i in range(1, 11)))
     code, out, err = run(capsys, str(tmp_path), "--gpus", "8", "--json")
     assert code == 0, err

@@ -89,7 +89,7 @@ def _exported(data: Mapping[str, Any], keys: Mapping[str, Any], framework: str, 
     from playbook_trainer.config.tree import from_data
     from playbook_trainer.export.render import export
 
-    return export(from_data(data, keys, "plan"), framework, platform_of(hardware))  # type: ignore[arg-type]
+    return export(from_data(dict(data), keys, "plan", {}), framework, platform_of(hardware))  # type: ignore[arg-type]
 
 
 def _flat(data: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,8 @@ _WARM_UP = 5
 _FEW = 20
 """Steps from which on their spread says something."""
 _SHOWN = 3
+_AB = "playbook ab -- COMMAND --vs"
+"""The beginning of a matched pair of the run's own command; what it changes is printed above it."""
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,11 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
         where = f" on {claim['machine']}{', stale' if claim['stale'] else ''}" if claim["machine"] else ""
         limits = f" ({'; '.join(claim['limits'])})" if claim["limits"] else ""
         say(f"   {claim['id']:6} {claim['status']}{where}  {claim['card']}{limits}")
-    for name in ("flags", "without", "environment", "missing"):
-        if action[name]:
-            say(f"   {name if name != 'missing' else 'lacks':6} {' '.join(action[name])}")
-    for line in action["test"]:
-        say(f"   test   {line}")
+    for name, key in (("set", "flags"), ("unset", "without"), ("env", "environment"), ("lacks", "missing")):
+        if action[key]:
+            say(f"   {name:6} {' '.join(action[key])}")
+    short = [f"{_AB} COMMAND so changed" if line.startswith(_AB) else line for line in action["test"]]
+    say(f"   test   {'; '.join(short)}")
     if action["note"]:
         say(f"   note   {action['note']}")
 

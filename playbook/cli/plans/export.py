@@ -33,10 +33,9 @@ def exported(plan: Plan, target: str, hardware: str) -> str:
         raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}")
     if plan.model not in model_names():
         return layout_alone(plan, target)
-    data = configuration(plan)
-    config = from_data(data, {}, "plan")
+    config = from_data(configuration(plan), {}, "plan", {})
     if target == "playbook":
-        return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120))
+        return str(yaml.safe_dump(configuration(plan), sort_keys=False, default_flow_style=None, width=120))
     return export(config, target, platform_of(hardware)).text()  # type: ignore[arg-type]
 
 

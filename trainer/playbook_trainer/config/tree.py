@@ -353,9 +353,8 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
     return from_data(data, overrides, str(path), marks)
 
 
-def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Marks | None = None) -> TrainerConfig:
+def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Marks) -> TrainerConfig:
     """The resolved configuration of plain data, which is changed; `file` and `marks` say where it comes from."""
-    marks = marks or {}
     data = modern(data)
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
@@ -434,8 +433,7 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
         return {"name": folder.name, **fields_of(folder / "config.json"), **rest}
     line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
     if not isinstance(preset, str) or preset not in model_names():
-        options = model_names()
-        raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), options)}")])
+        raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), model_names())}")])
     base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
     for part in ("vision", "yarn"):
         if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
