@@ -139,7 +139,9 @@ def test_only_a_record_that_replays_is_accepted(tmp_path, monkeypatch):
 def test_where_no_repository_takes_a_record_one_message_says_what_to_do(tmp_path, monkeypatch, place, said):
     """An installed wheel, whose folder an upgrade removes, and a folder that takes no files; no option of `confirm` is advised."""
     installed, results = "playbook" in place, tmp_path / place
-    monkeypatch.setattr(paths, "_PACKAGE", (tmp_path / "site-packages" if installed else tmp_path) / "playbook")
+    monkeypatch.setattr(replay, "data_root", lambda kind: results)
+    if installed:
+        monkeypatch.setattr(paths, "_PACKAGE", tmp_path / "site-packages/playbook")
     results.parent.mkdir(parents=True)
     results.mkdir() if installed else results.write_text("no folder can be made in a file")
     good = record("not_applicable")
