@@ -69,14 +69,18 @@ def _try(where: Setting, off: Plan, on: Plan) -> tuple[Gain, float] | None:
     """The gain of a plan over another, and its peak bytes; None where it is not legal or does not fit."""
     if on.broken():
         return None
-    held = memory.peak(on)
-    if held > max(where.question.capacity, memory.peak(off)):  # a layout that runs fits, whatever the estimate says
+    held = _held(on)
+    if held > max(where.question.capacity, _held(off)):  # a layout that runs fits, whatever the estimate says
         return None
     cluster = where.question.cluster
     before, after = step_time(off, cluster), step_time(on, cluster)
     ratio = before.seconds.value / after.seconds.value * (on.global_batch / off.global_batch)
     wide = exp(spread.QUANTILE * spread.between(before.parts, after.parts))
     return Gain(ratio - 1, ratio / wide - 1, ratio * wide - 1), held
+
+
+def _held(plan: Plan) -> float:
+    return max(stage.peak for stage in memory.stages(plan))
 
 
 def _switch(where: Setting, base: Plan, plain: Mapping[str, Any], wanted: Mapping[str, Any], **about: Any) -> Iterator[Action]:
@@ -95,14 +99,16 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
     now = base.options.recompute
     rungs = space.ladder(replace(where.question, fixed=()))
     lighter = rungs[: rungs.index(now)] if now in rungs else rungs
-    full = replace(base, options=replace(base.options, recompute=("full",)))
+    # Neither graphs nor overlap go with whole layers computed again.
+    plain = replace(base, options=replace(base.options, graphs=(), ep_overlap=False))
+    full = replace(plain, options=replace(plain.options, recompute=("full",)))
     about: dict[str, Any] = {
         "id": "recompute", "title": "recompute less", "walls": ("memory",), "also": ("V10.c", "V10", "W1.c", "W1", "W1.d", "L3", "L4.c"),
     }  # fmt: skip
     if where.plan is None and now != ("full",):
-        tried = _try(where, full, base)
+        tried = _try(where, full, plain)
         if tried:
-            yield Action(off=full, on=base, gain=tried[0], held=tried[1], done=True, **about)
+            yield Action(off=full, on=plain, gain=tried[0], held=tried[1], done=True, **about)
         return
     for rung in lighter:
         on = replace(base, options=replace(base.options, recompute=rung))

@@ -16,6 +16,8 @@ from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.setting import FRAMEWORKS, Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
+from playbook.planner.choice.search import Choice
+from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
 from playbook.planner.time.step import step_time
 from playbook.records.read import read
@@ -126,6 +128,17 @@ def test_a_gain_is_the_planners_difference_and_fits():
             assert action.gain.low < action.gain.value < action.gain.high
             assert action.held <= where.question.capacity
             assert action.on.broken() == []
+
+
+def test_of_an_unknown_layout_it_is_said_what_leaving_things_out_costs():
+    where = of(MOE)
+    plan = of(MOE, "h100", 64, "ep=16", "mbs=2", "dispatcher=hybridep", "ep_overlap=true").plan
+    best = Choice(plan, step_time(plan, where.question.cluster), tuple(stages(plan)))
+    made = {a.id: a for a in actions(where, best)}
+    assert {i for i, a in made.items() if a.done} == {"recompute", "dispatcher", "expert-overlap"}
+    assert "layout" not in made
+    for action in made.values():
+        assert action.off.broken() == action.on.broken() == []
 
 
 def test_what_a_run_has_already_is_not_proposed():
