@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from playbook import files
 from playbook.cli.options import AsJson
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
@@ -37,6 +39,14 @@ _Top = Annotated[int, typer.Option("--top", min=1, max=50, help="Number of plans
 _Export = Annotated[
     str | None, typer.Option("--export", help="Print the best plan for megatron-lm, megatron-bridge, torchtitan or playbook.")
 ]
+_EmitCase = Annotated[
+    Path | None,
+    typer.Option("--emit-case", metavar="FILE.yaml", help="Write a bench case of the best plan and the next, with their predicted speeds."),
+]
+_CaseGpus = Annotated[int, typer.Option("--case-gpus", min=1, max=1 << 20, help="GPUs at hand, to which --emit-case cuts the plans.")]
+_Against = Annotated[
+    list[str] | None, typer.Option("--against", help="Your own layout for --emit-case instead of the next plan, such as tp=2,mbs=1.")
+]
 
 
 def plan_for(
@@ -53,6 +63,9 @@ def plan_for(
     anchor: _Anchor = None,
     top: _Top = 5,
     export: _Export = None,
+    emit_case: _EmitCase = None,
+    case_gpus: _CaseGpus = 1,
+    against: _Against = None,
     as_json: AsJson = False,
 ) -> None:
     """Search every layout for the fastest that fits: speed with its 80 % interval, memory by stage, and why the next one lost.
@@ -69,10 +82,16 @@ def plan_for(
     fixed = tuple(_words(fix or []))
     allowed = frozenset(a for a in allow.split(",") if a)
     question = Question(shape, name, cluster(hardware), gpus, seq, gbs, goal, memory, backend, fixed, allowed)
+    if emit_case is None and (against or case_gpus != 1):
+        raise ConfigError(
+            "--against and --case-gpus speak of the case that --emit-case writes; add --emit-case FILE.yaml, or leave them out"
+        )
     found = explain.answer(question, top)
     if anchor is not None:
         found = _anchored(found, anchor)
-    if export is not None and found.choices:
+    if emit_case is not None and found.choices:
+        _emit(found, emit_case, case_gpus, _words(against or []))
+    elif export is not None and found.choices:
         _print_export(found.choices[0].plan, export, hardware)
     elif as_json:
         print_json(document.document(found))
@@ -105,6 +124,31 @@ def _print_export(plan: Plan, target: str, hardware: str) -> None:
     from playbook.cli.plans.export import exported
 
     say(exported(plan, target, hardware).rstrip())
+
+
+def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
+    from playbook.cli.plans.emit import case_of, text_of
+
+    q = found.question
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*\.yaml", path.name):
+        raise ConfigError(
+            f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
+        )
+    if any(word.startswith("scaled by") for word in found.choices[0].time.assumptions):
+        raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
+    case = case_of(found, path.stem, gpus, against)
+    said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
+    words = " ".join(f"{k} {v}" for k, v in said.items() if v)
+    text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")
+    try:
+        files.replace(path, text)
+    except OSError as e:
+        raise ConfigError(f"--emit-case {path}: {e.strerror or e}") from e
+    for run in case["values"]:
+        p = run["predicted"]
+        say(f"{run['at']}: {p['value']:,.0f} tokens/s/GPU predicted, 80 % between {p['low']:,.0f} and {p['high']:,.0f}")
+    say(f"wrote {path}; settle it with: playbook bench run {path}")
 
 
 def _show(found: Answer) -> None:
