@@ -41,11 +41,14 @@ Exporter = Callable[[Action, str, str], Changed]
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile over its median."""
+    """What was seen of the run beside its speed: the walls of a trace, as plain data, and a log's notes; `uneven` is its 95th percentile over its median, `grown` the peak bytes
+    at its beginning and its end, where these grew.
+    """
 
     trace: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     uneven: float | None = None
+    grown: tuple[float, float] | None = None
 
 
 _NOTHING = Seen()
@@ -282,6 +285,9 @@ def _confidence(
     warnings = []
     if seen.uneven and seen.uneven > _UNEVEN:
         warnings.append(f"steps are uneven: the slowest twentieth takes {seen.uneven:.1f} times the median")
+    if seen.grown:
+        first, last = (n / GIB for n in seen.grown)
+        warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
     if mine and _peak(where.plan) > where.question.cluster.memory_gib:
         warnings.append(f"your layout needs {_peak(where.plan):.0f} GiB by the estimate, more than the GPU has: is it what runs?")
     if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:

@@ -263,6 +263,13 @@ def test_the_command_reads_a_log(capsys, tmp_path):
     assert "6.00 s a step" in out
 
 
+def test_memory_that_grows_is_said(capsys, tmp_path):
+    rows = [{"step": i, "seconds": 6.0, "memory_bytes": (40 + i / 10) * 2**30} for i in range(1, 101)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    _, out, _ = run(capsys, str(tmp_path), *ASKED, "--json")
+    assert any("memory grew from 44.0 to 50.0 GiB" in words for words in json.loads(out)["confidence"]["warnings"])
+
+
 def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     import yaml
 

@@ -30,6 +30,8 @@ _WARM_UP = 5
 """One of so many steps, the first ones, is not counted, as in `playbook ab`."""
 _FEW = 20
 """Steps from which on their spread says something."""
+_GROWTH = 0.02
+"""Share by which memory must grow for it to be said."""
 _SHOWN = 3
 _AB = "playbook ab -- COMMAND --vs"
 """The beginning of a matched pair of the run's own command; what it changes is printed above it."""
@@ -43,6 +45,8 @@ class _Log:
     tokens: float | None
     rate: float | None
     uneven: float | None
+    grown: tuple[float, float] | None
+    """Peak bytes of its first and of its last quarter, where memory grew."""
     notes: tuple[str, ...]
 
 
@@ -86,7 +90,7 @@ def diagnose_run(
         rate = log.rate or (log.tokens / log.seconds / gpus if log.tokens else None)
         figures = Figures(step_s=None if rate else log.seconds, tokens_per_s_per_gpu=rate, said=str(run))
     speed = measured(where, figures)
-    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None)
+    seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None, log.grown if log else None)
     stock = stock_here()
     found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
     print_json(found) if as_json else _show(found)
@@ -124,7 +128,10 @@ def _log(path: Path) -> _Log:
     middle = median(seconds)
     uneven = quantiles(seconds, n=20)[-1] / middle if len(seconds) >= _FEW and found.every == 1 else None
     notes = (f"{path}: {count(len(steps), 'step')} as {found.adapter} wrote them, the first fifth left out", *found.caveats)
-    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, uneven, notes)
+    held = [s.memory_bytes for s in steps if s.memory_bytes]
+    first, last = (max(part, default=0.0) for part in (held[: len(held) // 4], held[-(len(held) // 4) :] if len(held) >= _FEW else []))
+    grown = (first, last) if first and last > (1 + _GROWTH) * first else None
+    return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, uneven, grown, notes)
 
 
 def _ours(folder: Path) -> Any:
