@@ -11,6 +11,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
     {
         "moe.weigh": "moe.apply_probs_on",
         "optimizer.master": "optimizer.master_weights",
+        "megatron.aux_loss_coeff": "moe.aux_loss_coeff",
     }
 )
 """Old dotted key to today's, the oldest of a key first."""

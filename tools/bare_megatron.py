@@ -67,9 +67,9 @@ def everyone_is_here(device: torch.device) -> None:
 READ = {
     *(f"data.{k}" for k in ("kind", "pack", "seq_len")),
     *(f"parallel.{k}" for k in ("tp", "cp", "ep", "etp", "sequence_parallel")),
-    *(f"moe.{k}" for k in ("dispatcher", "router_dtype")),
+    *(f"moe.{k}" for k in ("dispatcher", "router_dtype", "aux_loss_coeff")),
     *(f"optimizer.{k}" for k in ("lr", "weight_decay", "clip_norm", "schedule", "moments_dtype")),
-    *(f"megatron.{k}" for k in ("aux_loss_coeff", "precision_aware_optimizer", "grad_reduce_dtype")),
+    *(f"megatron.{k}" for k in ("precision_aware_optimizer", "grad_reduce_dtype")),
     *(f"train.{k}" for k in ("steps", "warmup_steps", "micro_batch_size", "global_batch_size", "dtype", "recompute", "recompute_modules")),
     *("backend", "seed", "output"),
     "megatron.grouped_gemm",  # by the environment, as the trainer too
@@ -148,8 +148,8 @@ def transformer(config: TrainerConfig, with_engine: bool) -> Any:
         moe_ffn_hidden_size=model.expert_ffn_size,
         moe_router_topk=model.top_k,
         moe_router_dtype="fp32" if config.moe.router_dtype == "fp32" else None,
-        moe_router_load_balancing_type="aux_loss" if config.megatron.aux_loss_coeff else "none",
-        moe_aux_loss_coeff=config.megatron.aux_loss_coeff,
+        moe_router_load_balancing_type="aux_loss" if config.moe.aux_loss_coeff else "none",
+        moe_aux_loss_coeff=config.moe.aux_loss_coeff,
         moe_token_dispatcher_type=config.moe.dispatcher,
         moe_grouped_gemm=with_engine,
         bf16=config.train.dtype == "bf16",

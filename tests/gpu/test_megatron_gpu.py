@@ -43,7 +43,7 @@ ALONE: dict[str, tuple[str, ...]] = {
     "one": (*MEGATRON, BF16),
     "one rows": (*MEGATRON, BF16, ROWS),
     "one rows dense": (*MEGATRON, *DENSE, BF16, ROWS),
-    "one aux": (*MEGATRON, BF16, "megatron.aux_loss_coeff=0.01"),
+    "one aux": (*MEGATRON, BF16, "moe.aux_loss_coeff=0.01"),
 }
 """References on one rank."""
 
@@ -118,7 +118,7 @@ SEVERAL_GPUS: dict[str, tuple[str, tuple[str, ...], float]] = {
     "ep": ("one", (BF16, "parallel.ep={n}"), SAME),
     "ep against torch": ("torch", (BF16, "parallel.ep={n}"), 0.01),
     "ep, allgather": ("one", (BF16, "parallel.ep={n}", "moe.dispatcher=allgather"), SAME),
-    "ep, balanced": ("one aux", (BF16, "parallel.ep={n}", "megatron.aux_loss_coeff=0.01"), SAME),
+    "ep, balanced": ("one aux", (BF16, "parallel.ep={n}", "moe.aux_loss_coeff=0.01"), SAME),
     "ep, overlapped": ("one rows", (BF16, ROWS, "parallel.ep={n}", "megatron.overlap_expert_parallel=true"), SAME),
     "folding: tp 2, ep, etp 1": ("one rows", (BF16, ROWS, *SP, "parallel.ep={n}"), SAME),
     "folding: cp 2, ep": ("one rows", (BF16, ROWS, "parallel.cp=2", "parallel.ep={n}"), SAME),

@@ -60,6 +60,12 @@ class Engine(Protocol):
     def drop_gradients(self) -> None:
         """Set all gradients to None, without an update."""
 
+    def count_load(self, on: bool) -> None:
+        """From now on count how often each expert is chosen, from zero; or no longer. Only where `moe.load_every` is set."""
+
+    def load(self) -> Tensor:
+        """This rank's share of the counts: decoder layers of the whole model by experts; the sum over all ranks counts each token once."""
+
     def evaluate(self, batches: list[Any]) -> Tensor:
         """Summed loss and number of labels of `batches`, of which this rank counts its share, without building a graph; float64 [2] on its device."""
 

@@ -195,7 +195,7 @@ def run_steps(trainer: Trainer, recorder: Recorder) -> str:
                     _freeze()  # what was compiled stays
                     trace.begin()
                     recorder.begin_timed()
-                stats = _compared_step(trainer, recorder) if _is_compared(trainer) else train_step(trainer)
+                stats = _measured_step(trainer, recorder)
                 evaluates = config.eval.every > 0 and trainer.step % config.eval.every == 0
                 recorder.add(stats, flush=not evaluates)
                 if evaluates:
@@ -264,18 +264,30 @@ def train_step(trainer: Trainer, before_update: Callable[[], None] | None = None
     return StepStats(trainer.step, rate, totals, labels, data_seconds, skipped)
 
 
-def _is_compared(trainer: Trainer) -> bool:
-    """Whether the next step compares how long each rank takes for its own work (`train.straggler_every`)."""
-    every = trainer.config.train.straggler_every
-    return every > 0 and (trainer.step + 1) % every == 0
+def _measured_step(trainer: Trainer, recorder: Recorder) -> StepStats:
+    """Run one step, and record what is measured in every so many steps: the time of each rank's own work, and the load of the experts."""
 
+    def due(every: int) -> bool:
+        return every > 0 and (trainer.step + 1) % every == 0
 
-def _compared_step(trainer: Trainer, recorder: Recorder) -> StepStats:
-    """Run one step in which every rank measures the time of its own work, in seconds, and record the comparison."""
-    busy = Busy(own_ranges(trainer.config.parallel), trainer.device)
-    with trainer.engine.ranges(), listening(busy):
-        stats = train_step(trainer)
-    recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, trainer.device))
+    engine, device, loads = trainer.engine, trainer.device, due(trainer.config.moe.load_every)
+    busy = Busy(own_ranges(trainer.config.parallel), device) if due(trainer.config.train.straggler_every) else None
+    found: list[Tensor] = []
+    if loads:
+        engine.count_load(True)
+    with ExitStack() as stack:
+        if busy is not None:
+            stack.enter_context(engine.ranges())
+            stack.enter_context(listening(busy))
+        # The update begins to count anew.
+        stats = train_step(trainer, (lambda: found.append(engine.load())) if loads else None)
+    if busy is not None:
+        recorder.note_ranks(stats.step, compare(busy.seconds(), trainer.axes, device))
+    if loads:
+        engine.count_load(False)
+        if trainer.axes.world.size > 1:
+            dist.all_reduce(found[0])
+        recorder.note_load(stats.step, found[0])
     return stats
 
 

@@ -38,7 +38,7 @@ SWITCHES = {
     "backend": "megatron", "parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.pp": 2, "parallel.vpp": 2, "parallel.ep": 2,
     "parallel.etp": 1, "train.recompute": "full", "megatron.recompute_method": "block", "megatron.recompute_layers": 2,
     "megatron.overlap_expert_parallel": False, "megatron.tp_comm_overlap": True, "precision.fp8": "tensorwise",
-    "moe.capacity_factor": 1.5, "megatron.aux_loss_coeff": 0.01, "profile.kineto": True,
+    "moe.capacity_factor": 1.5, "moe.aux_loss_coeff": 0.01, "profile.kineto": True,
     "checkpoint.dir": "saved", "checkpoint.every": 5, "tracker.wandb": True, "train.on_nan": "continue", "eval.every": 4,
     "optimizer.schedule": "constant", "train.attention": "flash", "data.num_workers": 3,
 }  # fmt: skip

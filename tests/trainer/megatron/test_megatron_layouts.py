@@ -162,7 +162,7 @@ FSDP = ("megatron.data_parallel=megatron_fsdp",)
 SHARDED: dict[str, tuple[int, tuple[str, ...], tuple[int, int]]] = {
     "dp 2": (2, FSDP, (0, 16)),
     "dp 2, gradients and optimizer": (2, (*FSDP, "megatron.sharding_strategy=optim_grads"), (0, 16)),
-    "dp 2, balanced": (2, (*FSDP, "megatron.aux_loss_coeff=0.1"), (0, 16)),
+    "dp 2, balanced": (2, (*FSDP, "moe.aux_loss_coeff=0.1"), (0, 16)),
     "dp 4, ep 2": (4, (*FSDP, "parallel.ep=2"), (0, 16)),
     # A data-parallel group of one rank, which megatron-core has right from 0.19 on.
     "dp 1": (1, FSDP, (0, 19)),

@@ -267,7 +267,13 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
     train, moe, par, problems = config.train, config.moe, config.parallel, []
     if not config.model.num_experts:
         problems += megatron.dense_problems(
-            config, {"moe.fused_permutation": moe.fused_permutation, "moe.apply_probs_on": moe.apply_probs_on != "output"}
+            config,
+            {
+                "moe.fused_permutation": moe.fused_permutation,
+                "moe.apply_probs_on": moe.apply_probs_on != "output",
+                "moe.bias_update_rate": moe.bias_update_rate > 0,
+                "moe.load_every": moe.load_every > 0,
+            },
         )
     elif moe.router_dtype == "bf16" and train.dtype == "fp32":
         problems.append(
@@ -288,13 +294,23 @@ def notes(config: TrainerConfig) -> list[str]:
 
 
 def _router_problems(config: TrainerConfig) -> list[str]:
-    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers."""
-    model = config.model
-    if not config.moe.fused_router:
-        return []
+    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers, and what balances beside it."""
+    model, moe, problems = config.model, config.moe, []
+    if "moe_router" in config.train.cuda_graphs and (moe.aux_loss_coeff or moe.bias_update_rate or moe.load_every):
+        problems.append(
+            "train.cuda_graphs moe_router hides the scores that moe.aux_loss_coeff, bias_update_rate and load_every read: leave it out"
+        )
+    if moe.bias_update_rate and config.checkpoint.export:
+        problems.append(
+            "moe.bias_update_rate: Hugging Face's model has no such bias, so exported weights would route otherwise: "
+            "set moe.aux_loss_coeff instead, or leave out checkpoint.export"
+        )
+    if not moe.fused_router:
+        return problems
     if not model.num_experts:
         return ["moe.fused_router is a kernel of the router, and the model is dense: set it to false"]
-    problems = []
+    if moe.bias_update_rate:
+        problems.append("moe.fused_router chooses by score alone: set it to false, or moe.bias_update_rate to 0")
     if config.moe.router_dtype == "bf16":
         problems.append("moe.fused_router reads scores in float32: set moe.router_dtype: fp32, or fused_router: false")
     if model.num_experts > 512 or model.top_k > 16:

@@ -48,8 +48,6 @@ class MegatronConfig(Strict):
     """Parts of a layer whose inputs wait in host memory for the backward pass."""
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the optimizer state that lives, and is updated, on the host; offload.optimizer alone means all of it."""
-    aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the loss that balances the experts' load; it is not part of the loss reported."""
     fp8_param: bool = False
     """Keep weights in 8 bits and gather them so; with a recipe of precision.fp8."""
     recompute_layers: int | None = Field(default=None, gt=0)

@@ -82,6 +82,13 @@ class MoeConfig(Strict):
     """Expert matrix products: one call per expert, or one grouped call; auto takes grouped on a GPU."""
     router_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the router's matrix product and softmax."""
+    aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the loss that balances the experts' load (Switch Transformer's), for each layer and micro-batch; it is not part of the loss reported."""
+    bias_update_rate: float = Field(default=0.0, ge=0, le=1, json_schema_extra=TORCH_ONLY)
+    """Balance without a loss: a bias of each expert, added to the probabilities where experts are chosen and not where they are weighed, moves by
+    this much after each step, towards an even load. The megatron backend has model.router_bias instead."""
+    load_every: int = Field(default=0, ge=0, json_schema_extra=TORCH_ONLY)
+    """Steps between measurements of the experts' load, which go into the step's line of the metrics; 0 means never."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
     apply_probs_on: Literal["output", "activation"] = Field(default="output", json_schema_extra=TORCH_ONLY)

@@ -44,6 +44,8 @@ _WHY = {
     "train.compile.vision": _COMPILE,
     "train.compile.decoder": _COMPILE,
     "train.compile.loss": _COMPILE,
+    "moe.bias_update_rate": "a bias goes with scores by sigmoid there: model.router_bias",
+    "moe.load_every": "it writes down the loss of every layer instead, with --moe-per-layer-logging",
     "tracker.offline": "set WANDB_MODE=offline in the environment",
 }
 """Why keys cannot be said there, at another value than the neutral one."""
@@ -134,7 +136,7 @@ def _experts(sheet: Sheet) -> None:
     )
     if not config.model.num_experts:
         sheet.skip(f"{shapes} moe.*", "the model has no experts")
-        sheet.skip("megatron.aux_loss_coeff megatron.grouped_gemm", "the model has no experts")
+        sheet.skip("megatron.grouped_gemm", "the model has no experts")
         return
     sheet.skip("moe.apply_probs_on", "megatron-core weighs rows before the second product")
     sheet.skip("megatron.grouped_gemm", f"Transformer Engine reads {GROUPED_GEMM} of the environment")

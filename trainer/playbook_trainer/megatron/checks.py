@@ -243,6 +243,7 @@ def _vision_problems(config: TrainerConfig) -> list[str]:
 def dense_problems(config: TrainerConfig, own: Mapping[str, bool]) -> list[str]:
     """Settings of experts that a dense model would leave unread: those of both backends, and a backend's own."""
     idle = {**own, "moe.experts": config.moe.experts != "auto", "moe.router_dtype": config.moe.router_dtype != "fp32"}
+    idle["moe.aux_loss_coeff"] = config.moe.aux_loss_coeff > 0
     return [f"{name} is about experts, and the model is dense: leave it out" for name, on in idle.items() if on]
 
 

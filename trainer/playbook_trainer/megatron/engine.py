@@ -116,6 +116,13 @@ class MegatronEngine:
         wrap.clip(self.optim, self.config.optimizer.clip_norm, self._norm)
         self.optim.step_with_ready_grads()
 
+    def count_load(self, on: bool) -> None:
+        """Nothing counts: `moe.load_every` is refused on this backend."""
+
+    def load(self) -> Tensor:
+        """Nothing was counted."""
+        return torch.zeros(self.config.model.num_layers, self.config.model.num_experts, device=self.device)
+
     def drop_gradients(self) -> None:
         """Do nothing: the next step begins by setting all gradients to zero."""
 

@@ -113,10 +113,8 @@ EXPERTS = (
     Field("moe_token_dispatcher_type", "moe.dispatcher", _dispatcher),
     Field("moe_router_dtype", "moe.router_dtype", lambda c: "fp32" if c.moe.router_dtype == "fp32" else None),
     Field("moe_expert_capacity_factor", "moe.capacity_factor", lambda c: c.moe.capacity_factor),
-    Field(
-        "moe_router_load_balancing_type", "megatron.aux_loss_coeff", lambda c: "aux_loss" if c.megatron.aux_loss_coeff else "none", "none"
-    ),
-    Field("moe_aux_loss_coeff", "megatron.aux_loss_coeff", lambda c: c.megatron.aux_loss_coeff, 0.0),
+    Field("moe_router_load_balancing_type", "moe.aux_loss_coeff", lambda c: "aux_loss" if c.moe.aux_loss_coeff else "none", "none"),
+    Field("moe_aux_loss_coeff", "moe.aux_loss_coeff", lambda c: c.moe.aux_loss_coeff, 0.0),
 )
 """Experts, their router and their dispatcher; of models that have experts."""
 

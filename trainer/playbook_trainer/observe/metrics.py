@@ -34,6 +34,7 @@ from playbook_trainer.observe.flops import FORMULA, Ledger, peak
 from playbook_trainer.observe.totals import StepTotals
 from playbook_trainer.observe.trackers import Tracker, figures
 from playbook_trainer.revision import PERFORMANCE_REVISION
+from playbook_trainer.torch.model.balance import spread
 from playbook_trainer.torch.parallel.axes import Axes
 
 SHOWN_DATA = 0.05
@@ -90,6 +91,8 @@ class Recorder:
     hardware_flops: Counter[str] = field(default_factory=Counter)
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Comparisons of the ranks' own times, by step."""
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    """How often each expert of each layer was chosen, by step; of those that are not written yet."""
     trackers: list[Tracker] = field(default_factory=list)
     _own_s: float = 0.0
     """Seconds of this rank since all began to count."""
@@ -139,6 +142,10 @@ class Recorder:
     def note_ranks(self, step: int, times: dict[str, Any]) -> None:
         """Record the comparison of the ranks' own times in a step."""
         self.ranks[step] = times
+
+    def note_load(self, step: int, load: Tensor) -> None:
+        """Record how often each expert of each layer was chosen in a step; read with the step's other figures."""
+        self.loads[step] = load
 
     def pause(self) -> None:
         """Write what is pending, and leave the time since the last step out of all steps."""
@@ -198,6 +205,7 @@ class Recorder:
             **({"skipped": True} if stats.skipped else {}),
             **({"eval_loss": _finite(self.evals[stats.step])} if stats.step in self.evals else {}),
             **({"ranks": self.ranks[stats.step]} if stats.step in self.ranks else {}),
+            **({"expert_load": spread(self.loads.pop(stats.step).cpu())} if stats.step in self.loads else {}),
             "lr": stats.lr,
             "seconds": seconds,
             "useful_tokens": int(totals.useful_tokens),

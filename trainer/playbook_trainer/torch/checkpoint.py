@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,17 @@ class Checkpointer:
     """Saves and restores one run's model and optimizer."""
 
     def __init__(
-        self, config: TrainerConfig, axes: Axes, model: nn.Module, parts: Sequence[Shard], optimizer: torch.optim.Optimizer
+        self,
+        config: TrainerConfig,
+        axes: Axes,
+        model: nn.Module,
+        parts: Sequence[Shard],
+        optimizer: torch.optim.Optimizer,
+        more: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
         self._masters = masters(optimizer, parts)
+        self._more = more or {}  # whole on every rank that has it, and begun anew where a checkpoint lacks it
         self._params = dict(model.named_parameters())
         self._places = {name: place(name, p, axes) for name, p in self._params.items()}
         self._root = Path(str(config.checkpoint.dir))
@@ -153,6 +160,7 @@ class Checkpointer:
                     out[f"optimizer.{key}.{part.name}"] = self._places[part.name].made(value.abs, value.dtype)
                 elif isinstance(value, Tensor) and key != "remainder":
                     out[f"optimizer.{key}.{part.name}"] = _moments(self._places[part.name], part, value)
+        out |= {name: place(name, tensor, self._axes).of(tensor) for name, tensor in self._more.items()}
         return {name: pieces for name, pieces in out.items() if pieces.pieces}
 
     def _put_together(self, state: State) -> dict[str, Tensor]:

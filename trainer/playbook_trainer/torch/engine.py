@@ -15,6 +15,7 @@ from playbook_trainer.engine import Saver
 from playbook_trainer.observe.receipt import state_bytes
 from playbook_trainer.torch import build, optimizer, weights
 from playbook_trainer.torch.checkpoint import Checkpointer
+from playbook_trainer.torch.model import balance
 from playbook_trainer.torch.parallel import axes as layout
 from playbook_trainer.torch.parallel import context, sequence, tied
 from playbook_trainer.torch.parallel.pipeline import evaluate, forward_backward
@@ -35,7 +36,9 @@ class TorchEngine:
             for part in self.parts:
                 if self._is_reduced_again(part):
                     optimizer.add_in_float32(part)
-        self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim)
+        self.balances = balance.attach(self.model, config, self.axes, device)
+        biases = {f"balance.layers.{n}.moe.router.bias": b.bias_E for n, b in self.balances.items() if b.bias_E is not None}
+        self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim, biases)
 
     def _is_reduced_again(self, part: optimizer.Shard) -> bool:
         """Whether something is added to the gradient after FSDP's reduction: that of another micro-batch, pipeline stage or tensor-parallel rank."""
@@ -65,10 +68,23 @@ class TorchEngine:
         for group in self.optim.param_groups:
             group["lr"] = rate
         optimizer.step(self.optim, self.parts, norm, self.config.optimizer.clip_norm)
+        if self.config.moe.bias_update_rate and self.balances:
+            balance.update_biases(list(self.balances.values()), self.config.moe.bias_update_rate, self.axes)
 
     def drop_gradients(self) -> None:
         """Set all gradients to None."""
         optimizer.drop_gradients(self.parts)
+        balance.reset(self.balances.values())
+
+    def count_load(self, on: bool) -> None:
+        """From now on count how often each expert is chosen, from zero; or no longer, unless the bias needs it."""
+        for each in self.balances.values():
+            each.is_counting = on or each.bias_E is not None
+        balance.reset(self.balances.values())
+
+    def load(self) -> Tensor:
+        """This rank's share of the counts: decoder layers of the whole model by experts."""
+        return balance.load(self.balances, self.config.model.num_layers, self.axes)
 
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """This rank's share of summed loss and number of labels over `batches`, without building a graph."""

@@ -22,6 +22,7 @@ from playbook_trainer.data.batch import Batch, VisionBatch
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.torch.model import ops
 from playbook_trainer.torch.model.attention import attend
+from playbook_trainer.torch.model.balance import Balance
 from playbook_trainer.torch.model.graphs import Part
 from playbook_trainer.torch.model.offload import Trip
 from playbook_trainer.torch.model.ops import Ops
@@ -190,11 +191,16 @@ class Router(nn.Module):
         self.product = ops.wide_linear if options.router_wide else linear
         self.route = options.ops.route
         self.part = Part(self.choose) if "moe_router" in options.graphs else self.choose
+        self.balance: Balance | None = None
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, K) and their probabilities (N, K), float32 unless the router is narrow."""
         with range_("router") as r:
-            expert_NK, prob_NK = self.part(r.enter(x_ND), *self.part_weights())
+            if self.balance is None:
+                expert_NK, prob_NK = self.part(r.enter(x_ND), *self.part_weights())
+            else:
+                scores_NE = self.product(r.enter(x_ND), self.weight)
+                expert_NK, prob_NK = self.balance.route(scores_NE, self.route(scores_NE, self.top_k, self.normalize), self.normalize)
             return expert_NK, r.exit(prob_NK)
 
     def part_weights(self) -> list[Tensor]:
