@@ -12,6 +12,7 @@ from playbook.records.case import LAUNCHED_KINDS, list_cases, load_case
 from playbook_bench.judge.curve_rules import named
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import checks
+from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.megatron import checks as megatron
 
 CASES = [case for case in map(load_case, list_cases()) if case.kind in LAUNCHED_KINDS]
@@ -26,3 +27,12 @@ def test_no_variant_is_refused_before_it_starts(case, monkeypatch):
         for name, variant in resolve_all(case, profile).items():
             with contextlib.suppress(*([ConfigError] if name in may_fail else [])):
                 checks.check(variant.config, variant.ranks)
+
+
+ONE_GPU = [case for case in CASES if "h200x1" in case.profiles and case.trainer and case.metric != "fits"]
+
+
+@pytest.mark.parametrize("case", ONE_GPU, ids=lambda c: c.id)
+def test_what_one_gpu_is_to_measure_fits_it_by_the_planner(case):
+    for name, variant in resolve_all(case, "h200x1").items():
+        assert max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages) < 141e9, name
