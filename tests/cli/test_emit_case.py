@@ -32,7 +32,7 @@ def emitted(tmp_path, *words, code=0):
 
 def on_cpu(tmp_path, **changes):
     """The case of a tiny model with a profile for the CPU, where the kernels of a GPU are not."""
-    emitted(tmp_path, *TINY)
+    emitted(tmp_path, *TINY, "--against", "recompute=full,mbs=2")
     path = tmp_path / "mine.yaml"
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     own = content["profiles"].pop("h200x1")
@@ -119,7 +119,7 @@ def test_a_rank_keeps_what_it_holds_of_a_layer():
 @pytest.mark.full
 def test_an_emitted_case_trains_as_its_proofs_say(tmp_path):
     proofs = prove.prove([str(on_cpu(tmp_path))], profile="cpu")
-    assert [p.variant for p in proofs] == ["first-mbs4", "second-mbs2"]
+    assert [p.variant for p in proofs] == ["first-mbs4-recompute-none", "second-mbs2-recompute-full"]
     assert all(p.ok and p.checks for p in proofs)
 
 

@@ -62,7 +62,9 @@ def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -
     """
     q, best = found.question, found.choices[0].plan
     words = tuple(against)
-    others = [replace(q, fixed=(*q.fixed, *words)).base.require()] if words else [c.plan for c in found.choices[1:]]
+    own = {word.partition("=")[0] for word in words}
+    kept = tuple(word for word in q.fixed if word.partition("=")[0] not in own)
+    others = [replace(q, fixed=(*kept, *words)).base.require()] if words else [c.plan for c in found.choices[1:]]
     first, second = next((pair for other in others if (pair := _fitted(best, other, gpus, q.capacity))), (None, None))
     if first is None or second is None:
         raise ConfigError(
@@ -112,7 +114,9 @@ def _names(*plans: Plan) -> Iterator[str]:
     """What tells the plans apart, such as `first-tp2-mbs4`."""
     keys = [k for k in ("tp", "cp", "pp", "ep", "etp", "mbs") if len({getattr(p, k) for p in plans}) > 1]
     for place, plan in zip(("first", "second"), plans, strict=True):
-        yield "-".join([place, *(f"{k}{getattr(plan, k)}" for k in keys)])
+        again = f"recompute-{'+'.join(plan.options.recompute) or 'none'}"
+        differs = len({p.options.recompute for p in plans}) > 1
+        yield "-".join([place, *(f"{k}{getattr(plan, k)}" for k in keys), *([again] if differs else [])])
 
 
 def _holds(plan: Plan, capacity: float) -> bool:

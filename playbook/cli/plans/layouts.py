@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _TOP_PARTS = 5
+_MEMORY = 0.92
 _SILENT = ("cp", "vpp", "ep", "etp")
 """Degrees that are not shown where all plans have one."""
 
@@ -56,7 +57,7 @@ def plan_for(
     seq: _Seq = 4096,
     gbs: _Gbs = 0,
     goal: _Goal = "tokens/s",
-    memory: _Memory = 0.92,
+    memory: _Memory = _MEMORY,
     fix: _Fix = None,
     backend: _Backend = "megatron",
     allow: _Allow = "",
@@ -138,6 +139,8 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
         raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
     case = case_of(found, path.stem, gpus, against)
     said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
+    said |= {} if q.memory_share == _MEMORY else {"--memory": f"{q.memory_share:g}"}
+    said |= {} if q.goal == "tokens/s" else {"--goal": q.goal}
     said |= {"--fix": ",".join(q.fixed), "--allow": ",".join(sorted(q.allow)), "--against": ",".join(against)}
     words = " ".join(f"{k} {v}" for k, v in said.items() if v)
     text = text_of(case, f"playbook plan {q.model} {words} --emit-case {path.name} --case-gpus {gpus}")

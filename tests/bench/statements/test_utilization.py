@@ -6,6 +6,7 @@ import pytest
 
 from playbook.planner import clusters, flops
 from playbook.planner.models import MODELS
+from playbook_bench.statements.arithmetic.published_runs_predicted import published_runs_predicted
 from playbook_bench.statements.arithmetic.published_utilization import published_utilization
 from playbook_bench.statements.arithmetic.vision_left_out import vision_left_out
 
@@ -47,3 +48,13 @@ def test_a_published_rate_is_a_share_of_the_peak() -> None:
     assert not published_utilization(rows=[row], at_least=0.21, at_most=0.25)[0]
     with pytest.raises(ValueError, match="not in the table"):
         published_utilization(rows=[{"gpu": "Z1", "tflops_per_gpu": 1}], at_least=0, at_most=1)
+
+
+def test_the_published_runs_are_predicted_as_well_as_the_bounds_say() -> None:
+    held, _, figures = published_runs_predicted(leave_one_out=False, bounds={"median_error": [0, 1], "covered": [0, 1]})
+    assert held
+    assert figures["runs"] > 250
+    for name in ("median_error", "covered"):
+        value = figures[name]["value"]
+        assert not published_runs_predicted(leave_one_out=False, bounds={name: [0, 0.99 * value]})[0]
+        assert not published_runs_predicted(leave_one_out=False, bounds={name: [1.01 * value, 1]})[0]
