@@ -182,8 +182,9 @@ class PlannedLayout(BaseModel):
 
 
 class PlanAnswer(BaseModel):
-    """The fastest plans that fit, best first."""
+    """The fastest plans that fit, best first, and the GPUs that they take: the fewest, where those were asked for."""
 
+    gpus: int
     plans: list[PlannedLayout]
     ties: list[int]
     """Places of plans that cannot be told from the first."""

@@ -129,6 +129,7 @@ def plan_answer(
     kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")
     near = found["nearest"]
     return PlanAnswer(
+        gpus=found["question"]["gpus"],
         plans=[PlannedLayout(**{k: p[k] for k in kept}) for p in found["plans"]],
         ties=found["ties"],
         runner_up=found["runner_up"],

@@ -1,0 +1,157 @@
+"""Twenty decisions over MCP alone: starts `playbook mcp`, makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the answers are right.
+
+    python tools/decisions.py
+
+No language model takes part: the calls are those that the skills name. Exit code 1 where an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import yaml
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT / "tools")]
+
+from plan_page import DECISIONS  # noqa: E402
+
+TASKS = ROOT / "tests" / "mcp" / "decisions.yaml"
+MOST_CALLS = 5
+Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+_ARGUMENTS = {
+    "--gpus": "gpus",
+    "--hardware": "hardware",
+    "--seq": "seq_len",
+    "--gbs": "global_batch_size",
+    "--goal": "goal",
+    "--allow": "allow",
+}
+_OPS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "equals": lambda found, wanted: bool(found == wanted),
+    "contains": lambda found, wanted: wanted in (found if isinstance(found, str) else json.dumps(found)),
+    "lacks": lambda found, wanted: wanted not in (found if isinstance(found, str) else json.dumps(found)),
+    "above": lambda found, wanted: found is not None and found > wanted,
+    "below": lambda found, wanted: found is not None and found < wanted,
+}
+
+
+def tasks() -> list[dict[str, Any]]:
+    """All tasks, the plans of the guide with their calls."""
+    commands = dict(DECISIONS)
+    read: list[dict[str, Any]] = yaml.safe_load(TASKS.read_text(encoding="utf-8"))
+    return [planned(t["plan"], commands[t["plan"]]) if "plan" in t else t for t in read]
+
+
+def planned(question: str, command: str) -> dict[str, Any]:
+    """A decision of the guide as calls: plan, then judge and weigh what comes first."""
+    _, _, model, *words = shlex.split(command)
+    asked: dict[str, Any] = {"model": model, "gpus": 1, "top": 5}
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        asked[_ARGUMENTS[option]] = int(value) if value.isdigit() else value.split(",") if option == "--allow" else value
+    chosen = {"model": model, "gpus": "$plan.gpus", "settings": "$plan.plans.0.settings"}
+    return {
+        "question": question,
+        "command": command,
+        "calls": [
+            {"as": "plan", "tool": "plan_layout", "arguments": asked},
+            {"as": "legal", "tool": "check_layout", "arguments": chosen},
+            {"as": "held", "tool": "estimate_memory", "arguments": {**chosen, "hardware": asked["hardware"]}},
+        ],
+        "right": [
+            ["legal.legal", "equals", True],
+            ["held.verdict", "lacks", "does not fit"],
+            ["plan.plans.0.tokens_per_s_per_gpu.low", "above", 0],
+            ["plan.plans.0.mfu", "above", 0.05],
+            ["plan.plans.0.mfu", "below", 0.7],
+        ],
+    }  # fmt: skip
+
+
+async def decide(task: Mapping[str, Any], call: Call) -> tuple[dict[str, Any], list[str]]:
+    """The answers to a task's calls by their names, and what is wrong with them."""
+    answers: dict[str, Any] = {}
+    if len(task["calls"]) > MOST_CALLS:
+        return answers, [f"{len(task['calls'])} calls; at most {MOST_CALLS}"]
+    for each in task["calls"]:
+        try:
+            arguments = _filled(each["arguments"], answers)
+        except (KeyError, IndexError, TypeError) as e:
+            return answers, [f"{each['as']}: nothing to ask with: {e} is not in an earlier answer {json.dumps(answers)[:300]}"]
+        answers[each["as"]] = await call(each["tool"], arguments)
+    wrong = []
+    for path, op, wanted in task["right"]:
+        try:
+            found = _part(answers, path)
+        except (KeyError, IndexError, TypeError):
+            wrong.append(f"{path} is not in the answer")
+            continue
+        if not _OPS[op](found, wanted):
+            wrong.append(f"{path} is {json.dumps(found)[:160]}; expected {op} {wanted}")
+    return answers, wrong
+
+
+def _filled(value: Any, answers: Mapping[str, Any]) -> Any:
+    """Arguments with parts of earlier answers in place of their names; changes of a layout become words."""
+    if isinstance(value, dict):
+        return {k: _filled(v, answers) for k, v in value.items()}
+    if isinstance(value, list):
+        return [word for v in value for word in _words(_filled(v, answers))]
+    return _part(answers, value[1:]) if isinstance(value, str) and value.startswith("$") else value
+
+
+def _words(value: Any) -> Iterator[Any]:
+    yield from (f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else [value]
+
+
+def _part(data: Any, path: str) -> Any:
+    """The part of an answer that a dotted path leads to; a key may hold a dot."""
+    head, _, rest = path.partition(".")
+    if isinstance(data, list):
+        return _part(data[int(head)], rest) if rest else data[int(head)]
+    while head not in data and rest:
+        more, _, rest = rest.partition(".")
+        head = f"{head}.{more}"
+    return _part(data[head], rest) if rest else data[head]
+
+
+async def over_stdio(use: Callable[[Call], Awaitable[int]]) -> int:
+    """Use a server of its own process; an error is an answer with the message as `error`."""
+    paths = os.pathsep.join(str(ROOT / p) for p in (".", "bench", "trainer"))
+    command = StdioServerParameters(command=sys.executable, args=["-m", "playbook", "mcp"], env={**os.environ, "PYTHONPATH": paths})
+    async with Client(stdio_client(command)) as client:
+
+        async def call(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            result = await client.call_tool(tool, arguments)
+            text = str(getattr(result.content[0], "text", ""))
+            return {"error": text} if result.is_error else dict(result.structured_content or {})
+
+        return await use(call)
+
+
+async def _all(call: Call) -> int:
+    failed = 0
+    for task in tasks():
+        began = time.monotonic()
+        answers, wrong = await decide(task, call)
+        failed += bool(wrong)
+        print(f"{'wrong' if wrong else 'right'}  {len(answers)} calls  {time.monotonic() - began:4.1f} s  {task['question']}")
+        for line in wrong:
+            print(f"       {line}")
+    print(f"{len(tasks()) - failed} of {len(tasks())} right")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, anyio.run(over_stdio, _all)))
