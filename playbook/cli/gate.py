@@ -18,8 +18,8 @@ from playbook.files import replace
 from playbook.records.case import load_case
 from playbook_bench.judge.slowdown import ALLOWABLE
 from playbook_bench.run import bisect as bisection
+from playbook_bench.run import checkout, report
 from playbook_bench.run import gate as harness
-from playbook_bench.run import report
 from playbook_bench.run.options import Options
 from playbook_bench.run.store import DEFAULT_RESULTS
 
@@ -55,11 +55,16 @@ def gate(
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Add the answer to this file as Markdown, such as $GITHUB_STEP_SUMMARY.")
     ] = None,
+    history: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the answer as a row to this Parquet file, which begins with the first.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the working tree with a commit on one case: pass, regression, undecided or error. What cannot be judged does not pass."""
     if (case is None) == (named is None):
         raise PlaybookError("name one case: playbook gate --baseline REF CASE")
+    if history is not None:
+        report.history(history)  # what is no history is refused before anything runs
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget))
@@ -74,6 +79,9 @@ def gate(
     if markdown is not None:
         with markdown.open("a", encoding="utf-8") as f:
             f.write(report.markdown(result))
+    if history is not None:
+        root = harness.repository_of(load_case(case or named or ""), None)
+        report.add_to_history(history, result, checkout.commit_of(root, "HEAD"))
     if as_json:
         print_json(harness.as_json(result))
     raise typer.Exit(result.exit_code)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from playbook import files
+from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
@@ -24,6 +29,9 @@ from playbook_bench.run.aa import Noise
 from playbook_bench.run.confirm import Outcome
 from playbook_bench.run.gate import GateResult
 from playbook_bench.run.schedule import RunSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _COLOURS = {
     "confirmed": "green",
@@ -257,6 +265,59 @@ def markdown(result: GateResult) -> str:
         rows += [(found.metric, f"{_value(found.baseline)} -> {_value(found.candidate)} {found.unit}")]
     lines = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
     return "\n".join([f"### playbook gate: {result.case} against `{result.reference}`", "", "| | |", "|---|---|", *lines, ""])
+
+
+_HISTORY = ("created", "case", "profile", "baseline", "commit", "strict_sha", "status", "exit_code", "metric", "baseline_value",
+            "candidate_value", "effect", "low", "high", "scale", "limit", "pairs", "launches", "sentence")  # fmt: skip
+"""Columns of the gate's history; effects are positive where the tree is better."""
+
+
+def history(path: Path) -> pd.DataFrame:
+    """The gates so far, a row for each; none where there is no file.
+
+    Raises:
+        ConfigError: the file is something else, or its folder is not there.
+    """
+    import pandas as pd  # a third of a second, which no other answer needs
+
+    if not path.exists() and path.parent.is_dir():
+        return pd.DataFrame(columns=list(_HISTORY))
+    try:
+        found = pd.read_parquet(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--history {path} cannot be read as Parquet: {str(e).splitlines()[0]}; name another file") from e
+    if missing := [name for name in _HISTORY if name not in found.columns]:
+        raise ConfigError(f"--history {path} is no history of the gate: it has no column {missing[0]}; name another file")
+    return found
+
+
+def add_to_history(path: Path, result: GateResult, commit: str) -> None:
+    """Append the gate's answer about the tree at `commit` to its history.
+
+    Raises:
+        ConfigError: as `history`, or the file cannot be written.
+    """
+    import pandas as pd
+
+    found, run = result.comparison, result.runs[0] if result.runs else None
+    row = {
+        **{name: getattr(result, name) for name in ("case", "profile", "status", "exit_code", "limit", "sentence")},
+        **{name: getattr(found, name, None) for name in ("metric", "effect", "low", "high", "scale", "pairs")},
+        "created": datetime.now(UTC),
+        "baseline": result.reference,
+        "commit": commit,
+        "strict_sha": run.strict_sha if run else None,
+        "baseline_value": found.baseline if found else None,
+        "candidate_value": found.candidate if found else None,
+        "launches": len(result.runs),
+    }
+    before, content = history(path), io.BytesIO()
+    new = pd.DataFrame([row], columns=list(_HISTORY))
+    (new if before.empty else pd.concat([before, new], ignore_index=True)).to_parquet(content, index=False)
+    try:
+        files.replace(path, content.getvalue())
+    except OSError as e:
+        raise ConfigError(f"--history {path} cannot be written: {e.strerror or e}; name another file") from e
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pandas as pd
 import pytest
 
 from playbook.cli.app import main
-from playbook_bench.run import bisect, gate
+from playbook_bench.run import bisect, gate, report
 from playbook_bench.run.options import Options
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
@@ -153,6 +154,50 @@ def test_the_command_line_writes_junit_and_markdown(repo, capsys):
     suite = ET.parse("gate.xml").getroot()
     assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
     assert "| answer | **error** |" in Path("gate.md").read_text()
+
+
+def test_the_history_has_a_row_for_each_gate(repo, capsys):
+    words = ["gate", "--baseline", "HEAD~1", "--case", "bench/step-time.yaml", "--history", "gates.parquet"]
+    faults = ["ends early", "nan loss"]
+    commits = []
+    for fault in faults:
+        commits.append(repo(fault=fault))
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 5
+    rows = pd.read_parquet("gates.parquet")
+    assert rows["commit"].tolist() == commits
+    assert rows["status"].tolist() == ["error", "error"]
+    assert rows["created"].is_monotonic_increasing
+    assert set(rows["case"]) == {"step-time"}
+    assert rows["effect"].isna().all()
+
+
+@pytest.mark.full
+def test_the_history_holds_the_effect(repo):
+    repo(slower=0.2)
+    found = run()
+    report.add_to_history(Path("gates.parquet"), found, "abc")
+    report.add_to_history(Path("gates.parquet"), found, "def")
+    rows = pd.read_parquet("gates.parquet")
+    assert rows["commit"].tolist() == ["abc", "def"]
+    assert rows["status"].tolist() == ["regression", "regression"]
+    assert (rows["low"] <= rows["effect"]).all()
+    assert (rows["effect"] < -0.1).all()
+    assert (rows["candidate_value"] > 1.1 * rows["baseline_value"]).all()
+
+
+@pytest.mark.parametrize("content", [b"hello", None])
+def test_a_history_that_is_something_else_is_refused_before_anything_runs(repo, capsys, content):
+    path = Path("gates.parquet")
+    path.write_bytes(content) if content else pd.DataFrame({"a": [1]}).to_parquet(path)
+    held = path.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        main(["gate", "--baseline", "HEAD", "--case", "bench/step-time.yaml", "--history", str(path)])
+    assert ended.value.code == 2
+    assert "--history gates.parquet" in capsys.readouterr().err
+    assert path.read_bytes() == held
+    assert not Path(".playbook").exists()
 
 
 def test_outside_of_a_repository_it_says_so(tmp_path, monkeypatch, repo, capsys):
