@@ -1,4 +1,7 @@
-"""Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`."""
+"""Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`.
+
+It also writes `docs/plans.jsonl`, the answers of the plan tables, which takes some minutes; `--page` leaves that out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
 
 from playbook.cli import exit_codes  # noqa: E402
 from playbook.cli.app import app  # noqa: E402
+from playbook.site.planned.answers import ask, line, questions  # noqa: E402
 
+TABLES = ROOT / "docs" / "plans.jsonl"
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
 DIAGNOSIS = ROOT / "docs" / "guide" / "diagnose.md"
@@ -67,3 +72,5 @@ if __name__ == "__main__":
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
+    if "--page" not in sys.argv:
+        TABLES.write_text("".join(f"{line(ask(asked))}\n" for asked in questions()), encoding="utf-8")

@@ -39,8 +39,8 @@ from playbook_trainer.export.change import change
 
 GIB = 1 << 30
 _SHOWN = (
+    "playbook diagnose --model qwen3_30b_a3b --gpus 64 --gpu h100 --mfu 25",
     'playbook search "all-to-all takes a third of the step"',
-    "playbook plan qwen3_30b_a3b --gpus 64 --hardware h100 --top 3",
 )
 """What the home page shows, with its output."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")

@@ -21,11 +21,14 @@ from playbook.records.read import EVIDENCE, Present, Record, read
 from playbook.site.calculator import calculator_page
 from playbook.site.cards import card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
-from playbook.site.home import commands_shown, coverage
+from playbook.site.home import commands_shown, coverage, example_of_verdicts
 from playbook.site.lists import by_phase, index_page, matrix_page, phases, summary
 from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
+from playbook.site.planned.published import published_page
+from playbook.site.planned.tables import tables_page
+from playbook.site.planned.worked import worked
 from playbook.site.recipes import recipes_page
 from playbook.site.reference import Command, commands_page, configuration_page, metrics_page
 from playbook.site.shelf import Flags, Shelf, no_flags, verdict_forest
@@ -91,11 +94,14 @@ def generate(
         "_generated/calculator.md": calculator_page(),
         "_generated/families.md": families_page(shelf),
         "_generated/models.md": models_page(data_root("configs")),
+        "_generated/published.md": published_page(data_root("tables") / "published_runs.csv"),
         "evidence/index.md": list_page(shelf),
         **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
     }
+    if (out / "plans.jsonl").is_file():
+        pages["_generated/plans.md"] = tables_page(out / "plans.jsonl")
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
@@ -110,6 +116,8 @@ def generate(
         "coverage": coverage(shelf),
         "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),
+        "example of verdicts": example_of_verdicts(shelf),
+        **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
     return Site(titles, by, summary(shelf.records), inserts, plain, written)

@@ -11,7 +11,7 @@ from playbook.site.text import NBSP, attribute, badge, percent
 _LINEAR = 0.1
 """Effects are drawn in proportion up to about this share, and by their logarithm beyond it."""
 _TICKS = (-0.9, -0.5, -0.2, -0.05, 0.0, 0.05, 0.2, 0.5, 1.0, 3.0, 10.0, 30.0)
-_ROOM = 0.19
+_ROOM = 0.15
 """Least distance of two labels, as a share of the axis."""
 
 

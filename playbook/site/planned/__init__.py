@@ -1,0 +1,1 @@
+"""Pages about speed before a run: published runs, answers of the planner, and worked examples."""

@@ -1,0 +1,65 @@
+"""Pages about speed before a run: published runs, plan tables and worked examples."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from playbook.paths import repo_root
+from playbook.site.planned.answers import ask, questions, read
+from playbook.site.planned.published import published_page
+from playbook.site.planned.tables import tables_page
+from playbook.site.planned.worked import worked
+
+PLANS = repo_root() / "docs" / "plans.jsonl"
+HEAD = (
+    "id,source_group,release_or_date,model,params_total_B,params_active_B,task,hardware,gpus,precision,seq_len,tp,cp,pp,vpp,ep,etp,dp,dispatcher,"
+    "tokens_per_s_per_gpu,mfu_pct,status\n"
+)
+
+
+def run(number: int, mfu: float, total: str = "30", active: str = "3", hardware: str = "H100") -> str:
+    return f"r{number},page,26.01,M<b>,{total},{active},pretrain,{hardware},64,bf16,4096,2,1,1,,8,1,,alltoall,1000,{mfu},ok\n"
+
+
+def test_the_ladder_says_how_many_runs_reach_what_is_asked(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    sparse = [run(i, mfu) for i, mfu in enumerate((10, 20, 25, 30, 40))]
+    few = [run(i, 50, hardware="B200") for i in range(10, 13)]
+    failed = run(20, 90).replace(",ok", ",OOM")
+    table.write_text(HEAD + "".join([*sparse, *few, failed]))
+    shown = unescape(published_page(table))
+    assert "<b>H100 bf16</b>, mixture of experts" in shown
+    assert "10, 25, 40 %" in shown
+    assert "3 of 5" in shown
+    assert "B200 bf16</b>" not in shown, "three runs are no step"
+    assert shown.count("data-text=") == 8
+    assert "tp 2 ep 8" in shown
+    assert "M<b>" not in published_page(table)
+
+
+def test_plan_tables_hold_an_answer_to_every_question_and_say_where_nothing_fits() -> None:
+    found = read(PLANS)
+    assert [a.asked for a in found] == list(questions())
+    shown = tables_page(PLANS)
+    assert shown.count("calculator.md?model=") == sum(bool(a.settings) for a in found if a.asked.seq_len == 4096)
+    assert shown.count("nothing fits") >= sum(not a.settings for a in found if a.asked.seq_len == 4096) > 0
+    assert all(max(a.stages_gib) <= a.capacity_gib and a.low < a.speed < a.high for a in found if a.settings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["llama3_8b", "llama3_70b", "qwen3_30b_a3b"])
+def test_plan_tables_are_what_the_planner_says_today(model: str) -> None:
+    kept = next(a for a in read(PLANS) if (a.asked.model, a.asked.hardware, a.asked.gpus) == (model, "h100", 64))
+    assert ask(kept.asked) == kept, "the planner has changed: run `python tools/plan_page.py`"
+
+
+def test_worked_examples_show_what_each_kind_of_parallelism_buys() -> None:
+    for name, shown in worked().items():
+        if name.startswith("worked"):
+            gib = [int(v) for v in re.findall(r'(\d+)(?:\*\*, does not fit)? \{ data-label="GiB"', shown)]
+            assert len(gib) >= 2
+            assert gib[0] == max(gib), f"{name}: more of it takes no more memory"
