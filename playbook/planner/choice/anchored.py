@@ -9,7 +9,7 @@ from pathlib import Path
 from playbook.errors import ConfigError
 from playbook.planner.choice.explain import Answer
 from playbook.planner.choice.search import Choice
-from playbook.planner.runs.anchor import Anchors
+from playbook.planner.runs.anchor import Anchor, Anchors
 from playbook.planner.runs.predict import predict
 from playbook.planner.runs.table import Run, read_runs
 from playbook.planner.time import spread
@@ -27,15 +27,19 @@ def anchored(found: Answer, path: Path) -> Answer:
     errors = []
     for run, measured in read_runs(path):
         prediction = predict(run)
-        error = None if isinstance(prediction, str) else prediction.error(measured)
+        if isinstance(prediction, str):
+            continue
+        error = prediction.error(measured)
         if error is not None:
-            errors.append((run, error))
+            errors.append(Anchor(run, error, prediction.spread, prediction.parts))
     if not errors:
         raise ConfigError(f"{path}: no run with a speed that can be compared; expected tokens_per_s_per_gpu, tflops_per_gpu or step_time_s")
     q = found.question
     precision = "fp8" if found.choices and found.choices[0].plan.options.fp8 else "bf16"
     own = Run("plan", 0, {"model": q.model, "hardware": q.cluster.name, "gpus": str(q.gpus), "precision": precision}, path.parent)
-    scale = Anchors(errors).scale(own)
+    first = found.choices[0].time if found.choices else None
+    asked = Anchor(own, 0.0, first.spread, spread.weights(first.parts)) if first else replace(errors[0], run=own)
+    scale = Anchors(errors).scale(asked)
     word = f"scaled by {exp(scale.log):.2f}, from {len(errors)} runs of {path.name}"
     return replace(found, choices=[_scaled(c, exp(scale.log), scale.left, word) for c in found.choices])
 

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median, pstdev
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
 
 from playbook.planner.runs.table import Run
 
+_Vector = npt.NDArray[np.float64]
+
 _CONFIGURATION = ("model", "hardware", "gpus", "precision", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "ep", "layers", "hidden", "heads")
 _CHOICES = ("vpp", "etp", "dispatcher", "recompute", "cuda_graph", "offload")
-_TIERS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("hardware",),
-    ("source_group",),
-    ("source_group", "hardware", "precision"),
-    ("source_group", "model", "hardware"),
-    ("source_group", "model", "hardware", "precision"),
-    ("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"),
+_KINDS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("hardware",), 0.05),
+    (("source_group",), 0.05),
+    (("source_group", "hardware", "precision"), 0.1),
+    (("source_group", "model", "hardware"), 0.1),
+    (("source_group", "model", "hardware", "precision"), 0.1),
+    (("source_group", "model", "hardware", "precision", "tp", "pp", "ep", "fsdp"), 0.2),
 )
-"""Kinds of runs, from any to the same layout of the same model on the same hardware in the same precision by the same people."""
-_KINDS_SPREAD = 0.2
-"""Standard deviation of the logarithm by which one kind of runs differs from the wider one."""
-_RUNS_SPREAD = 0.15
-"""The least by which runs of one kind differ; a single run is taken to differ so much from its kind."""
-_KNOWN = (1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.45)
-"""What is left of a prediction's spread once runs of a kind have scaled it, tier by tier; from the published runs, each left out in turn."""
+"""Kinds of runs, and what being of one adds to the correlation of two predictions' errors."""
+_PARTS = 0.4
+"""The most that steps of the same parts add for runs of the same people, whose hosts, networks and versions are the same."""
+_OWN_GROUP = ("source_group",)
+_RUN = 0.09
+"""Standard deviation of the logarithm by which one run differs from all others of its kind."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A run with the logarithm of measured over predicted speed, the spread of that prediction, and what the step's parts take, as `spread.weights` has them."""
+
+    run: Run
+    error: float
+    spread: float
+    parts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -41,33 +55,67 @@ class Scale:
 NO_SCALE = Scale(0.0, 1.0)
 
 
-@dataclass(frozen=True)
 class Anchors:
-    """Runs with the logarithm of measured over predicted speed."""
+    """Runs that scale others: predictions err together as far as their runs are of one kind and their steps spend time on the same parts.
 
-    runs: Sequence[tuple[Run, float]]
+    The scale is the mean of the error to expect, given these runs' errors, where all are normal (a Gaussian process).
+    """
 
-    def scale(self, run: Run, *, leave_out: bool = False) -> Scale:
-        """The scale for a run: in each kind, the median of its runs together with that of the wider kind.
+    def __init__(self, anchors: Sequence[Anchor]) -> None:
+        self._anchors = list(anchors)
+        self._codes = [_Codes([_key(a.run, columns) for a in self._anchors]) for columns, _ in _KINDS]
+        self._groups = _Codes([_key(a.run, _OWN_GROUP) for a in self._anchors])
+        self._shared = np.array([_shared(a) for a in self._anchors])
+        self._parts = _unit(np.array([a.parts for a in self._anchors]))
+        rows = [self._covariance(a) for a in self._anchors]
+        own = np.array([a.spread**2 for a in self._anchors]) - self._shared**2
+        self._inverse = np.linalg.inv(np.array(rows) + np.diag(own))
+        self._errors = np.array([a.error for a in self._anchors])
+        self._configurations: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for i, anchor in enumerate(self._anchors):
+            self._configurations[configuration(anchor.run)].append(i)
 
-        With `leave_out`, runs of the same configuration do not count.
-        """
-        counted = [(r, e) for r, e in self.runs if not (leave_out and _alike(r, run))]
-        found, left = 0.0, 1.0
-        for tier, columns in enumerate(_TIERS):
-            same = _same(run, columns)
-            errors = [e for r, e in counted if same(r)]
-            if not errors:
-                continue
-            found += _trust(errors) * (median(errors) - found)
-            left = _KNOWN[tier]
-        return Scale(found, left)
+    def scale(self, asked: Anchor, *, leave_out: bool = False) -> Scale:
+        """The scale for a run, whose own error is not looked at. With `leave_out`, runs of the same configuration do not count."""
+        near = self._covariance(asked)
+        same = self._configurations.get(configuration(asked.run), []) if leave_out else []
+        out = [i for i in same if _alike(self._anchors[i].run, asked.run)]
+        near[out] = 0.0
+        weights = self._inverse @ near
+        if out:  # the inverse without these rows, from the whole one
+            block = self._inverse[np.ix_(out, out)]
+            weights = weights - self._inverse[:, out] @ np.linalg.solve(block, weights[out])
+            weights[out] = 0.0
+        return Scale(float(weights @ self._errors), sqrt(max(0.0, 1 - float(near @ weights) / asked.spread**2)))
+
+    def _covariance(self, asked: Anchor) -> _Vector:
+        """Of the asked prediction's error with that of each anchor's."""
+        found = sum(
+            (weight * codes.same(_key(asked.run, columns)) for (columns, weight), codes in zip(_KINDS, self._codes, strict=True)),
+            np.zeros(len(self._anchors)),
+        )
+        found = found + _PARTS * self._groups.same(_key(asked.run, _OWN_GROUP)) * (self._parts @ _unit(np.array([asked.parts]))[0])
+        return np.asarray(_shared(asked) * self._shared * found)
 
 
-def _trust(errors: Sequence[float]) -> float:
-    """How far to go from what is known of the wider kind to the median of these: less, the fewer they are and the more they differ."""
-    own = max(_RUNS_SPREAD, pstdev(errors))
-    return len(errors) * _KINDS_SPREAD**2 / (len(errors) * _KINDS_SPREAD**2 + own**2)
+class _Codes:
+    """Keys as numbers, so that many are compared at once."""
+
+    def __init__(self, keys: Sequence[tuple[str, ...]]) -> None:
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._all = np.array([self._numbers.setdefault(key, len(self._numbers)) for key in keys])
+
+    def same(self, key: tuple[str, ...]) -> _Vector:
+        return np.asarray(self._all == self._numbers.get(key, -1), dtype=np.float64)
+
+
+def _shared(anchor: Anchor) -> float:
+    """The part of the spread that runs of one kind share, once what a run has to itself is taken out."""
+    return sqrt(max(anchor.spread**2 - _RUN**2, 0.0))
+
+
+def _unit(rows: _Vector) -> _Vector:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
 
 
 def configuration(run: Run) -> tuple[str, ...]:
@@ -95,9 +143,8 @@ def _alike(a: Run, b: Run) -> bool:
     return configuration(a) == configuration(b) and all(x == y or not x or not y for x, y in said)
 
 
-def _same(run: Run, columns: tuple[str, ...]) -> Callable[[Run], bool]:
-    wanted = [_plain(run, c) for c in columns]
-    return lambda other: [_plain(other, c) for c in columns] == wanted
+def _key(run: Run, columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_plain(run, c) for c in columns)
 
 
 def _plain(run: Run, column: str) -> str:

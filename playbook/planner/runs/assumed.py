@@ -46,11 +46,12 @@ _RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full"
 
 @dataclass(frozen=True)
 class Assumed:
-    """A run as plans that are equally likely, the cluster, and what was taken for granted."""
+    """A run as plans that are equally likely, the cluster, and what was taken for granted; `guesses` counts what no other plan tries otherwise."""
 
     plans: tuple[Plan, ...]
     cluster: Cluster
     words: tuple[str, ...]
+    guesses: int
 
 
 class Unexpressed(Exception):
@@ -65,6 +66,7 @@ def assumed(run: Run) -> Assumed:
         Unexpressed: something that a plan has no word for.
     """
     words: list[str] = []
+    tried: list[str] = []
     machine = _cluster(run)
     shape = _shape(run)
     task = run.word("task")
@@ -101,16 +103,17 @@ def assumed(run: Run) -> Assumed:
             sp=False if unfused else None,
         ),
     )
-    if shape.experts and not run.word("routing") and base.imbalance > 1:
-        words.append("routing unknown: natural, the fullest rank has 1.2 times the mean")
     if shape.experts and run.count("ep") is None:
         base = _spread(base, machine, words)
-    plans = _open_batch(run, base, machine, words)
-    plans = [p for plan in plans for p in _open_options(run, plan, machine, words)]
+    plans = _open_batch(run, base, machine, words, tried)
+    plans = [p for plan in plans for p in _open_options(run, plan, machine, words, tried)]
+    if shape.experts and not run.word("routing") and base.imbalance > 1:
+        tried.append("routing unknown: even, or natural with 1.2 times the mean on the fullest rank")
+        plans = [replace(plan, imbalance=most) for plan in plans for most in (base.imbalance, 1.0)]
     plans = [_recomputed(run, plan, machine) for plan in plans]
     if not run.word("recompute") and any(p.options.recompute for p in plans):
         words.append("recompute unknown: the least that fits")
-    return Assumed(tuple(dict.fromkeys(plans)), machine, tuple(words))
+    return Assumed(tuple(dict.fromkeys(plans)), machine, (*words, *tried), len(words))
 
 
 def _imbalance(run: Run) -> float:
@@ -234,7 +237,7 @@ def _sharding(run: Run, gpus: int) -> str:
     return found or ("fsdp2" if run.word("backend") == "torch" else "optimizer")
 
 
-def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
+def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Batches and chunks that a run may have had."""
     mbs = run.count("mbs") or 0
     if not mbs:
@@ -265,29 +268,29 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> lis
         most = max(v for v in range(1, max(2, plan.shape.layers // plan.pp) + 1) if plan.shape.layers % (plan.pp * v) == 0 or v == 1)
         chunks = sorted({1, most})
         if most > 1:
-            words.append(f"vpp unknown: 1 or {most}")
+            tried.append(f"vpp unknown: 1 or {most}")
     return [replace(plan, mbs=mbs, gbs=gbs, vpp=v) for v in chunks]
 
 
-def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str]) -> list[Plan]:
+def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
     options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
     dispatchers = [run.word("dispatcher")]
     if not dispatchers[0] and plan.ep > 1:
         dispatchers = ["alltoall", "hybridep"] if plan.ep * plan.etp <= machine.domain else ["deepep"]
-        _once(words, f"dispatcher unknown: {' or '.join(dispatchers)}")
+        _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
     if dispatchers == ["custom"]:
         dispatchers = ["deepep"]
     graphs = [_graphs(run)]
     said = run.word("cuda_graph")
     if not said and machine.name in _BLACKWELL and plan.shape.experts:
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
-        _once(words, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
+        _once(tried, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]
     near = plan.ep * plan.etp <= machine.domain
     if plan.ep > 1 and not near and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
         overlaps = [False, True]
-        _once(words, "overlap of expert communication unknown: with and without")
+        _once(tried, "overlap of expert communication unknown: with and without")
     return [
         replace(plan, options=replace(plan.options, dispatcher=d, graphs=g, ep_overlap=e, **options))
         for d, g, e in product(dispatchers, graphs, overlaps)

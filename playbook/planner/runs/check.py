@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
-from playbook.planner.runs.anchor import NO_SCALE, Anchors, Scale, newest
+from playbook.planner.runs.anchor import NO_SCALE, Anchor, Anchors, Scale, newest
 from playbook.planner.runs.predict import Prediction, predict, quantile, speed
 from playbook.planner.runs.table import Measured, Run, read_runs
 
@@ -74,10 +74,8 @@ def check(path: Path, *, anchor: Path | None = None, leave_one_out: bool = False
     """
     rows = _rows(path)
     if anchor is not None:
-        rows = _scaled(rows, Anchors([(r.run, r.error) for r in _rows(anchor) if r.counts]), leave_out=leave_one_out)
-    elif leave_one_out:
-        rows = _scaled(rows, Anchors([(r.run, r.error) for r in rows if r.counts]), leave_out=True)
-    return rows
+        return _scaled(rows, _rows(anchor), leave_out=leave_one_out)
+    return _scaled(rows, rows, leave_out=True) if leave_one_out else rows
 
 
 def _rows(path: Path) -> list[Row]:
@@ -94,8 +92,16 @@ def _rows(path: Path) -> list[Row]:
     return found
 
 
-def _scaled(rows: list[Row], anchors: Anchors, *, leave_out: bool) -> list[Row]:
-    return [replace(r, scale=anchors.scale(r.run, leave_out=leave_out)) if r.prediction else r for r in rows]
+def _scaled(rows: list[Row], by: list[Row], *, leave_out: bool) -> list[Row]:
+    counted = [_anchor(r, r.prediction) for r in by if r.counts and r.prediction]
+    if not counted:
+        return rows
+    anchors = Anchors(counted)
+    return [replace(r, scale=anchors.scale(_anchor(r, r.prediction), leave_out=leave_out)) if r.prediction else r for r in rows]
+
+
+def _anchor(row: Row, found: Prediction) -> Anchor:
+    return Anchor(row.run, found.error(row.measured) or 0.0, found.spread, found.parts)
 
 
 def groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -117,12 +123,14 @@ def total(rows: Sequence[Row]) -> dict[str, Any] | None:
 def _constant(rows: Sequence[Row]) -> Callable[[Row], float]:
     """The error of a constant utilisation: the median of the table's other configurations, or as the anchors make it."""
     counted = [r for r in rows if r.counts]
-    logs = [(r.run, log(r.utilisation)) for r in counted]
-    if any(r.scale.log for r in rows):
-        anchors = Anchors(logs)
-        return lambda row: log(row.utilisation) - anchors.scale(row.run, leave_out=True).log
-    middle = median(e for _, e in logs) if logs else 0.0
-    return lambda row: log(row.utilisation) - middle
+    logs = [log(r.utilisation) for r in counted]
+    middle = median(logs) if logs else 0.0
+    if not any(r.scale.log for r in rows):
+        return lambda row: log(row.utilisation) - middle
+    wide = pstdev(logs)
+    found = [replace(_anchor(r, r.prediction), error=u - middle, spread=wide) for r, u in zip(counted, logs, strict=True) if r.prediction]
+    anchors, own = Anchors(found), {a.run.id: a for a in found}
+    return lambda row: own[row.run.id].error - anchors.scale(own[row.run.id], leave_out=True).log
 
 
 def _summary(name: str, rows: Sequence[Row], constant: Callable[[Row], float]) -> dict[str, Any]:

@@ -14,16 +14,16 @@ from playbook.planner.plan import Plan
 from playbook.planner.runs.assumed import Unexpressed, assumed
 from playbook.planner.runs.table import Measured, Run
 from playbook.planner.time.cluster import Cluster
-from playbook.planner.time.spread import QUANTILE
+from playbook.planner.time.spread import QUANTILE, weights
 from playbook.planner.time.step import Estimate, step_time
 
 _ASSUMED = 0.1
-"""Spread that each assumption adds, beside that of the ways tried."""
+"""Spread that each guess adds; what was tried in several ways spreads by itself."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it."""
+    """Speed and memory of a run. `spread` is the standard deviation of the logarithm of the speed, that of open cells among it; `parts` as `spread.weights`."""
 
     tokens_per_s_per_gpu: float
     flops_per_token: float
@@ -31,6 +31,7 @@ class Prediction:
     plan: Plan
     cluster: Cluster
     words: tuple[str, ...]
+    parts: tuple[float, ...]
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -94,10 +95,11 @@ def predict(run: Run) -> Prediction | str:
     return Prediction(
         exp(fmean(logs)),
         flops.per_token(shape, found.plans[0].seq_len),
-        hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(len(found.words))),
+        hypot(fmean(t.spread for t in times), between, _ASSUMED * sqrt(found.guesses)),
         found.plans[0],
         found.cluster,
         tuple(dict.fromkeys((*found.words, *times[0].assumptions))),
+        weights(times[0].parts),
     )
 
 

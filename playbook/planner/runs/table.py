@@ -34,7 +34,7 @@ _VTRAIN = {
 
 
 _VTRAIN_RUNS = {
-    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "source_group": "vTrain",
+    "hardware": "A100", "precision": "bf16", "recompute": "full", "fsdp": "none", "attention": "unfused", "cuda_graph": "none", "cp": "1", "source_group": "vTrain",
 }  # fmt: skip
 
 

@@ -36,8 +36,9 @@ _RESTS_ON = {
 _PART = {name: hypot(*spreads) for name, spreads in _RESTS_ON.items()}
 _HOST_KNOWN = 0.5
 """What is left of the host's spread where its speed was measured or published."""
-_COMMON = 0.12
-"""What all parts share: clocks, versions of software, what a table of runs does not state."""
+_COMMON = 0.05
+_COMMON_EXPERTS = 0.18
+"""What all parts share: clocks and versions of software, whose ways with experts differ more."""
 _ORDER = 0.02
 """What two runs of one kind differ by at least."""
 _TRANSFERRED = 0.08
@@ -49,7 +50,7 @@ def deviation(parts: Mapping[str, float], plan: Plan, cluster: Cluster) -> float
     total = sum(parts.values())
     sure = {"host": _HOST_KNOWN} if cluster.host_known else {}
     own = hypot(*(_PART[name] * sure.get(name, 1.0) * seconds / total for name, seconds in parts.items()))
-    return hypot(own, _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
+    return hypot(own, _COMMON_EXPERTS if plan.shape.experts else _COMMON, _TRANSFERRED if cluster.transferred else 0.0)
 
 
 def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:
@@ -57,6 +58,12 @@ def between(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     all_of, all_of_other = sum(one.values()), sum(other.values())
     apart = (_PART[n] * (one.get(n, 0.0) / all_of - other.get(n, 0.0) / all_of_other) for n in _PART)
     return hypot(*apart, _ORDER)
+
+
+def weights(parts: Mapping[str, float]) -> tuple[float, ...]:
+    """What each part's constants contribute to the spread, in one order for all plans."""
+    total = sum(parts.values())
+    return tuple(spread * parts.get(name, 0.0) / total for name, spread in _PART.items())
 
 
 def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def test_layouts_of_published_runs_are_chosen_well(published):
 def test_anchored_errors_and_intervals_stay_within_their_bounds():
     found = total(check(PUBLISHED, leave_one_out=True))
     assert found["median_error"] < 0.1
-    assert found["p90_error"] < 0.35
+    assert found["p90_error"] < 0.3
     assert 0.75 <= found["covered"] <= 0.9
     assert found["width"] < 1.5
 
@@ -93,8 +93,22 @@ def test_an_anchor_takes_a_constant_error_away(write):
     first = check(write(HEADER, *(r + "1000" for r in runs)))
     twice = write(HEADER, *(f"{r}{2 * p.prediction.tokens_per_s_per_gpu}" for r, p in zip(runs, first, strict=True)))
     assert total(check(twice))["median_error"] == pytest.approx(0.5)
-    assert total(check(twice, leave_one_out=True))["median_error"] < 0.02
-    assert total(check(twice, anchor=twice))["median_error"] < 0.02
+    assert total(check(twice, leave_one_out=True))["median_error"] < 0.1
+    assert total(check(twice, anchor=twice))["median_error"] < 0.1
+
+
+def test_an_anchor_counts_the_more_the_more_it_is_alike(write):
+    header = HEADER.replace("id,", "id,source_group,")
+    asked = RUN.replace("a,", "a,us,", 1)
+    others = [asked, asked.replace("us,", "they,"), asked.replace("us,", "they,").replace("H100", "A100")]
+    scales = []
+    for other in (row.replace("1024", "512") for row in others):
+        (found,) = check(write(header, other))
+        halved = other.rpartition(",")[0] + f",{found.prediction.tokens_per_s_per_gpu / 2}"
+        (row,) = check(write(header, asked), anchor=write(header, halved, name="anchor.csv"))
+        scales.append(row.scale)
+    assert scales[0].log < scales[1].log < scales[2].log == 0
+    assert scales[0].left < scales[1].left < scales[2].left == 1
 
 
 def test_layouts_are_ranked_within_their_problem(write):
