@@ -19,7 +19,7 @@ from decisions import MOST_CALLS, decide, over_stdio, tasks
 from plan_page import PAGE
 
 TASKS = {t["question"]: t for t in tasks()}
-SLOW = ("64 H100", "The same run", "It recomputes", "900,000")
+SLOW = ("64 H100", "Mixtral", "The same run", "It recomputes", "900,000")
 """Of the decisions that are no plans, those whose search takes seconds."""
 QUICK = [q for q, t in TASKS.items() if "command" not in t and not any(word in q for word in SLOW)]
 
