@@ -7,7 +7,7 @@ Sources: Megatron-LM, `docs/source/api-guide/dist_optimizer.md` (bytes per param
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -143,11 +143,17 @@ def estimate(plan: Plan) -> list[StageBytes]:
 
 def stages(plan: Plan) -> list[StageBytes]:
     """The same of a plan whose rules were checked before."""
+    return list(each_stage(plan))
+
+
+def each_stage(plan: Plan) -> Iterator[StageBytes]:
+    """The same one by one: who asks whether a plan fits need not know the stages after one that does not."""
     placed = _placed(plan.shape, plan.pp, plan.vpp)
     kept = {index: layer(plan, index) for index in {i for chunks in placed for chunk in chunks for i, _ in chunk}}
     o = plan.options
     held = _weights(plan.shape, plan.tp, plan.pp, plan.vpp, plan.ep, plan.etp, o.backend, o.lora, o.frozen)
-    return [_stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks]) for stage, chunks in enumerate(placed)]
+    for stage, chunks in enumerate(placed):
+        yield _stage(plan, stage, held[stage], [[(n, kept[i]) for i, n in chunk] for chunk in chunks])
 
 
 def least(plan: Plan) -> float:

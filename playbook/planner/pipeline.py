@@ -6,6 +6,7 @@ Source: Megatron-LM, `megatron/core/pipeline_parallel/schedules.py` (`get_pp_ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from playbook.errors import ConfigError
 
@@ -51,12 +52,11 @@ def in_flight(*, pp: int, stage: int, microbatches: int, vpp: int = 1, overlap: 
         return [min(microbatches, pp - stage + (1 if overlap and pp > 1 else 0))]
     alive = min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + (1 if overlap else 0))
     # The peak comes after `alive` forwards or within one turn of the chunks, so later microbatches need no place in the order.
-    order = _order(min(microbatches, alive + 2 * pp), vpp, pp)
-    peak = [order[:alive].count(chunk) for chunk in range(vpp)]
-    return _heaviest(peak, order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else peak
+    order, held = _order(min(microbatches, alive + 2 * pp), vpp, pp, alive)
+    return _heaviest(list(held), order, alive, pp * vpp, sizes) if len(set(sizes)) > 1 else list(held)
 
 
-def _heaviest(held: list[int], order: list[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
+def _heaviest(held: list[int], order: Sequence[int], alive: int, turn: int, sizes: Sequence[float]) -> list[int]:
     """What is held at the peak once each backward, through the chunks from last to first, makes room for one forward."""
     peak, most = held, sum(n * size for n, size in zip(held, sizes, strict=True))
     now, weight = list(held), most
@@ -69,10 +69,12 @@ def _heaviest(held: list[int], order: list[int], alive: int, turn: int, sizes: S
     return peak
 
 
-def _order(microbatches: int, vpp: int, group: int) -> list[int]:
-    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next."""
+@lru_cache(maxsize=4096)
+def _order(microbatches: int, vpp: int, group: int, alive: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The chunk of each forward of a stage, in order: a group of microbatches passes one chunk, then the next; and how many of each are among the first `alive`."""
     rounds = [min(group, microbatches - start) for start in range(0, microbatches, group)]
-    return [chunk for size in rounds for chunk in range(vpp) for _ in range(size)]
+    order = tuple(chunk for size in rounds for chunk in range(vpp) for _ in range(size))
+    return order, tuple(order[:alive].count(chunk) for chunk in range(vpp))
 
 
 def bubble(*, pp: int, microbatches: int, vpp: int = 1) -> float:

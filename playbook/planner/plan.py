@@ -79,11 +79,11 @@ class Plan:
 
     def broken(self) -> list[str]:
         """The rules that the plan breaks, each as found, expected and what to do."""
-        shape = self.shape
+        shape, o = self.shape, self.options
         return layout.check(
             gpus=self.gpus, heads=shape.heads, kv_heads=shape.kv_heads, layers=shape.layers, experts=shape.experts, seq_len=self.seq_len,
             micro_batch_size=self.mbs, global_batch_size=self.global_batch, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp,
-            vpp=self.vpp, shape=shape, options=replace(self.options, sp=self.sequence_parallel),
+            vpp=self.vpp, shape=shape, options=o if o.sp is self.sequence_parallel else replace(o, sp=self.sequence_parallel),
         )  # fmt: skip
 
     def require(self) -> Plan:

@@ -129,9 +129,9 @@ class Rule:
     advice: str
     """The second half: what to do, as a template."""
 
-    def stated_in(self, stated: Container[str] | None) -> bool:
-        """Whether `stated` has all settings that the rule speaks of; None stands for all settings there are."""
-        return stated is None or all(key in stated for key in self.keys.split())
+    def stated_in(self, stated: Container[str]) -> bool:
+        """Whether `stated` has all settings that the rule speaks of."""
+        return all(key in stated for key in self.keys.split())
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def broken(case: Case, rules: Iterable[Rule], *, words: Words = OWN, stated: Con
 
     `stated` are the settings that are known; a rule that speaks of another one is left out.
     """
-    return [words.say(rule, case) for rule in rules if rule.stated_in(stated) and rule.holds(case)]
+    known = rules if stated is None else (rule for rule in rules if rule.stated_in(stated))
+    return [words.say(rule, case) for rule in known if rule.holds(case)]
 
 
 _LOW = ("gpus", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")

@@ -135,10 +135,20 @@ def _timed(timer: _Timer, plans: list[Plan]) -> list[tuple[StepTime, Plan]]:
 
 def _first_fit(question: Question, timed: list[tuple[StepTime, Plan]]) -> Choice | None:
     for time, plan in timed:
-        stages = memory.stages(plan)
-        if max(stage.peak for stage in stages) <= question.capacity:
-            return Choice(plan, time, tuple(stages))
+        stages = _fitting_stages(plan, question.capacity)
+        if stages:
+            return Choice(plan, time, stages)
     return None
+
+
+def _fitting_stages(plan: Plan, capacity: float) -> tuple[StageBytes, ...]:
+    """The stages of a plan that fits; none of one that does not."""
+    found = []
+    for stage in memory.each_stage(plan):
+        if stage.peak > capacity:
+            return ()
+        found.append(stage)
+    return tuple(found)
 
 
 def _choice(timer: _Timer, plan: Plan) -> Choice:
@@ -186,12 +196,7 @@ def _lightest(question: Question, layout: Plan) -> Plan | None:
 
     8-bit weights and a second micro-batch for overlap only add to it.
     """
-    *rest, most = _rungs(question, layout)
-    stages = memory.stages(most)
-    if max(stage.states for stage in stages) > question.capacity:
-        return None
-    lighter = next((plan for plan in rest if _memory_of(plan) <= question.capacity), None)
-    return lighter or (most if max(stage.peak for stage in stages) <= question.capacity else None)
+    return next((plan for plan in _rungs(question, layout) if _fitting_stages(plan, question.capacity)), None)
 
 
 def _lean(question: Question, layout: Plan) -> Plan:
