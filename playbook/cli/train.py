@@ -18,6 +18,7 @@ from playbook.yaml_files import did_you_mean
 
 if TYPE_CHECKING:
     from playbook.planner.memory import StageBytes
+    from playbook.planner.time.step import StepTime
     from playbook_trainer.config.tree import TrainerConfig
     from playbook_trainer.megatron.probe import Built
 
@@ -99,6 +100,10 @@ def train(
         bool, typer.Option("--build", help="With --dry-run, on a GPU: also build the model of one rank of the megatron backend.")
     ] = False,
     gpus: Annotated[int, typer.Option("--gpus", envvar="WORLD_SIZE", min=1, help="GPUs of the dry run.")] = 1,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="With --dry-run: kind of GPU, such as h200; says whether it fits, and its predicted speed."),
+    ] = None,
     launcher: LauncherName = "local",
     nodes: Nodes = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; the cluster file's, if not given.")] = None,
@@ -111,8 +116,10 @@ def train(
     """Train: on one process, as one rank of torchrun, or with all ranks of a job of Slurm."""
     if dry_run:
         named = context.get_parameter_source("gpus").name != "DEFAULT"
-        _show_dry_run(config, overrides or [], gpus if named else None, build=build, as_json=as_json)
+        _show_dry_run(config, overrides or [], gpus if named else None, hardware, build=build, as_json=as_json)
         return
+    if hardware is not None:
+        raise PlaybookError("--hardware is part of a dry run; say --dry-run too")
     if build:
         raise PlaybookError("--build is part of a dry run; say --dry-run too")
     if context.get_parameter_source("gpus").name == "COMMANDLINE":
@@ -131,14 +138,16 @@ def train(
     raise typer.Exit(code)
 
 
-def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, build: bool, as_json: bool) -> None:
-    """Print the layout and the estimated memory of each rank; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
+def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardware: str | None, *, build: bool, as_json: bool) -> None:
+    """Print the layout and the estimated memory of each rank, and where hardware is named its predicted speed; with `build`, also the memory of one rank that is built here. One GPU if `gpus` is None.
 
     Raises:
         PlaybookError: the configuration does not load, cannot run on that many GPUs, or cannot be built here.
     """
+    from playbook.planner.memory import verdict
+    from playbook.planner.time.cluster import cluster
     from playbook_trainer.config.checks import notes
-    from playbook_trainer.config.dry_run import dry_run
+    from playbook_trainer.config.dry_run import dry_run, predicted
     from playbook_trainer.config.tree import load, parse_overrides
 
     resolved = load(Path(config), parse_overrides(overrides))
@@ -149,10 +158,15 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, bu
     gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak)
+    time = predicted(resolved, gpus, hardware) if hardware else None
+    fits = verdict(most.peak, cluster(hardware).memory_gib) if hardware else None
     if as_json:
+        speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
         stages = [s.row() for s in report.stages]
         totals = {"num_parameters": report.num_parameters, "unit": "bytes", "peak": most.peak, "stage": most.stage}
-        print_json({"legal": True, "layout": report.layout, **totals, "stages": stages, **({"built": asdict(built)} if built else {})})
+        print_json(
+            {"legal": True, "layout": report.layout, **totals, **speed, "stages": stages, **({"built": asdict(built)} if built else {})}
+        )
         return
 
     def cells(stage: StageBytes) -> dict[str, str]:
@@ -168,6 +182,9 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, bu
     )
     for note in notes(resolved):
         say(note)
+    if hardware:
+        say(f"{fits}: a GPU has {cluster(hardware).memory_gib:g} GiB")
+        say(_speed(time))
     if built is not None:
         say(
             f"built rank {built.rank} of {gpus} (stage {built.stage}): {built.parameters / 1e9:.3f} B parameters and {built.allocated_bytes / GIB:.2f} GiB "
@@ -175,6 +192,17 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, *, bu
         )
         for note in built.notes:
             say(note)
+
+
+def _speed(time: StepTime | None) -> str:
+    """A predicted speed in one line."""
+    if time is None:
+        return "no speed is predicted: the planner's laws are of BF16, and train.dtype is fp32"
+    speed = time.tokens_per_s_per_gpu
+    return (
+        f"predicted: {speed.value:,.0f} tokens/s/GPU, 80 % between {speed.low:,.0f} and {speed.high:,.0f}; a step takes {time.seconds.value:.3g} s; "
+        + "; ".join(time.assumptions)
+    )
 
 
 def _build(config: TrainerConfig, gpus: int) -> Built:

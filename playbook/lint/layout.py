@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.lint.base import Config, Found, Rule, Shelf, configs
 from playbook.planner.models import MODELS
 from playbook.planner.plan import DEGREES as PLANNED
+from playbook.planner.plan import Plan
 from playbook.planner.rules import LAYOUT, WIDTHS, Case, broken
+from playbook.planner.search import nearest
+from playbook.planner.shapes import Shape
 from playbook.yaml_files import did_you_mean
 
 DEGREES = ("tp", "pp", "cp", "ep", "etp", "edp", "dp", "vpp")
@@ -51,7 +55,8 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
     case = Case(gpus=gpus or 1, shape=shape, **counts, **known)
     stated = {*PLANNED, *counts, *({"model"} if shape else ()), *({"gpus"} if gpus else ())}
     found = broken(case, (*LAYOUT, *WIDTHS), stated=stated)
-    yield from (f"{name}: {rule}" for rule in found)
+    instead = _instead(model, shape, known, gpus) if found and shape and gpus else ""
+    yield from (f"{name}: {rule}{instead}" for rule in found)
     if gpus is None or not case.fills:
         return
     left = {"dp": case.dp, "edp": case.edp}
@@ -60,6 +65,12 @@ def layout_problems(name: str, degrees: Mapping[str, int], gpus: int | None = No
         for k in left
         if degrees.get(k, left[k]) != left[k]
     )
+
+
+def _instead(model: str, shape: Shape, degrees: Mapping[str, Any], gpus: int) -> str:
+    """The nearest legal layout of a known model, in words; nothing where no choice of degrees makes one."""
+    near = next(iter(nearest(replace(Plan(shape, model, gpus=gpus), **degrees), 1)), None)
+    return f"; the nearest legal layout has {' '.join(f'{k} {v}' for k, v in near.changes.items())}" if near and near.changes else ""
 
 
 def evaluate(expression: str, numbers: Mapping[str, float]) -> float:

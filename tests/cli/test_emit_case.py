@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import yaml
 from planted_case import bench
 
 from playbook.cli import exit_codes
 from playbook.cli.app import app
+from playbook.paths import repo_root
 from playbook.planner.choice.scaled import scaled
 from playbook.planner.memory import GIB, stages
 from playbook.planner.models import MODELS
 from playbook.planner.plan import parse
 from playbook.planner.time.cluster import cluster
-from playbook.planner.time.step import step_time
 from playbook.records.case import load_case
 from playbook_bench.run import prove, replay
 from playbook_bench.run.variants import configurations
-from playbook_trainer.config.dry_run import dry_run, plan_of
+from playbook_trainer.config.dry_run import dry_run, predicted
 
 TINY = ("qwen3_moe_tiny", "--gpus", "2", "--seq", "256", "--gbs", "8", "--backend", "torch", "--fix", "recompute=,ep=1,tp=1,cp=1,pp=1")
 ON_GPUS = ("fused", "compile", "apply_probs_on")
@@ -55,21 +57,36 @@ def test_every_run_of_the_case_fits_and_is_predicted_as_the_planner_times_it(tmp
     case = emitted(tmp_path, *words)
     (profile,) = case.profiles
     assert (case.kind, profile) == ("prediction", f"h200x{gpus}")
-    h200, fixed = cluster("h200"), {"backend": "torch", "loss": "compiled"} if "torch" in words else {}
     for value, (name, resolved) in zip(case.values, configurations(case, profile).items(), strict=True):
         assert value.name == name
-        report = dry_run(resolved.config, gpus)
-        assert max(s.peak for s in report.stages) <= 0.92 * h200.memory_gib * GIB
-        as_trained = plan_of(resolved.config, gpus)
-        settings = [f"{k}={getattr(as_trained, k)}" for k in ("gpus", "tp", "cp", "ep", "etp", "mbs", "gbs", "seq_len")]
-        again = "" if resolved.config.train.recompute == "none" else "recompute=" + ",".join(as_trained.options.recompute)
-        dispatcher = f"dispatcher={resolved.config.moe.dispatcher}" if as_trained.ep > 1 else ""
-        overlap = "ep_overlap=true" if as_trained.options.ep_overlap else ""
-        options = [*(f"{k}={v}" for k, v in fixed.items()), *filter(None, (again, dispatcher, overlap))]
-        time = step_time(parse("", [*settings, *options], shape=as_trained.shape), h200).tokens_per_s_per_gpu
-        assert value.predicted.value == pytest.approx(time.value, rel=1e-3)
-        assert value.predicted.low == pytest.approx(time.low, rel=1e-3)
-        assert value.predicted.high == pytest.approx(time.high, rel=1e-3)
+        assert max(s.peak for s in dry_run(resolved.config, gpus).stages) <= 0.92 * cluster("h200").memory_gib * GIB
+        speed = predicted(resolved.config, gpus, "h200").tokens_per_s_per_gpu
+        for told, expected in ((value.predicted.value, speed.value), (value.predicted.low, speed.low), (value.predicted.high, speed.high)):
+            assert told == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "predicted_at_all"),
+    [
+        (["train.dtype=bf16", "model=qwen3_8b", "model.num_layers=20"], "fits", True),
+        (["train.dtype=bf16", "model=qwen3_30b_a3b"], "does not fit", True),
+        ([], "fits", False),
+    ],
+)
+def test_a_dry_run_says_what_hardware_makes_of_it(capsys, words, verdict, predicted_at_all):
+    config = str(repo_root() / "trainer/configs/qwen3_tiny.yaml")
+    command = ["train", "--dry-run", "--gpus", "1", "--hardware", "h200", config, *words]
+    assert exit_codes.run(app, [*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == verdict
+    speed = told["tokens_per_s_per_gpu"]
+    assert (speed is not None) == predicted_at_all
+    assert speed is None or speed["low"] < speed["value"] < speed["high"]
+    assert exit_codes.run(app, command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(verdict) for line in lines)
+    assert any(line.startswith("predicted: ") for line in lines) == predicted_at_all
+    assert exit_codes.run(app, ["train", "--hardware", "h200", config]) == 2
 
 
 def test_a_layout_of_ones_own_is_set_against_the_best(tmp_path):

@@ -74,6 +74,13 @@ def test_a_planted_contradiction_is_found_at_its_place(name):
         assert 0 < f.column <= len(line)
 
 
+def test_a_layout_that_cannot_be_comes_with_the_nearest_that_can():
+    (found,) = [f for f in findings(FIXTURES / "02-experts-do-not-fit-gpus" / "planted") if f.rule == "layout-family"]
+    told = dict(zip(["degree", "value"], str(found).rpartition("the nearest legal layout has ")[2].split()[:2], strict=True))
+    assert told == {"degree": "ep", "value": "16"}
+    assert not list(layout_problems("repaired", {"tp": 2, "pp": 16, "ep": 16}, 256, "deepseek_v3"))
+
+
 def test_six_rules_of_thumb_that_shipped_are_found_where_they_stand():
     """CP by length, the dispatcher by GPU, BF16 for experts of any width, FSDP of either backend, stages by nodes, overlap of whatever is exposed."""
     folder = FIXTURES / "22-rules-that-contradict" / "planted"

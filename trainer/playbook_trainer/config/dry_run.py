@@ -6,7 +6,7 @@ estimate. Source: Megatron Core's `--fake-init-process-group`, which builds the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from playbook.errors import ConfigError
@@ -15,6 +15,8 @@ from playbook.planner.activations import Kept
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
+from playbook.planner.time.cluster import cluster
+from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import checks
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
@@ -71,6 +73,32 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
         mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
         options=arithmetic.options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
+
+
+def predicted(config: TrainerConfig, world: int, hardware: str) -> StepTime | None:
+    """What a step of `config` is predicted to take on so many GPUs of a kind; None in float32, which no law of the planner is about.
+
+    Raises:
+        ConfigError: no such GPU is known.
+    """
+    found, plan = cluster(hardware), plan_of(config, world)
+    if config.train.dtype != "bf16":
+        return None
+    own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
+    if config.backend == "megatron":
+        aware = own.precision_aware_optimizer
+        plan = replace(
+            plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4, master_bytes=2 if aware else 4,
+            options=replace(plan.options, optimizer_offload=round(100 * own.optimizer_offload_fraction)),
+        )  # fmt: skip
+        return step_time(plan, found)
+    routed = plan.ep * plan.etp > 1 and bool(config.model.num_experts)
+    sent = {"dedup": "alltoall"}.get(config.moe.dispatcher, config.moe.dispatcher) if routed else ""
+    sharding = "fsdp2" if config.parallel.fsdp else "none"
+    options = replace(
+        plan.options, backend="torch", sharding=sharding, dispatcher=sent, optimizer_offload=100 if config.offload.optimizer else 0
+    )
+    return step_time(replace(plan, options=options, moment_bytes=moments), found)
 
 
 def _options(config: TrainerConfig) -> Options:
