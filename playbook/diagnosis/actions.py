@@ -60,7 +60,7 @@ def actions(where: Setting, best: Choice | None) -> list[Action]:
     if base is None:
         return []
     found = [a for make in _MAKERS for a in make(where, base)]
-    if where.plan is not None and best is not None:
+    if where.plan is not None and best is not None and all(a.on != best.plan for a in found):
         found += _layout(where, where.plan, best)
     return [a for a in found if a.gain is None or a.gain.value >= _LEAST]
 

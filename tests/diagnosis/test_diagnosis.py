@@ -270,6 +270,25 @@ def test_memory_that_grows_is_said(capsys, tmp_path):
     assert any("memory grew from 44.0 to 50.0 GiB" in words for words in json.loads(out)["confidence"]["warnings"])
 
 
+def test_the_command_reads_a_trace(capsys, tmp_path):
+    """Each step has a gap of 600 of 1,000 microseconds before a kernel that is launched late."""
+    events = []
+    for i in range(3):
+        t = 1000 * i
+        events.append({"ph": "X", "pid": 7, "tid": 7, "cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": t, "dur": 1000})
+        call = {"ph": "X", "pid": 7, "tid": 7, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": t + 590, "dur": 3}
+        kernel = {"ph": "X", "cat": "kernel", "name": "nvjet_sm90_tst", "pid": 0, "tid": 1, "ts": t + 600, "dur": 400}
+        events += [{**call, "args": {"correlation": i + 1}}, {**kernel, "args": {"correlation": i + 1, "device": 0}}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    code, out, _ = run(capsys, *ASKED, "--mfu", "10", "--layout", "tp=2", "--trace", str(tmp_path / "trace.json"), "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["walls"][0]["name"] == "host-bound"
+    assert answer["walls"][0]["share"] == pytest.approx(0.6)
+    assert "a trace" not in answer["confidence"]["unknown"]
+    assert "trace" not in {a["id"] for a in answer["actions"]}
+
+
 def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     import yaml
 
@@ -279,17 +298,27 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
     own = {"backend": "megatron", "model": "qwen3_8b", "data": {"kind": "text", "seq_len": 4096}, "parallel": parallel, "train": train}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump(from_data(own, {}, "own", {}))))
     (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 6.0}) + "\n" for i in range(1, 11)))
-    code, out, err = run(capsys, str(tmp_path), "--gpus", "8", "--json")
+    assert "GPUs are not named" in run(capsys, str(tmp_path))[2]
+    summary = {"world_size": 8, "env": {"strict": {"device_name": "NVIDIA H100 80GB HBM3"}}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    code, out, err = run(capsys, str(tmp_path), "--json")
     assert code == 0, err
     setting_ = json.loads(out)["setting"]
     assert {"tp=2", "mbs=2"} <= set(setting_["layout"])
-    assert (setting_["model"], setting_["gbs"]) == ("qwen3_8b", 64)
+    assert (setting_["model"], setting_["gbs"], setting_["gpus"], setting_["hardware"]) == ("qwen3_8b", 64, 8, "h100")
+    assert setting_["framework"] == "playbook"
+    summary["env"]["strict"]["device_name"] = "cpu"
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert "a run on a CPU" in run(capsys, str(tmp_path))[2]
+    (tmp_path / "summary.json").write_text("[]")
+    assert "no summary of a run" in run(capsys, str(tmp_path))[2]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--gpus", "8"), "no model is named"),
+        (("--model", "qwen3_8b"), "give --gpus N and --gpu KIND"),
         ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
         ((*ASKED, "nowhere"), "no such file or folder"),

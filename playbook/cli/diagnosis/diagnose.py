@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,6 +20,7 @@ from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
+from playbook.files import read_bytes
 from playbook.planner.choice.document import words
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
@@ -33,6 +35,7 @@ _FEW = 20
 _GROWTH = 0.02
 """Share by which memory must grow for it to be said."""
 _SHOWN = 3
+_MAX_SUMMARY = 10_000_000
 _AB = "playbook ab -- COMMAND --vs"
 """The beginning of a matched pair of the run's own command; what it changes is printed above it."""
 
@@ -56,8 +59,8 @@ def diagnose_run(
         Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, or its log: its speed, and of a run of ours the layout too.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the whole job.")] = 8,
-    hardware: Annotated[str, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = "h100",
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the whole job.")] = None,
+    hardware: Annotated[str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, max=1 << 30, help="Tokens of a sequence; 4096, if not given.")] = None,
     gbs: Annotated[
         int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; four million tokens, if not given.")
@@ -70,30 +73,56 @@ def diagnose_run(
         typer.Option("--layout", help="What the run sets, such as tp=2,ep=8,recompute=full; as `playbook layout` takes it."),
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="A trace of some steps: .nsys-rep, .sqlite or Chrome trace.")] = None,
-    framework: Annotated[str, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}.")] = FRAMEWORKS[0],
+    framework: Annotated[
+        str | None, typer.Option("--framework", help=f"Whose flags to print: {', '.join(FRAMEWORKS)}; of a run of ours, playbook.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where a run stands between published runs and the prediction, which wall is likely and how to tell, and what to try first."""
-    known = tuple(word for text in layout or [] for word in _split(text))
+    asked = _Asked(model, gpus, hardware, seq, gbs, tuple(word for text in layout or [] for word in _split(text)), framework)
     log = _log(run) if run else None
-    ours = _ours(run) if run and run.is_dir() and (run / "config.yaml").is_file() else None
-    if ours is not None and model is None:
-        own = _of_config(ours, gpus, hardware, framework)
-        where = own if not (known or seq or gbs) else _again(own, hardware, seq, gbs, known, framework)
-    elif model is None:
-        raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
-    else:
-        name = named(model) or (Path(model).resolve().parent.name if Path(model).name == "config.json" else Path(model).stem)
-        where = setting(find(model), name, hardware, gpus, seq_len=seq, gbs=gbs, known=known, framework=framework)
+    where = _where(asked, run)
     figures = Figures(mfu, None if step_time is None else _seconds(step_time), tokens)
     if log is not None and figures == Figures():
-        rate = log.rate or (log.tokens / log.seconds / gpus if log.tokens else None)
+        rate = log.rate or (log.tokens / log.seconds / where.question.gpus if log.tokens else None)
         figures = Figures(step_s=None if rate else log.seconds, tokens_per_s_per_gpu=rate, said=str(run))
     speed = measured(where, figures)
     seen = Seen(_walls(trace) if trace else None, log.notes if log else (), log.uneven if log else None, log.grown if log else None)
     stock = stock_here()
     found = diagnose(where, speed, Knowledge(stock.cards, stock.records, stock.today), changed, seen)
     print_json(found) if as_json else _show(found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line says of the setting."""
+
+    model: str | None
+    gpus: int | None
+    hardware: str | None
+    seq: int | None
+    gbs: int | None
+    known: tuple[str, ...]
+    framework: str | None
+
+
+def _where(asked: _Asked, run: Path | None) -> Setting:
+    """The setting of the command line, or of a run's folder with what the command line says instead."""
+    ours = _ours(run) if run and asked.model is None and (run / "config.yaml").is_file() else None
+    if asked.model is None and ours is None:
+        raise ConfigError("no model is named; give --model, or the folder of a run of `playbook train`")
+    gpus = asked.gpus or (ours.gpus if ours else None)
+    hardware = asked.hardware or (ours.device if ours else None)
+    if gpus is None or hardware is None:
+        raise ConfigError("the GPUs are not named; give --gpus N and --gpu KIND, such as --gpus 64 --gpu h100")
+    if ours is not None:
+        own = _of_config(ours.config, gpus, hardware, asked.framework or "playbook")
+        return _again(own, asked) if asked.known or asked.seq or asked.gbs else own
+    model = asked.model or ""
+    path = Path(model)
+    name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    shape, framework = find(model), asked.framework or FRAMEWORKS[0]
+    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=asked.known, framework=framework)
 
 
 def _split(text: str) -> list[str]:
@@ -134,10 +163,29 @@ def _log(path: Path) -> _Log:
     return _Log(middle, median(whole) if whole else None, median(rates) if rates and not whole else None, uneven, grown, notes)
 
 
-def _ours(folder: Path) -> Any:
+@dataclass(frozen=True)
+class _Ours:
+    """A run of this trainer: its configuration, and its GPUs where its summary is there."""
+
+    config: Any
+    gpus: int | None
+    device: str | None
+
+
+def _ours(folder: Path) -> _Ours:
     from playbook_trainer.config.tree import load
 
-    return load(folder / "config.yaml")
+    config, path = load(folder / "config.yaml"), folder / "summary.json"
+    if not path.is_file():
+        return _Ours(config, None, None)
+    try:
+        summary = json.loads(read_bytes(path, _MAX_SUMMARY))
+        gpus, device = int(summary["world_size"]), str(summary["env"]["strict"]["device_name"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ConfigError(f"{path}: no summary of a run ({type(e).__name__}: {str(e)[:80]}); remove it, or name --model") from e
+    if device == "cpu":
+        raise ConfigError(f"{folder}: a run on a CPU; expected one on GPUs: there is no prediction to compare it with")
+    return _Ours(config, gpus, device)
 
 
 def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting:
@@ -158,22 +206,15 @@ def _of_config(config: Any, gpus: int, hardware: str, framework: str) -> Setting
     )  # fmt: skip
 
 
-def _again(own: Setting, hardware: str, seq: int | None, gbs: int | None, known: Sequence[str], framework: str) -> Setting:
+def _again(own: Setting, asked: _Asked) -> Setting:
     """The setting of a run's configuration, with what the command line says instead."""
     q = own.question
-    named_ = {word.partition("=")[0] for word in known}
-    kept = [word for word in own.known if word.partition("=")[0] not in named_]
+    names = {word.partition("=")[0] for word in asked.known}
+    kept = [word for word in own.known if word.partition("=")[0] not in names]
     return setting(
-        q.shape,
-        q.model,
-        hardware,
-        q.gpus,
-        seq_len=seq or q.seq_len,
-        gbs=gbs or q.gbs,
-        known=[*kept, *known],
-        framework=framework,
-        backend=q.backend,
-    )
+        q.shape, q.model, q.cluster.name, q.gpus, seq_len=asked.seq or q.seq_len, gbs=asked.gbs or q.gbs, known=[*kept, *asked.known],
+        framework=own.framework, backend=q.backend,
+    )  # fmt: skip
 
 
 def _walls(file: Path) -> dict[str, Any]:
@@ -245,7 +286,8 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
         if action[key]:
             say(f"   {name:6} {' '.join(action[key])}")
     short = [f"{_AB} COMMAND so changed" if line.startswith(_AB) else line for line in action["test"]]
-    say(f"   test   {'; '.join(short)}")
+    if short:
+        say(f"   test   {'; '.join(short)}")
     if action["note"]:
         say(f"   note   {action['note']}")
 
