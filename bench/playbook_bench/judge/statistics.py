@@ -132,7 +132,7 @@ def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
     `noise` holds the difference of each A/A pair, whose true mean is zero. The deviation of a
     launch is pooled over both: (k - 1)(n - 1) degrees of freedom from n blocks of k variants, and one from each A/A pair. The A/A speaks for
     one variant alone. So where a contrast varies more over the blocks than the A/A says, its own deviation is used if that gives
-    the wider interval. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
+    the wider interval; a contrast with a number (weights that do not add up to zero) always has its own where it is wider. Pairs that come out quiet by luck are thus held to the machine's noise, and a noisier candidate to its own.
 
     Raises:
         ValueError: fewer than two blocks, or a value that is not finite.
@@ -157,7 +157,8 @@ def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
         mean, own = float(differences.mean()), float(differences.std(ddof=1))
         length = math.sqrt(math.fsum(w * w for w in weight))
         shared = length * launch
-        noisier = own > length / math.sqrt(2) * aa
+        # What the variants of a block share is in neither the A/A nor the pooled deviation, and does not cancel against a number.
+        noisier = own > length / math.sqrt(2) * aa or math.fsum(weight) != 0
         used = max(shared, t_own / t * own) if noisier else shared
         half = t * used / math.sqrt(n)
         out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))

@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+from collections import Counter
 
+import numpy as np
 import pytest
 from test_curve import NOISE, PROOF, record
 from test_outdated import changes_of
@@ -11,7 +13,7 @@ from test_outdated import changes_of
 from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Case, Predicted, Value, case_problems
 from playbook.records.evidence import Seconds
-from playbook_bench.judge import outdated, verdict
+from playbook_bench.judge import curve_rules, outdated, statistics, verdict
 from playbook_bench.run import replay, store
 
 TRAINER = "trainer/configs/qwen3_moe_tiny.yaml"
@@ -135,3 +137,17 @@ def test_a_record_replays_and_one_whose_prediction_was_widened_is_refused(tmp_pa
     path.write_text(json.dumps(widened), encoding="utf-8")
     (why,) = set(store.load_checked(path)[1]) - set(before)
     assert "not the one that was sealed" in why
+
+
+@pytest.mark.parametrize(("launch", "block"), [(0.003, 0.0), (0.003, 0.01), (0.003, 0.002)])
+def test_a_mean_at_the_end_of_the_predicted_interval_is_seldom_called_inside_or_outside(launch, block):
+    """At either end both answers are wrong: each is given as often as one look's error rate allows, whatever the blocks share."""
+    draw, alpha, said, series = np.random.default_rng(1), 0.05, Counter(), 1500
+    asked = curve_rules.question(Expect(op="inside"), ["a"], 0.0, {"a": (-0.1, 0.0)})
+    for _ in range(series):
+        rows = draw.normal(0, launch, (4, 1)) + draw.normal(0, block, (4, 1))
+        noise = draw.normal(0, math.sqrt(2) * launch, 4)
+        (found,) = statistics.intervals(rows.tolist(), [[1.0]], alpha, noise.tolist())
+        said[curve_rules.decide(asked, [(found.low, found.high)])] += 1
+    assert said[True] / series < alpha / 2 + 0.012
+    assert said[False] / series < alpha / 2 + 0.012
