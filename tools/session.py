@@ -88,7 +88,7 @@ TASKS: dict[str, Task] = {
     "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
-    "fitting": claims("cuda-graphs/V6.p cuda-graphs/V11 cuda-graphs/V15 offloading/L11.a torch-trainer-speed/P6", 1, 90),
+    "fitting": claims("cuda-graphs/V6.p offloading/L11.a torch-trainer-speed/P6", 1, 90),
     "recomputed": claims("recompute/W1 recompute/V10 recompute/L4", 1, 90),
     "compiled": claims("vlm-real-data/T2 vlm-real-data/T5 vlm-real-data/T7", 1, 90),
     "photographs1": claims("vlm-real-data/T1 vlm-real-data/T9 vlm-real-data/V3 vlm-real-data/T12", 1, 90),

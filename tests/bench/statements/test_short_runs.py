@@ -9,6 +9,7 @@ import pytest
 
 from playbook_bench.statements import short_runs
 from playbook_bench.statements.invariants.finetune_saves_and_evaluates import finetune_saves_and_evaluates
+from playbook_bench.statements.invariants.offline_run_gets_configuration import offline_run_gets_configuration
 from playbook_bench.statements.invariants.tracker_gets_configuration import tracker_gets_configuration
 
 
@@ -18,6 +19,23 @@ def test_the_whole_configuration_reaches_the_tracker() -> None:
     holds, sentence, figures = tracker_gets_configuration()
     assert holds, sentence
     assert figures == {"missing": []}
+
+
+@pytest.mark.full
+def test_the_whole_configuration_reaches_an_offline_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    assert offline_run_gets_configuration()[0]
+    real = short_runs.train
+
+    def changed_since(config: str, out: Path, *words: str) -> str:
+        problem = real(config, out, *words)
+        (out / "config.yaml").write_text((out / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+        return problem
+
+    monkeypatch.setattr(short_runs, "train", changed_since)
+    holds, sentence, figures = offline_run_gets_configuration()
+    assert not holds, sentence
+    assert len(figures["missing"]) >= 1
 
 
 @pytest.mark.full
