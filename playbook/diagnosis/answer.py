@@ -139,8 +139,9 @@ def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None
     said = []
     place = runs.place(speed) if runs else None
     if runs and place is not None:
-        words = {-1: "you are below published runs", 0: "you are where published runs are", 1: "you are above published runs"}[place]
-        said.append(f"{words} ({runs.shared}, {_range(runs)}{'' if runs.by == 'tokens' else '; by MFU alone'})")
+        same = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
+        words = {-1: f"you are below {same}", 0: f"you are where {same.replace('runs', 'runs are', 1)}", 1: f"you are above {same}"}[place]
+        said.append(f"{words} ({runs.shared}, {_range(runs)})")
     if expected:
         share = value / expected.value
         inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
@@ -212,7 +213,7 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
     measures = light.known.said(action.measures, where, action.on)
     also = light.known.said(action.also, where, action.on)
     shown = [*measures, *also]
-    record = next((s for s in measures if s.effect and s.fresh), None)
+    record = next((s for s in measures if s.comparable), None)
     effect = Gain(*record.effect) if record and record.effect else None
     changed = light.export(action, where.framework, where.question.cluster.name)
     return {
@@ -225,7 +226,7 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
         "record": {**asdict(effect), "claim": record.id, "machine": record.machine, "evidence": record.evidence} if record and effect else None,
         "in_plan": action.done,
         "memory_gib": None if action.held is None else action.held / GIB,
-        "claims": [_claim(s) for s in sorted(shown, key=lambda s: not s.fresh)[:_CLAIMS]],
+        "claims": [_claim(s) for s in sorted(shown, key=lambda s: (not s.comparable, not s.fresh))[:_CLAIMS]],
         "settings": document.words(action.on) if action.on != action.off else [],
         **{k: list(v) for k, v in asdict(changed).items()},
         "test": _tests(action, shown, changed),

@@ -15,7 +15,8 @@ from playbook.records.evidence import Evidence
 from playbook.records.read import Record, verdicts
 
 _SCALE = ("gpus:", "gpu_memory_gib:", "nodes:", "interconnect:")
-"""Scope of a claim that another number of GPUs does not meet: it was measured at another scale, and still says something."""
+_BACKEND = "backend:"
+"""Scope of a claim that another number of GPUs, or another trainer, does not meet: it was measured elsewhere, and still says something."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Said:
     effect: tuple[float, float, float] | None
 
     @property
+    def comparable(self) -> bool:
+        """Whether its effect is one to expect: decided, and of the same kind of trainer."""
+        return self.fresh and self.effect is not None and not any(limit.startswith(_BACKEND) for limit in self.limits)
+
+    @property
     def fresh(self) -> bool:
         """Whether it was decided, and still counts."""
         return self.status in ("confirmed", "refuted") and not self.stale
@@ -48,7 +54,7 @@ class Knowledge:
     today: date
 
     def said(self, ids: Iterable[str], where: Setting, plan: Plan) -> list[Said]:
-        """What these claims say of a plan: those that are out of scope by more than their scale are left out; decided ones first."""
+        """What these claims say of a plan: those that are out of scope by more than scale and trainer are left out; decided ones first."""
         known = by_claim(self.cards)
         facts = _facts(where, plan)
         found = []
@@ -57,9 +63,9 @@ class Knowledge:
                 continue
             card, claim = known[i]
             limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
-            if all(limit.startswith(_SCALE) for limit in limits):
+            if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
                 found.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
-        return sorted(found, key=lambda s: not s.fresh)
+        return sorted(found, key=lambda s: (not s.comparable, not s.fresh))
 
     def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
         """The verdict on the same kind of GPU, else the first."""

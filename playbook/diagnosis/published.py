@@ -67,7 +67,7 @@ class Published:
 
 
 def nearest(where: Setting) -> Published | None:
-    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it; None where nothing is comparable."""
+    """Runs of the same model, GPU and precision at a like sequence; else what comes nearest to it, of like models the five nearest; None where nothing is comparable."""
     q = where.question
     rows = [r for r in _rows() if r.precision == where.precision]
     mine = [r for r in rows if r.preset == q.model]
@@ -89,10 +89,18 @@ def nearest(where: Setting) -> Published | None:
         (mine, f"of {model} on other GPUs", "mfu"),
     ):
         if found:
-            values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in found]
-            near = sorted(found, key=lambda r: (r.preset != model, abs(log((r.gpus or q.gpus) / q.gpus)), -r.mfu))
-            return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(found))
+            near = sorted(found, key=lambda r: (_far(r, where), -r.mfu))
+            counted = near[:_SHOWN] if found is like else near
+            values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in counted]
+            return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
     return None
+
+
+def _far(row: Row, where: Setting) -> float:
+    """How far a run is from the setting: in work per token, length and number of GPUs, by logarithms."""
+    q = where.question
+    work = flops.per_token(row.shape, row.seq_len) / where.flops_per_token
+    return abs(log(work)) + abs(log(row.seq_len / q.seq_len)) / 2 + abs(log((row.gpus or q.gpus) / q.gpus)) / 2
 
 
 @cache

@@ -69,7 +69,7 @@ def traced(found: Mapping[str, Any]) -> list[Wall]:
 def _ordered(shares: Mapping[str, float | None]) -> list[Wall]:
     """Those beyond their thresholds first, each by its share; what nothing tells last."""
     walls = [Wall(name, share, _KINDS[name].threshold, _KINDS[name].sign) for name, share in shares.items()]
-    return sorted(walls, key=lambda w: (not w.beyond, w.share is None, w.name == "compute-bound", -(w.share or 0.0)))
+    return sorted(walls, key=lambda w: (not w.beyond, w.share is None, -(w.share or 0.0)))
 
 
 def _lean(plan: Plan) -> Plan:

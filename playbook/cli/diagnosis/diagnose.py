@@ -247,8 +247,9 @@ def _show(found: Mapping[str, Any]) -> None:
         )
     say(f"so         {found['position']['sentence']}")
     walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
-    say(f"\nwall, from {found['walls_from']}")
-    print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
+    if walls:
+        say(f"\nwall, from {found['walls_from']}")
+        print_table([{"wall": w["name"], "share": _percent(w["share"]), "sign": w["sign"]} for w in walls], ("wall", "share", "sign"))
     if found["how_to_tell"]:
         say(f"to tell    {found['how_to_tell']}")
     for place, action in enumerate(found["actions"], 1):
