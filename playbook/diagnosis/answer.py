@@ -169,7 +169,7 @@ def _walls(where: Setting, mine: StepTime | None, best: Choice | None, seen: See
 def _how(where: Setting) -> str:
     """The commands that measure the walls."""
     q = where.question
-    asked = ["playbook", "diagnose", "--model", q.model, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
+    asked = ["playbook", "diagnose", "--model", where.said, "--gpus", str(q.gpus), "--gpu", q.cluster.name]
     return f"nsys profile -t cuda,nvtx -o step COMMAND; {shlex.join(asked)} --trace step.nsys-rep"
 
 

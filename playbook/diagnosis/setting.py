@@ -36,6 +36,8 @@ class Setting:
     known: tuple[str, ...]
     framework: str
     assumed: tuple[str, ...]
+    said: str
+    """The model as the question names it."""
 
     @property
     def precision(self) -> str:
@@ -82,6 +84,7 @@ def setting(
     known: Sequence[str] = (),
     framework: str = FRAMEWORKS[0],
     backend: str | None = None,
+    said: str = "",
 ) -> Setting:
     """The setting of a question, with what is taken for granted where it says nothing.
 
@@ -108,7 +111,7 @@ def setting(
         assumed.append("micro-batches of 1")
     if known:
         assumed.append("what the layout does not name is at its default: no recompute, no CUDA graphs, the optimizer's state sharded")
-    found = Setting(asked, tuple(known), framework, tuple(assumed))
+    found = Setting(asked, tuple(known), framework, tuple(assumed), said or model)
     _ = found.plan  # its words are checked here
     return found
 

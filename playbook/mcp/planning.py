@@ -161,6 +161,7 @@ def diagnosis_answer(asked: Asked, figures: Figures, known: Knowledge, export: E
     where = setting(
         shape_of(asked.model), named(asked.model) or "given", asked.hardware, asked.gpus, seq_len=asked.seq_len,
         gbs=asked.global_batch_size or None, known=layout_, framework=asked.framework,
+        said="config.json" if asked.model.lstrip().startswith("{") else asked.model,
     )  # fmt: skip
     found = diagnose(where, measured(where, figures), known, export)
     runs = found["published"]

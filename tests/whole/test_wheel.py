@@ -79,6 +79,13 @@ def test_a_layout_is_judged(run):
     assert json.loads(done.stdout)["peak"] > 1 << 30
 
 
+def test_a_run_is_diagnosed(run):
+    done = run("playbook", "diagnose", "--model", "Qwen/Qwen3-8B", "--gpus", "8", "--gpu", "h100", "--gbs", "64", "--mfu", "40", "--json")
+    answer = json.loads(done.stdout)
+    assert answer["position"]["where"] != "unknown"
+    assert all(action["test"] for action in answer["actions"])
+
+
 def test_an_agent_is_answered_over_stdio(installed, tmp_path):
     command, *arguments = words_of(installed, ["playbook", "mcp"])
     server = StdioServerParameters(command=command, args=arguments, env=environment(), cwd=str(tmp_path))

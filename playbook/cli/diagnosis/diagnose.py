@@ -122,7 +122,7 @@ def _where(asked: _Asked, run: Path | None) -> Setting:
     path = Path(model)
     name = named(model) or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     shape, framework = find(model), asked.framework or FRAMEWORKS[0]
-    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=asked.known, framework=framework)
+    return setting(shape, name, hardware, gpus, seq_len=asked.seq, gbs=asked.gbs, known=asked.known, framework=framework, said=model)
 
 
 def _split(text: str) -> list[str]:
