@@ -10,6 +10,7 @@ from typing import Any
 from playbook_trainer.config.environment import Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
+from playbook_trainer.export.releases import RELEASES, unchecked
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
@@ -60,9 +61,22 @@ class Exported:
     settings: list[Setting]
     environment: Mapping[str, str]
 
+    @property
+    def release(self) -> str:
+        """The release that the fields were compared with."""
+        return RELEASES[self.target]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Fields that this release does not have."""
+        return unchecked(self.target, self.settings)
+
     def text(self) -> str:
         """The document: settings, then what cannot be said, as comments."""
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
+        head.append(
+            f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(self.unchecked)}" if self.unchecked else "")
+        )
         tail = [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
         return "\n".join([*head, *self.lines, *tail]) + "\n"
 
@@ -72,6 +86,8 @@ class Exported:
             "target": self.target,
             "lines": self.lines,
             "environment": dict(self.environment),
+            "release": self.release,
+            "unchecked": self.unchecked,
             "settings": [
                 {"keys": list(s.keys), "name": ".".join(filter(None, (s.section, s.field))), "value": s.value} for s in self.settings
             ],
