@@ -9,6 +9,7 @@ import pytest
 
 from playbook_bench.statements import short_runs
 from playbook_bench.statements.invariants.finetune_saves_and_evaluates import finetune_saves_and_evaluates
+from playbook_bench.statements.invariants.first_step_from_trained_weights import first_step_from_trained_weights
 from playbook_bench.statements.invariants.offline_run_gets_configuration import offline_run_gets_configuration
 from playbook_bench.statements.invariants.tracker_gets_configuration import tracker_gets_configuration
 
@@ -92,3 +93,18 @@ def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.Monk
     holds, sentence, _ = finetune_saves_and_evaluates()
     assert not holds
     assert "export: the trainer ended with code 2" in sentence
+
+
+@pytest.mark.parametrize(("norm", "learned", "wanted"), [(400.0, 2.0, True), (399.0, 2.0, False), (400.0, 6.0, False)])
+def test_a_first_step_counts_as_unstable_from_the_ratio_on_and_after_learning_alone(
+    monkeypatch: pytest.MonkeyPatch, norm: float, learned: float, wanted: bool
+) -> None:
+    def planted(config: str, out: Path, *words: str) -> str:
+        out.mkdir(parents=True)
+        trained = any(w.startswith("init.weights=") for w in words)
+        row = {"grad_norm": norm if "data.kind=vqa" in words else 4.0, "loss": learned if trained else 5.0}
+        (out / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return ""
+
+    monkeypatch.setattr(short_runs, "train", planted)
+    assert first_step_from_trained_weights(10, 1e-3, 100)[0] is wanted
