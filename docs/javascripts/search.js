@@ -16,7 +16,8 @@
   const post = Worker.prototype.postMessage;
   Worker.prototype.postMessage = function (message, ...rest) {
     if (message && message.type === QUERY && typeof message.data === "string") {
-      const kept = message.data.split(/\s+/).filter((word) => !WORDS.has(word.toLowerCase())).map(beginning);
+      // The number in front of a heading says nothing, and stands in every table.
+      const kept = message.data.split(/\s+/).filter((word) => !WORDS.has(word.toLowerCase()) && !/^\d+\.$/.test(word)).map(beginning);
       if (kept.join("")) message = {...message, data: kept.join(" ")};
     }
     return post.call(this, message, ...rest);
