@@ -32,7 +32,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         made = build.generate(Path(config.docs_dir), folders, cards=cards, reference=reference(), base=config.site_url or "")
     except PlaybookError as e:
         raise PluginError(str(e)) from e
-    config.extra["inserts"], config.extra["plain"] = made.inserts, made.plain
+    clone = (
+        f"git clone {config.repo_url} playbook && cd playbook\npip install -c constraints.txt -e ."
+        if config.repo_url
+        else "pip install perf-playbook"
+    )
+    config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{clone}\n```"}, made.plain
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
@@ -44,6 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
     """Put what cards and evidence say where a page asks for it by a comment, and link the ids of records on pages of experiments."""
+    page.edit_url = _edit_url(page.file.src_uri, page.edit_url)
     for name, content in config.extra["inserts"].items():
         markdown = markdown.replace(f"<!-- {name} -->", content)
     if page.file.src_uri.startswith("experiments/"):
@@ -57,6 +63,13 @@ def on_post_build(config: MkDocsConfig) -> None:
         (Path(config.site_dir) / name).write_text(content, encoding="utf-8")
     for worker in (Path(config.site_dir) / "assets/javascripts/workers").glob("search.*.min.js"):
         worker.write_text(worker.read_text(encoding="utf-8").replace(*LUNR), encoding="utf-8")
+
+
+def _edit_url(page: str, address: str | None) -> str | None:
+    """Where the source of a page is edited: a card's is its YAML; other generated pages have none."""
+    if address and page.startswith("cards/") and page != "cards/index.md":
+        return address.replace(f"docs/{page}", page.removesuffix(".md") + ".yaml")
+    return None if page.startswith(("cards/", "evidence/", "_generated/")) else address
 
 
 def _project(docs: Path) -> list[dict[str, Any]]:

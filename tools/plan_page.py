@@ -1,4 +1,5 @@
-"""Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`.
+"""Ten decisions and the planner's answers, and a diagnosis: writes the last part of `docs/guide/plans.md` and of `docs/guide/diagnose.md`,
+and the blocks of the README.
 
 It also writes `docs/plans.jsonl`, the answers of the plan tables, which takes some minutes; `--page` leaves that out.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from playbook.cli.app import app  # noqa: E402
 from playbook.site.planned.answers import ask, line, questions  # noqa: E402
 
 TABLES = ROOT / "docs" / "plans.jsonl"
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "guide" / "plans.md"
 MARK = "## Ten decisions"
 DIAGNOSIS = ROOT / "docs" / "guide" / "diagnose.md"
@@ -56,6 +59,16 @@ def sections() -> str:
     return "\n\n".join(parts)
 
 
+def readme() -> str:
+    """The README with what its commands print today; of the diagnosis the first lines."""
+
+    def answered(shown: re.Match[str]) -> str:
+        lines = answer(shown[1]).splitlines()
+        return f"```text\n$ {shown[1]}\n" + "\n".join(lines[: lines.index("") if " diagnose " in shown[1] else len(lines)]) + "\n```"
+
+    return re.sub(r"```text\n\$ (playbook (?:diagnose|plan) [^\n]*)\n.*?```", answered, README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 def diagnosis() -> str:
     """The answer to the command of the page's example, on the log that the page shows."""
     page = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
@@ -67,6 +80,7 @@ def diagnosis() -> str:
 
 
 if __name__ == "__main__":
+    README.write_text(readme(), encoding="utf-8")
     before = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
     DIAGNOSIS.write_text(f"{before}{ANSWERED}\n\n```text\n{diagnosis()}\n```\n", encoding="utf-8")
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]

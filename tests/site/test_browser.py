@@ -107,6 +107,19 @@ def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: 
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
 
 
+def test_home_shows_every_interval_without_scrolling_and_its_box_asks_the_search(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/index.html")
+    box = page.locator(".pb-forest").bounding_box()
+    assert box["y"] + box["height"] <= DESK["height"]
+    page.fill("#pb-ask", "my MoE training on 64 H100 is at 25 % MFU")
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 5).some(a => a.href.includes('guide/diagnose'))",
+        timeout=20_000,
+    )
+    assert page.input_value("input.md-search__input") == "my MoE training on 64 H100 is at 25 % MFU"
+
+
 def shown(page: Any, selector: str) -> int:
     return int(page.locator(f"{selector}:visible").count())
 
@@ -246,7 +259,9 @@ PICTURES = {
     "calculator-broken": "_generated/calculator.html?model=deepseek_v3&gpus=256&cp=32&ep=32&pp=8&vpp=4&seq_len=131072",
     "evidence": "evidence/index.html",
     "families": "_generated/families.html",
-    "models": "_generated/models.html",
+    "published": "_generated/published.html",
+    "plans": "_generated/plans.html",
+    "parallelism": "learn/parallelism.html",
 }
 
 

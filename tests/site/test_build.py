@@ -54,6 +54,11 @@ def pages(built: Path) -> list[Path]:
 
 
 @pytest.mark.full
+def test_no_page_is_too_large_for_a_phone(built: Path) -> None:
+    assert [f"{p.name}: {p.stat().st_size}" for p in pages(built) if p.stat().st_size > 300_000] == []
+
+
+@pytest.mark.full
 def test_no_page_fetches_anything_from_elsewhere(built: Path) -> None:
     assert len(pages(built)) > 10
     for page in pages(built):
