@@ -1,4 +1,4 @@
-"""A short run of the trainer on the CPU, for statements about what it leaves behind."""
+"""A short run of the trainer, on the CPU where nothing else is said, for statements about what it leaves behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def train(config: str, out: Path, *words: str) -> str:
         *(sys.executable, "-m", "playbook_trainer", str(data_root("configs") / f"{config}.yaml"), f"output={out}"),
         *(*_TINY, *words),
     ]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    hidden = {} if "train.device=cuda" in words else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

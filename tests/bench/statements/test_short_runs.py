@@ -87,6 +87,24 @@ def test_a_run_that_does_not_evaluate_or_starts_anew_is_noticed(
     assert not finetune_saves_and_evaluates()[0]
 
 
+@pytest.mark.parametrize(("written", "wanted"), [("fsdp_dtensor", True), ("torch_dist", False), (None, False)])
+def test_checkpoints_of_another_format_than_the_named_one_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, written: str | None, wanted: bool
+) -> None:
+    def planted(config: str, out: Path, *words: str) -> str:
+        assert "backend=megatron" in words
+        out.mkdir()
+        folder = out.parent / "checkpoints" / "step_00000004"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoint.json").write_text(json.dumps({"format": written}))
+        (out / "summary.json").write_text(json.dumps({"eval": [{"step": 2}, {"step": 4}]}))
+        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s}) + "\n" for s in (5, 6)))
+        return ""
+
+    monkeypatch.setattr(short_runs, "train", planted)
+    assert finetune_saves_and_evaluates(["backend=megatron"], "fsdp_dtensor")[0] is wanted
+
+
 @pytest.mark.full
 def test_a_run_that_fails_is_an_answer_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_runs, "_TINY", (*short_runs._TINY, "train.stepz=1"))
