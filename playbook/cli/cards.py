@@ -48,6 +48,7 @@ def search(
     from playbook.cards import search as engine
     from playbook.cards.pages import load_pages
     from playbook.cards.terms import stated
+    from playbook.diagnosis.question import diagnosis_of
 
     run = stated(hardware, model, gpus)
     cards = load.load_all()
@@ -56,6 +57,9 @@ def search(
     if as_json:
         print_json(found.as_row())
         return
+    speed = diagnosis_of(query, run)
+    if speed:
+        say(f"how fast it should be, and what to try: {speed}")
     if found.none:
         complain(f"{found.none}; playbook cards list shows all cards")
     if found.nearest:

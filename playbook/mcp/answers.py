@@ -54,6 +54,8 @@ class SearchAnswer(BaseModel):
     none: str = ""
     nearest: list[str] = Field(default_factory=list)
     pages: list[PageHit] = Field(default_factory=list)
+    diagnosis: str = ""
+    """The command, or the tool's arguments, of the diagnosis that a question about speed asks for."""
 
 
 class CardRow(BaseModel):

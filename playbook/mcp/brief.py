@@ -51,7 +51,8 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _search(answer: Mapping[str, Any]) -> str:
-    lines = [answer["none"]] if answer["none"] else []
+    lines = [f"a speed is judged by: {answer['diagnosis']}"] if answer["diagnosis"] else []
+    lines += [answer["none"]] if answer["none"] else []
     lines += [f"nearest, perhaps of no use: {', '.join(answer['nearest'])}"] if answer["nearest"] else []
     for hit in answer["hits"]:
         stands = "; ".join(f"{i} {', '.join(hit['standing'][i]) or 'untested'}" for i in hit["claims"][:3])

@@ -27,6 +27,7 @@ from playbook.cards.pages import load_pages
 from playbook.cards.terms import stated
 from playbook.diagnosis.answer import Exporter
 from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import Figures
 from playbook.errors import PlaybookError
 from playbook.mcp import planning
@@ -181,7 +182,8 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            found = engine.search(index(), query, stated(hardware, model and (named(model) or model), gpus), only=only, limit=limit)
+            run = stated(hardware, model and (named(model) or model), gpus)
+            found = engine.search(index(), query, run, only=only, limit=limit)
             rows = [
                 SearchHit(
                     **{**asdict(h), "why": h.why[:_MAX_TEXT], "limits": [x[:_MAX_TEXT] for x in h.limits]},
@@ -190,7 +192,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
                 for h in found.hits
             ]
             pages = [PageHit(source=p.source, title=p.title) for p in found.pages]
-            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages)
+            answer = SearchAnswer(hits=rows, none=found.none, nearest=found.nearest, pages=pages, diagnosis=diagnosis_of(query, run))
             return bounded(answer, "ask with a smaller limit")
 
 

@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 import pytest
 
 from playbook.cards.load import load_all
+from playbook.cards.terms import Facts
 from playbook.cli import app
 from playbook.cli.diagnosis.changes import changed
 from playbook.diagnosis import published, walls
 from playbook.diagnosis.actions import actions
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
+from playbook.diagnosis.question import diagnosis_of
 from playbook.diagnosis.setting import FRAMEWORKS, Figures, measured, setting
 from playbook.errors import ConfigError
 from playbook.paths import data_root
@@ -238,6 +240,20 @@ def test_where_nothing_fits_the_answer_says_what_would(known):
     assert none["predicted"]["best"] is None
     assert none["predicted"]["nothing_fits"]["ways"]
     assert none["actions"] == []
+
+
+@pytest.mark.parametrize(
+    ("question", "command"),
+    [
+        ("my MoE training on 64 H100 is at 25 % MFU", "--model MODEL --gpus 64 --gpu h100 --mfu 25"),
+        ("Qwen3-30B-A3B is slow on 8 x H200", "--model qwen3_30b_a3b --gpus 8 --gpu h200"),
+        ("MFU of 31.5 with deepseek_v3", "--model deepseek_v3 --gpus N --gpu KIND --mfu 31.5"),
+        ("oom at 128k on 8 H100", ""),
+        ("why is all-to-all slow", ""),
+    ],
+)
+def test_a_question_about_speed_becomes_a_command(question, command):
+    assert diagnosis_of(question, Facts()) == (f"playbook diagnose {command}" if command else "")
 
 
 def run(capsys, *words):
