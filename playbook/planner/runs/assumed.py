@@ -40,6 +40,10 @@ _PRECISIONS = {
 }
 _UNMODELLED = {"glm_5": "sparse attention: the time of its indexer is not modelled"}
 _FROZEN = ("peft", "lora")
+_HYBRID_EP_SINCE = "2025-11"
+"""Megatron-LM, pull request 2176, and Megatron Bridge, 1367."""
+_OVERLAP_SINCE = "2025-09"
+"""Overlap of expert communication: Megatron Core 0.14, of which the containers of 25.09 are the first."""
 _SHARDING = {"": "", "0": "optimizer", "none": "none", "optimizer": "optimizer", "zero3": "fsdp", "on": "fsdp", "fsdp": "fsdp2"}
 _RECOMPUTE: tuple[tuple[str, ...], ...] = ((), ("moe_act", "layernorm"), ("full",))
 
@@ -277,7 +281,8 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
     options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
     dispatchers = [run.word("dispatcher")]
     if not dispatchers[0] and plan.ep > 1:
-        dispatchers = ["alltoall", "hybridep"] if plan.ep * plan.etp <= machine.domain else ["deepep"]
+        inside = ["alltoall"] if _before(run, _HYBRID_EP_SINCE) else ["alltoall", "hybridep"]
+        dispatchers = inside if plan.ep * plan.etp <= machine.domain else ["deepep"]
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
     if dispatchers == ["custom"]:
         dispatchers = ["deepep"]
@@ -287,14 +292,21 @@ def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], trie
         graphs = [(), ("full_iteration",) if machine.domain > _NODE else _GRAPHED]
         _once(tried, f"CUDA graphs unknown: none, or {', '.join(graphs[1])}, as recipes for this GPU have them")
     overlaps = [False]
-    near = plan.ep * plan.etp <= machine.domain
-    if plan.ep > 1 and not near and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
+    shown = plan.ep * plan.etp > machine.domain and not _before(run, _OVERLAP_SINCE)
+    if plan.ep > 1 and shown and (plan.pp == 1 or plan.vpp > 1) and "full" not in options["recompute"]:
         overlaps = [False, True]
         _once(tried, "overlap of expert communication unknown: with and without")
     return [
         replace(plan, options=replace(plan.options, dispatcher=d, graphs=g, ep_overlap=e, **options))
         for d, g, e in product(dispatchers, graphs, overlaps)
     ]
+
+
+def _before(run: Run, month: str) -> bool:
+    """Whether a run is older than a month; releases are named by theirs, and what has no date is new."""
+    said = run.word("release_or_date")
+    dated = "20" + said.replace(".", "-") if re.match(r"\d\d\.\d\d", said) else said
+    return len(dated) >= len(month) and dated[: len(month)] < month
 
 
 def _once(words: list[str], word: str) -> None:

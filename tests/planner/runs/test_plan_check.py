@@ -142,6 +142,18 @@ def test_unknown_cells_are_said_and_widen_the_interval(write):
     assert not any("dispatcher unknown" in w for w in stated.prediction.words)
 
 
+@pytest.mark.parametrize(
+    ("dated", "overlap", "hybrid"),
+    [("2025-04", False, False), ("25.09", True, False), ("26.04.01", True, True), ("2026", True, True), ("", True, True)],
+)
+def test_what_a_run_is_older_than_is_not_tried(write, dated, overlap, hybrid):
+    header = HEADER.replace("id,", "id,release_or_date,")
+    far, near = (RUN.replace("a,", f"{name},{dated},", 1).replace(",16,13011", f",{ep},13011") for name, ep in (("a", 16), ("b", 8)))
+    words = ["; ".join(row.prediction.words) for row in check(write(header, far, near))]
+    assert ("overlap of expert communication unknown" in words[0]) is overlap
+    assert ("hybridep" in words[1]) is hybrid
+
+
 HOSTILE = {
     "no file": (None, "cannot be read"),
     "empty": ("", "no column model, hardware, gpus"),
