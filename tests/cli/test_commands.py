@@ -239,7 +239,7 @@ def test_a_card_is_shown_whole(capsys, elsewhere):
         assert part in out
     _, out, _ = run(capsys, "cards", "show", "recompute")
     for part in (
-        "; avoid train.recompute_modules ['core_attn']  (because L3, L4, L4.c)",
+        "; avoid train.recompute_modules ['core_attn']  (because L3, L3.b, L4, L4.c)",
         "\ninteractions\n  Modules nested in one another",
     ):
         assert part in out
