@@ -188,6 +188,9 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
     """Where a run is slower than its prediction allows for, something holds it back that no plan knows: that comes before all else."""
     if seen.trace or speed is None or time is None or speed.tokens_per_s_per_gpu >= time.tokens_per_s_per_gpu.low:
         return []
+    title = "trace three steps first: the run is slower than its layout's prediction allows for"
+    if where.plan is None:
+        title = "name the layout, and trace three steps: the run is slower than the fastest layout's prediction allows for"
     empty: dict[str, Any] = {
         "expected": None,
         "at_most": False,
@@ -200,7 +203,7 @@ def _trace_first(where: Setting, speed: Measured | None, time: StepTime | None, 
     }
     return [
         {
-            "id": "trace", "title": "trace three steps first: the run is slower than its prediction allows for", "walls": [], **empty,
+            "id": "trace", "title": title, "walls": [], **empty,
             **{k: list(v) for k, v in asdict(Changed()).items()}, "test": [_how(where)],
             "note": "waits for data, paths that are not fused, slow ranks and throttled clocks are not predicted",
         }

@@ -23,6 +23,7 @@ from playbook.planner.memory import stages
 from playbook.planner.models import MODELS
 from playbook.planner.time.step import step_time
 from playbook.records.read import read
+from playbook_bench.trace.walls import DATA_WAIT, EXPOSED, HOST_BOUND
 
 MOE = "qwen3_30b_a3b"
 
@@ -232,6 +233,13 @@ def test_predicted_walls_are_shares_of_the_step():
     plain = replace(where.plan, options=replace(where.plan.options, recompute=()))
     lean = walls.predicted(step_time(plain, where.question.cluster), plain, where.question.cluster)
     assert {w.name: w.share for w in lean}["memory"] == 0.0
+
+
+def test_thresholds_are_those_of_a_trace():
+    limits = {w.name: w.threshold for w in walls.traced(TRACE)}
+    assert limits["host-bound"] == HOST_BOUND
+    assert limits["exposed communication"] == EXPOSED
+    assert limits["data wait"] == DATA_WAIT
 
 
 def test_where_nothing_fits_the_answer_says_what_would(known):
