@@ -74,6 +74,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(forks: Forks, tmp_path: Pat
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_a_run_of_epochs_on_a_file_with_another_to_evaluate_on(forks: Forks, tmp_path: Path) -> None:
     for name, count in (("train", 18), ("held", 4)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i} " * 9}) + "\n" for i in range(count)))

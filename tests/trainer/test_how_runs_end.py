@@ -185,6 +185,8 @@ def test_evaluation_holds_one_batch_at_a_time(forks: Forks, tmp_path: Path) -> N
             "data.images=fixed",
             "data.fixed_image_size=[64, 64]",
             "data.seq_len=64",
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
             "data.pack=false",
             "train.receipt=false",
             "train.warmup_steps=0",

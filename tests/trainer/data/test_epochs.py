@@ -77,7 +77,7 @@ def test_an_evaluation_file_is_read_whole_and_none_of_the_training_data_is_held_
     assert documents(own, "eval", 5) == {f"<own {i}>" for i in range(5)}
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "no file or folder"), ("7\n", "own.jsonl:1"), ("", "own")])
+@pytest.mark.parametrize(("content", "said"), [(None, r"eval\.path: no file or folder"), ("7\n", "own.jsonl:1"), ("", "own")])
 def test_an_evaluation_file_that_cannot_be_read_is_refused_at_the_start(
     content: str | None, said: str, texts: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -102,16 +102,24 @@ def check_data(config: TrainerConfig, splits: Sequence[Split]) -> None:
         DataError: missing or unreadable data.
         ConfigError: data and model do not fit each other.
     """
-    model = config.model
     for split in splits:
-        make_rows(config, split)
-    for data in {data.path: data for data in (_data_of(config, split) for split in splits)}.values():
-        if data.kind == "text":
-            _read_first(open_text(data, model), text_documents(model, data), data)
-        elif data.kind == "chat":
-            _read_first(open_chat(data), _chat_documents(model, data), data)
-        elif data.kind == "vqa":
-            _read_first(open_vqa(data), _vqa_documents(model, data), data)
+        try:
+            make_rows(config, split)
+            if split == "train" or config.eval.path is not None:
+                _check_first(_data_of(config, split), config.model)
+        except DataError as e:
+            if split == "train" or config.eval.path is None:
+                raise
+            raise DataError(str(e).replace("data.path", "eval.path")) from e
+
+
+def _check_first(data: DataConfig, model: ModelConfig) -> None:
+    if data.kind == "text":
+        _read_first(open_text(data, model), text_documents(model, data), data)
+    elif data.kind == "chat":
+        _read_first(open_chat(data), _chat_documents(model, data), data)
+    elif data.kind == "vqa":
+        _read_first(open_vqa(data), _vqa_documents(model, data), data)
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> None:

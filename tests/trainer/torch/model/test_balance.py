@@ -220,25 +220,28 @@ BALANCED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The steps of one rank."""
+    out = tmp_path_factory.mktemp("alone")
+    assert forks.run([*QUICK, *BALANCED, f"output={out}"], 1, free_port()) == [0], forks.text(0)
+    return steps(out)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.ep=2"],
-        ["parallel.cp=2"],
+        ["parallel.cp=2", "parallel.ep=2"],
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
-        ["parallel.tp=2"],
-        ["parallel.pp=2"],
         ["parallel.tp=2", "parallel.etp=1"],
+        ["parallel.pp=2"],
     ],
     ids=lambda words: " ".join(words),
 )
-def test_every_layout_balances_as_one_rank(layout: list[str], forks: Forks, tmp_path: Path) -> None:
-    found = []
-    for name, ranks, words in (("one", 1, []), ("two", 2, layout)):
-        assert forks.run([*QUICK, *BALANCED, *words, f"output={tmp_path / name}"], ranks, free_port()) == [0] * ranks, forks.text(0)
-        found.append(steps(tmp_path / name))
-    for a, b in zip(*found, strict=True):
+def test_every_layout_balances_as_one_rank(layout: list[str], alone: list[dict[str, Any]], forks: Forks, tmp_path: Path) -> None:
+    assert forks.run([*QUICK, *BALANCED, *layout, f"output={tmp_path}"], 2, free_port()) == [0, 0], forks.text(0)
+    for a, b in zip(alone, steps(tmp_path), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["expert_load"] == pytest.approx(a["expert_load"], abs=1e-6)
