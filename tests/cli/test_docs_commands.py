@@ -23,6 +23,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "docs/trainer-files.md",
     *sorted((ROOT / "docs/guide").glob("*.md")),
+    *sorted((ROOT / "docs/learn").glob("*.md")),
 ]
 
 
