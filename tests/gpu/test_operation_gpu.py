@@ -38,7 +38,7 @@ optim = optimizer.make(parts, first.optimizer)
 index = Checkpointer(first, axes, model, parts, optim).restore()
 saver = Checkpointer(second, axes, model, parts, optim)
 assert saver.restore() is None
-assert saver.save(index.step, index.data)
+assert saver.save(index.step, index.data) is None
 saver.wait()
 """
 

@@ -56,11 +56,11 @@ FULL = """
 import os, resource, signal
 from playbook_trainer.torch import checkpoint
 real = checkpoint.Checkpointer.save
-def planted(self, step, data):
-    if step == 4 and os.environ["RANK"] == "1":
+def planted(self, *given):
+    if given[0] == 4 and os.environ["RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    return real(self, step, data)
+    return real(self, *given)
 checkpoint.Checkpointer.save = planted
 """
 
@@ -70,8 +70,8 @@ import shutil
 from pathlib import Path
 from playbook_trainer.torch import checkpoint
 real = checkpoint.Checkpointer.save
-def planted(self, step, data):
-    done = real(self, step, data)
+def planted(self, *given):
+    done = real(self, *given)
     self.wait()
     shutil.rmtree(self._config.output)
     return done
