@@ -39,11 +39,12 @@ def first_step_from_trained_weights(steps: int, rate: float, least_ratio: float)
     ratios = {weights: norms[f"{weights}, vqa"] / norms[f"{weights}, text"] for weights in ("trained", "fresh")}
     holds = ratios["trained"] >= least_ratio and losses[1] < losses[0]
     # One digit: the norms of a few steps differ in their last ones from machine to machine, and a record has to replay.
+    shown = {weights: float(f"{ratio:.1g}") for weights, ratio in ratios.items()}
     sentence = (
-        f"first gradient norm on images over that on text: {ratios['trained']:.1g} times from weights trained on text for {steps} steps, "
-        f"{ratios['fresh']:.1g} times from fresh ones; claimed at least {least_ratio:g} times"
+        f"first gradient norm on images over that on text: {shown['trained']:g} times from weights trained on text for {steps} steps, "
+        f"{shown['fresh']:g} times from fresh ones; claimed at least {least_ratio:g} times"
     )
-    return holds, sentence if losses[1] < losses[0] else f"{steps} steps did not lower the loss on text", {}
+    return holds, sentence if losses[1] < losses[0] else f"{steps} steps did not lower the loss on text", shown
 
 
 def _first(out: Path) -> dict[str, Any]:
