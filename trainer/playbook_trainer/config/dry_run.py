@@ -117,9 +117,10 @@ def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: i
     """Bytes of the copies of weights that FSDP hands out, in the precision of training.
 
     Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
-    stay until the backward pass. Source: `playbook_trainer.torch.build.shard` and `wants_fsdp`.
+    stay until the backward pass. One rank whose weights have that precision has no copies. Source: `playbook_trainer.torch.build.shard` and `_wants_fsdp`.
     """
-    if not (plan.dp * plan.cp > 1 or plan.edp > 1 or config.train.dtype == "bf16" or config.offload.optimizer):
+    cast = config.train.dtype == "bf16" and (config.optimizer.master_weights == "fp32" or bool(config.train.freeze))
+    if not (plan.dp * plan.cp > 1 or plan.edp > 1 or cast or config.offload.optimizer):
         return 0.0
     again = config.parallel.reshard_after_forward
     dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again

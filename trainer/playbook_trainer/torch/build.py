@@ -198,8 +198,13 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
 
 
 def _wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
-    """FSDP2 also serves one rank: it keeps the master weights, if need be on the host, and hands out copies in the precision of training."""
-    return axes.dp_cp.size > 1 or axes.edp.size > 1 or config.train.dtype == "bf16" or config.offload.optimizer
+    """FSDP2 also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
+
+    Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients. Frozen ones stay in float32.
+    """
+    if axes.dp_cp.size > 1 or axes.edp.size > 1 or config.offload.optimizer:
+        return True
+    return config.train.dtype == "bf16" and (config.optimizer.master_weights == "fp32" or bool(config.train.freeze))
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:

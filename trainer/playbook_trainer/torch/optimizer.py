@@ -117,7 +117,7 @@ def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
 def add_in_float32(part: Shard) -> None:
     """Keep the gradient of a 16-bit parameter in float32 from its first reduction on, because more will be added to it.
 
-    FSDP adds in place to what it finds, so the sum is then the one that float32 parameters get.
+    FSDP and autograd add in place to what they find, so the sum is then the one that float32 parameters get.
     """
 
     def widen(param: Tensor) -> None:
@@ -126,6 +126,10 @@ def add_in_float32(part: Shard) -> None:
 
     for tensor in (part.param, part.local):
         tensor.grad_dtype = None  # any
+    if not isinstance(
+        part.param, DTensor
+    ):  # FSDP rounds what it reduces; autograd, with any type allowed, would add a norm's float32 gradient as it is
+        part.param.register_hook(lambda grad: grad.to(part.param.dtype).to(grad.dtype))
     part.param.register_post_accumulate_grad_hook(widen)
 
 

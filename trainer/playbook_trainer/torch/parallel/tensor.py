@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if need:
                 torch.mm(probs, weight_WD, out=grad)
             if grad_w is not None:
-                grad_w += probs.t() @ x
+                add_product(grad_w, probs.t(), x)
         if need:
             ctx.save_for_backward(grad_x, grad_w)
         return loss
@@ -100,6 +100,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grads[0]
         grad_x = grad_x * scale.to(grad_x.dtype)
         return grad_x, None if grad_w is None else (grad_w * scale).to(grad_x.dtype), None, None, None, None
+
+
+def add_product(sum_WD: Tensor, a_WN: Tensor, b_ND: Tensor) -> None:
+    """Add `a @ b` to float32 sums in place; on a GPU the product of 16-bit factors adds to them itself, unrounded."""
+    if a_WN.is_cuda and a_WN.dtype == b_ND.dtype == torch.bfloat16:
+        torch.addmm(sum_WD, a_WN, b_ND, out_dtype=torch.float32, out=sum_WD)
+    else:
+        sum_WD += a_WN @ b_ND
 
 
 def plain_rows(logits: Tensor, target: Tensor, valid: Tensor, tp: Axis, need: bool) -> tuple[Tensor, Tensor]:
