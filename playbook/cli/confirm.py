@@ -57,7 +57,7 @@ def confirm(
         bool,
         typer.Option(
             "--untested",
-            help="With --all and --profile: claims without a fresh verdict from it, those that most rules rest on first; --budget ends it, the next call goes on.",
+            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on.",
         ),
     ] = False,
     profile: Profile = None,
@@ -73,15 +73,18 @@ def confirm(
     job: JobId = None,
     journal: JournalFolder = None,
     fork: Fork = False,
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help="Trace the variants of a timed verdict from GPUs: where the difference lies.")
+    ] = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="With --all, list what does not apply here instead of counting it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims by matched runs of the trainer, on this machine or in a Slurm job. Each claim gets a verdict with its evidence."""
     if every == bool(targets) and not job:
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
-    if untested and (not every or profile is None or launcher == "slurm"):
-        raise PlaybookError("--untested goes with --all and --profile PROFILE, such as h200x1, on the machine itself")
-    chosen = _waiting(profile or "", results) if untested else list(load_all()) if every else targets or []
+    if untested and (profile is None or launcher == "slurm"):
+        raise PlaybookError("--untested goes with --profile PROFILE, such as h200x1, on the machine itself")
+    chosen = _waiting(profile or "", results, targets or []) if untested else list(load_all()) if every else targets or []
     seconds = to_seconds(budget)
     request = slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
     slurm.check_request(launcher, request)
@@ -95,14 +98,16 @@ def confirm(
         raise typer.Exit(slurm.confirm(words, results, request, journal))
     runs_by = allocation or (ForkLauncher() if fork else LocalLauncher())
     kept = slurm.journal(journal or ((results or DEFAULT_RESULTS) / "journal" / "campaign" if untested else None), allocation, fork)
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested)
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace)
     show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
 
 
-def _waiting(profile: str, results: Path | None) -> list[str]:
-    """The claims of a campaign, the most valuable first; said before the first is tested."""
+def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> list[str]:
+    """The claims of a campaign, the most valuable first, or in the order in which they are `named`; said before the first is tested."""
     cards = load_all()
     found = untested_claims(cards, records_here(cards, here(), results), profile, datetime.now(UTC).date())
+    asked = dict.fromkeys(f"{task.claim.card}/{task.claim.id}" for target in named for task in tasks_of(target) if task.claim)
+    found = [target for target in asked if target in found] if named else found
     complain(f"{count(len(found), 'claim')} without a fresh verdict from {profile}: {', '.join(found) or 'nothing to do'}")
     return found
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from playbook.records.case import LAUNCHED_KINDS
-from playbook.records.evidence import Evidence, Plan, Run, noise_key
+from playbook.records.evidence import Baseline, Evidence, Measured, Plan, Run, noise_key, workload
 from playbook.records.first_rules import FIRST_RULES
 from playbook.records.machine import label
 
+NEIGHBOURHOOD = timedelta(hours=2)
+"""For how long series in one place share an A/A."""
 _CLOCK_TOLERANCE = 0.02
 """By how much the sum of steps may differ from the timed window that the trainer reported, as a share."""
 
@@ -99,7 +102,7 @@ def _clock(evidence: Evidence) -> Iterator[str]:
 
 
 def _noise(evidence: Evidence) -> Iterator[str]:
-    """The A/A that floors the noise is one of this machine, of a configuration of this series."""
+    """The A/A that floors the noise is one of this machine, and of a configuration of this series or of its neighbourhood."""
     measured, aa = evidence.measured, evidence.measured.aa
     if aa is None:
         return
@@ -107,11 +110,26 @@ def _noise(evidence: Evidence) -> Iterator[str]:
         yield f"the A/A is of {aa.machine}, the runs of {measured.machine.name}"
     if (measured.profile or aa.profile) != aa.profile:
         yield f"the A/A is of profile {aa.profile}, the runs of {measured.profile}"
+    own = {r.config_sha for r in measured.runs}
+    foreign = {r.config_sha for r in aa.runs} - own
+    if foreign and aa.place is not None:
+        yield from _neighbourhood(measured, aa)
+        return
     known = [r for r in measured.runs if r.strict_sha in measured.strict]
     if known and aa.noise_key not in {noise_key(r, measured.strict) for r in known}:
         yield f"the A/A has the noise key {aa.noise_key[:16]}: it was measured in another environment or configuration than every run"
-    if foreign := {r.config_sha for r in aa.runs} - {r.config_sha for r in measured.runs}:
+    if foreign:
         yield f"the A/A ran configuration {_short(sorted(foreign))}, none of the series did"
+
+
+def _neighbourhood(measured: Measured, aa: Baseline) -> Iterator[str]:
+    """An A/A of another configuration is of the same workload, and was measured within hours of the series."""
+    workloads = {workload(r, measured.configs[r.config_sha]) for r in measured.runs if r.config_sha in measured.configs}
+    if any(workload(r, aa.config) not in workloads for r in aa.runs):
+        yield "the A/A is of another configuration, and of another environment, backend or number of ranks than every run"
+    times = [[datetime.fromisoformat(r.started) for r in runs if r.started] for runs in (measured.runs, aa.runs)]
+    if not all(times) or abs(min(times[0]) - max(times[1])) > NEIGHBOURHOOD:
+        yield f"the A/A is of another configuration and was not measured within {NEIGHBOURHOOD} of the series"
 
 
 def _machine(evidence: Evidence) -> Iterator[str]:

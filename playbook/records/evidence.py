@@ -173,6 +173,8 @@ class Baseline(Strict):
     """Exported variables that steer the libraries, and power limits; one from before they were noted has None, and fits any."""
     config: dict[str, Any] = Field(default_factory=dict)
     """The resolved configuration that its runs share; empty in older ones."""
+    place: str | None = None
+    """Hash of the host's name and its GPUs' numbers: series in the same place share an A/A for a while."""
     runs: list[Run]
 
 
@@ -431,3 +433,13 @@ def noise_key(run: Run, strict: Mapping[str, Mapping[str, Any]]) -> str:
         if isinstance(env.get(part), dict):
             env[part].pop(left_out, None)
     return digest({"env": env, "config": run.config_sha, "ranks": run.ranks}, 16)
+
+
+def workload(run: Run, config: Mapping[str, Any]) -> str:
+    """What an A/A of another configuration must share with a series in its neighbourhood: environment, ranks, backend, and whether rows hold images.
+
+    The environment counts to the last bit, the trainer's source included: such an A/A is minutes old.
+    """
+    data, model = config.get("data"), config.get("model")
+    images = isinstance(data, Mapping) and data.get("kind") == "vqa", isinstance(model, Mapping) and model.get("vision") is not None
+    return digest({"env": run.strict_sha, "ranks": run.ranks, "backend": config.get("backend"), "images": images}, 16)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -113,3 +115,16 @@ class TraceResult(Strict):
     def ok(self) -> bool:
         """Whether every variant gave a table."""
         return all(v.table is not None for v in self.variants.values())
+
+
+def waterfall(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """What makes up the difference between the steps of two tables, in milliseconds, the largest part first; the parts add up to it exactly.
+
+    A part is a range without those inside it, over its passes; idle is when nothing ran. Of a sweep, the tables are of two of its variants.
+    """
+    parts: Counter[str] = Counter()
+    for sign, found in ((-1, baseline), (1, candidate)):
+        for row in found["rows"]:
+            parts[row["path"].rsplit("/", 1)[-1]] += sign * row["self_ms"]
+        parts["idle"] += sign * (found["span_ms"] - found["busy_ms"])
+    return sorted(((name, ms) for name, ms in parts.items() if ms), key=lambda part: -abs(part[1]))

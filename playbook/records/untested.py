@@ -19,18 +19,29 @@ _DECIDED = ("confirmed", "refuted")
 def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> list[str]:
     """Claims and mechanism checks, as `CARD/CLAIM`, that have no fresh verdict from this profile and whose case has it, or needs no run.
 
-    Those that most decision rules rest on come first; a claim's mechanism check follows it, and what failed when it last ran comes last.
+    Those that most decision rules rest on come first, and a claim's mechanism check follows it. Behind them come those that were undecided after all
+    of their pairs, and last what failed when it last ran.
     """
     rules = Counter(claim for card in cards.values() for rule in card.decide for claim in rule.because)
-    waiting: list[tuple[tuple[bool, int], str]] = []
+    waiting: list[tuple[tuple[int, int], str]] = []
     for card in cards.values():
         for claim in card.claims:
             for asked in (c for c in (claim, claim.mechanism_check) if c):
                 own = [r for r in earlier(records, asked.id) if not r.altered and _profile(r) in (profile, None)]
                 if _has(asked, profile) and not any(r.status in _DECIDED and not r.stale(today, asked) for r in own):
-                    failed = bool(own) and max(own, key=lambda r: r.measured).status == "error"
-                    waiting.append(((failed, -rules[claim.id]), f"{card.id}/{asked.id}"))
+                    last = max(own, key=lambda r: r.measured, default=None)
+                    waiting.append(((_lateness(last, today, asked), -rules[claim.id]), f"{card.id}/{asked.id}"))
     return [target for _, target in sorted(waiting, key=lambda w: w[0])]
+
+
+def _lateness(last: Record | None, today: date, asked: Claim | MechanismCheck) -> int:
+    """How far behind a claim has to wait: its last series failed, or took all of its pairs and left it open; a series that time cut goes on at once."""
+    if last is None:
+        return 0
+    if last.status == "error":
+        return 2
+    reason = last.content.derived.verdict.reason if isinstance(last.content, Evidence) else None
+    return int(reason == "power" and not last.stale(today, asked))
 
 
 def _profile(record: Record) -> str | None:

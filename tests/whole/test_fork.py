@@ -78,9 +78,10 @@ def test_forked_ranks_train_as_fresh_ones_do_and_start_sooner(launcher, tmp_path
     assert [r.outcome for r in results] == ["ok", "ok"]
     assert curve(fresh) == curve(first) == curve(second)
     assert start_up(second) < start_up(fresh) / 2
-    assert len(launcher.servers) == 1, "one configuration, one server"
+    assert launcher.run(spec(tmp_path / "other", "optimizer.lr=1e-5")).outcome == "ok"
+    assert len(launcher.servers) == 1, "configurations that import the same share a server"
     (server,) = launcher.servers.values()
-    assert len(server.pids) == 4
+    assert len(server.pids) == 6
     gone(launcher, 1)
     launcher.close()
     assert not Path(f"/proc/{server.process.pid}").exists()
@@ -163,3 +164,18 @@ def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, m
     (gate,) = [g for g in derived.gates if g.name == "environment"]
     assert (gate.ok, gate.detail) == (not detail, detail)
     assert (found.status in ("confirmed", "refuted")) == (not detail)
+
+
+def test_what_imports_depend_on_has_a_server_of_its_own(tmp_path):
+    """The backend, and variables that libraries read when they are imported; nothing else of a configuration."""
+    plain = spec(tmp_path)
+    environment = {"OMP_NUM_THREADS": "1"}
+    key = forked._imports(plain, environment)
+    assert forked._imports(spec(tmp_path, "optimizer.lr=1e-5", "train.steps=7"), environment) == key
+    others = {
+        forked._imports(plain, {"OMP_NUM_THREADS": "2"}),
+        forked._imports(replace(plain, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}), environment),
+        forked._imports(spec(tmp_path, "parallel.comm_sms=8"), environment),
+        forked._imports(spec(tmp_path, "backend=megatron", "train.dtype=bf16", "data.pack=false", "train.device=cuda"), environment),
+    }
+    assert len(others - {key}) == 4

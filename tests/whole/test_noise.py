@@ -3,14 +3,16 @@
 import functools
 import io
 import json
+from collections import Counter
 
 import pytest
 from planted_case import FAKE, bench, options
 from typer.testing import CliRunner
 
 from playbook.cli.app import app
+from playbook.records.consistency import contradictions
 from playbook_bench.launch import local
-from playbook_bench.run import aa, replay, report
+from playbook_bench.run import aa, replay, report, store
 from playbook_bench.run import options as defaults
 
 
@@ -22,6 +24,41 @@ def test_a_stored_noise_is_used_again_and_checked_by_a_fresh_pair(case, tmp_path
     found = bench(case(), tmp_path)
     assert found.evidence.measured.aa == noise.baseline
     assert sum(r.role == "aa" for r in found.evidence.measured.runs) == 2
+
+
+@pytest.mark.full
+def test_series_of_one_workload_share_the_noise_of_their_neighbourhood(case, tmp_path, plant, monkeypatch):
+    """Another configuration, minutes later, in the same place: ten launches instead of eighteen, and the record says whose noise it is."""
+    monkeypatch.setattr(aa, "LEAST_GPUS", 0)
+    plant(candidate={"slower": 0.3})
+    first, second = bench(case(), tmp_path), bench(case(steps=13), tmp_path)
+    roles = [Counter(r.role for r in found.evidence.measured.runs) for found in (first, second)]
+    assert roles == [Counter(burn_in=2, measure=8)] * 2
+    assert [o.evidence.seconds.total > sum(r.wall_s for r in o.evidence.measured.runs) + 0.5 for o in (first, second)] == [True, False]
+    assert second.evidence.measured.aa == first.evidence.measured.aa
+    assert "measured for planted, in the same place" in second.evidence.derived.gates[-2].detail
+    assert store.load_checked(second.path)[1] == []
+    assert replay.replay(second.path) == (True, [])
+
+
+@pytest.mark.full
+def test_a_noise_from_elsewhere_or_of_another_workload_is_not_shared(case, tmp_path, plant, monkeypatch):
+    monkeypatch.setattr(aa, "LEAST_GPUS", 0)
+    plant(candidate={"slower": 0.3})
+    first = bench(case(), tmp_path)
+    second = bench(case(steps=13), tmp_path).evidence
+    for name, change in {
+        "another configuration": {"config": {**first.evidence.measured.aa.config, "backend": "megatron"}},
+        "not measured within": {
+            "runs": [r.model_copy(update={"started": "2026-01-01T00:00:00Z"}) for r in first.evidence.measured.aa.runs]
+        },
+        "noise key": {"place": None},
+    }.items():
+        measured = second.measured.model_copy(update={"aa": second.measured.aa.model_copy(update=change)})
+        assert any(name in line for line in contradictions(second.model_copy(update={"measured": measured}))), name
+    monkeypatch.setattr(aa.detect, "place", lambda: ["another host"])
+    third = bench(case(steps=14), tmp_path).evidence.measured
+    assert third.aa != first.evidence.measured.aa
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """Launching ranks by forking: the harness's end of `playbook_trainer.fork_server`.
 
-A fork server is a process that has imported what ranks of one configuration import, with that run's environment, so that libraries which read
-variables at import read the same ones as in a fresh process. It forks a rank for each line that this module writes to it, so a launch starts as many
+A fork server is a process that has imported what ranks of one backend import, with their environment, so that libraries which read
+variables at import read the same ones as in a fresh process; configurations that ask for the same variables share it. It forks a rank for each line that this module writes to it, so a launch starts as many
 seconds sooner as the imports take. Everything after the imports is a rank's own: CUDA, process groups, compiled code. What the two say to each other
 stands in the fork server's docstring.
 """
@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.errors import ConfigError
 from playbook.processes import die_with_parent
 from playbook.records.evidence import digest
 from playbook_bench.launch.local import LocalLauncher, Rank, Spec
-from playbook_trainer.config import tree as trainer_config
+from playbook_trainer.config import environment as trainer_environment
 
 IMPORT_S = 120.0
 """How long imports may take before ranks are started without them."""
@@ -128,7 +129,13 @@ class ForkLauncher(LocalLauncher):
         self.servers.clear()
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
-        key = digest([trainer_config.dump(spec.config) | {"output": ""}, sorted(spec.environment.items())], 16)
+        try:
+            key = _imports(spec, environment)
+        except ConfigError:
+            return super()._start(spec, config, environment, index)  # the rank says what is wrong
+        if (known := self.servers.get(key, None)) is not None and known.process.poll() is not None:
+            known.close()
+            del self.servers[key]  # it was ended from outside: its configurations get another
         if key not in self.servers:
             self.servers[key] = self._start_server(config, environment)
         server = self.servers[key]
@@ -153,3 +160,10 @@ class ForkLauncher(LocalLauncher):
             server.close()
             return None
         return server
+
+
+def _imports(spec: Spec, given: Mapping[str, str]) -> str:
+    """What imports depend on: the backend, and the environment with what the configuration adds to it."""
+    environment = dict(given)
+    added = trainer_environment.apply(spec.config, environment)
+    return digest([spec.config.backend, added, sorted(spec.environment.items()), environment.get("OMP_NUM_THREADS")], 16)

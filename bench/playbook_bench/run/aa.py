@@ -13,7 +13,8 @@ from pathlib import Path
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
-from playbook.records.evidence import Baseline, Run, Variant, noise_key
+from playbook.records.consistency import NEIGHBOURHOOD
+from playbook.records.evidence import Baseline, Run, Variant, noise_key, workload
 from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
@@ -24,6 +25,8 @@ from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
 
+LEAST_GPUS = 1
+"""Of a machine on which series share an A/A: what disturbs a CPU comes and goes by the minute."""
 _NOISY = 0.01
 """Deviation of pairs from which a stored A/A is asked whether the machine has become quieter."""
 _QUIETER_ALPHA = 0.05
@@ -119,6 +122,7 @@ def ensure(running: Series, folder: Path) -> bool:
     A fresh pair that differs more than the stored A/A allows shows that the machine is not as quiet as it was: the A/A is then measured
     anew, and the pair that showed it stays in it, so that the floor rises with what was seen. So is a stored A/A in which one launch stands out:
     it would hide effects until it expires.
+    On GPUs an A/A of the neighbourhood serves as it is, without a fresh pair: see `_neighbour`.
     False where a run fails or does not give the case's metric, or where the budget does not hold them: each ends the series.
 
     The burn-in of the first variant must have run: it tells the environment that a stored A/A must share.
@@ -129,6 +133,12 @@ def ensure(running: Series, folder: Path) -> bool:
     found = store.find_baseline([folder, data_root("baselines")], running.machine, key, detect.surroundings(running.machine))
     if found is not None and running.journal and running.journal.holds(found.runs):
         return _adopt(running, found, first.variant)
+    if near := _neighbour(running, first, folder):
+        running.aa = near
+        running.expected = schedule.launches(running.plan.looks, running.plan.pairs_limit, 0, len(running.variants))
+        _say_if_short(running, 0, first.variant)
+        running.progress.note(f"the A/A of {near.case}, measured here at {near.created[11:16]} UTC, serves this series too")
+        return True
     running.aa = found
     _say_if_short(running, schedule.AA_PAIRS if running.aa is None else schedule.FRESH_AA_PAIRS, first.variant)
     fresh: list[Run] = []
@@ -157,6 +167,30 @@ def ensure(running: Series, folder: Path) -> bool:
         # A disturbed A/A, or one of forked ranks and fresh ones, voids this series alone; stored, it would blunt every later one.
         store.write_baseline(running.aa, folder)
     return True
+
+
+def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
+    """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD`; None where there is none to rely on.
+
+    Its noise is that of another configuration. No verdict is wrong more often for it: pairs that vary more than the A/A says are held to their
+    own deviation (`statistics.intervals`). Only where ratios are compared.
+    """
+    metric = metrics.get(running.case.metric or "")
+    if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio":
+        return None
+    wanted = workload(first, running.configs[first.config_sha])
+    for each in store.neighbours(folder, running.machine, _place(), detect.surroundings(running.machine), NEIGHBOURHOOD):
+        if any(workload(r, each.config) != wanted for r in each.runs) or _problem(each.runs, running):
+            continue
+        found = _differences(each.runs, running)
+        whole = len(found) >= schedule.AA_PAIRS and not statistics.contaminated(found, None)
+        if whole and guards.odd_pair(each.runs, metric) is None:
+            return each
+    return None
+
+
+def _place() -> str:
+    return detect.digest_of(detect.place())
 
 
 def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
@@ -230,6 +264,7 @@ def _baseline(running: Series, runs: Sequence[Run]) -> Baseline:
         noise_key=noise_key(runs[0], running.strict),
         surroundings=detect.surroundings(running.machine),
         config=running.configs[runs[0].config_sha],
+        place=_place(),
         runs=list(runs),
     )
 

@@ -15,9 +15,10 @@ from typing import Protocol
 
 from playbook.cards import load as validate
 from playbook.cards import model
-from playbook.errors import ConfigError, StoreError
+from playbook.errors import ConfigError, PlaybookError, StoreError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import CaseRef, Derived, Evidence, Machine, Measured, Missing, Seconds, digest
+from playbook.records.trace import TraceResult
 from playbook_bench.judge import curve_rules, effects, guards, metrics, verdict
 from playbook_bench.launch import local
 from playbook_bench.launch.forked import ForkLauncher
@@ -32,7 +33,10 @@ from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
 from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.run.variants import resolve_all
+from playbook_bench.trace import collect
 
+_TRACED = 1.5
+"""How much longer a traced launch may take than a timed one, its table included."""
 EXIT_CODES = {"confirmed": 0, "measured": 0, "refuted": 1, "inconclusive": 3, "not_applicable": 4, "error": 5}
 
 
@@ -47,6 +51,10 @@ class Progress(series.Progress, Protocol):
         """A claim has its verdict."""
         ...
 
+    def traced(self, trace: TraceResult) -> None:
+        """The variants of the claims that were last finished have been traced."""
+        ...
+
 
 class Quiet(Silent):
     """No progress at all."""
@@ -55,6 +63,9 @@ class Quiet(Silent):
         """Nothing."""
 
     def finished(self, outcome: Outcome) -> None:
+        """Nothing."""
+
+    def traced(self, trace: TraceResult) -> None:
         """Nothing."""
 
 
@@ -181,7 +192,30 @@ def _run_case(
         lost = problem or lost
     if options.journal and not goes_on:
         options.journal.settle({_key(task): outcome.path for task, outcome in zip(tasks, outcomes, strict=True)})
+    if case is not None and options.trace and not goes_on:
+        _trace(case, [o.evidence for o in outcomes], options, progress)
     return outcomes, goes_on, lost
+
+
+def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: Progress) -> None:
+    """Trace the variants once more where a timed verdict from GPUs has just been reached: what its effect is made of. A trace changes no verdict."""
+    measured = records[0].measured
+    judged = [r for r in records if r.derived.verdict.reason in ("margin", "power", "no_claim")]
+    if not judged or not measured.machine.gpus or case.command or isinstance(options.launcher, SrunLauncher):
+        return
+    took = {r.variant: r.wall_s for r in measured.runs if r.outcome == "ok"}
+    needed = _TRACED * sum(took.values())
+    if options.deadline is not None and time.monotonic() + needed > options.deadline:
+        progress.note(f"no time is left to trace its variants (about {needed:.0f} s): playbook bench trace {case.id} does")
+        return
+    try:
+        found = collect.run(
+            case.id, profile=measured.profile, results=options.results, launcher=options.launcher, progress=progress.note, case=case
+        )
+    except PlaybookError as e:
+        progress.note(f"no trace: {e}")
+        return
+    progress.traced(found)
 
 
 def _default_journal(tasks: Sequence[Task], options: Options, command: str, cases: Sequence[Case]) -> Journal | None:

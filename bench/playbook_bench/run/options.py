@@ -38,6 +38,8 @@ class Options:
     """What an earlier, stopped command with these options has left."""
     campaign: bool = False
     """Cases in the order of the targets, and no further one once the budget is spent: the next call begins with it. Mechanism checks run where they are named."""
+    trace: bool = False
+    """Whether variants are traced once a timed verdict from GPUs is reached."""
     settles: Callable[[Derived], bool] = lambda derived: True
     """Whether an effect that no claim asks about is known well enough at a look."""
     began: float = field(default_factory=time.monotonic)

@@ -22,6 +22,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
+from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, plain
 from playbook_bench.judge import effects, metrics, receipt
 from playbook_bench.run import confirm, schedule
@@ -46,6 +47,8 @@ _NAME = 6
 _INDENT = " " * _NAME
 _BAR = 15
 _PLOT = 24
+_PARTS, _LEAST_PART = 8, 0.02
+"""Parts of a waterfall that are printed at most, and the share of the largest from which one is."""
 _BETWEEN = " between looks"
 
 
@@ -100,6 +103,11 @@ class TerminalProgress:
         if not (self._counts and outcome.status == "not_applicable"):
             print_outcome(outcome, self.out)
 
+    def traced(self, trace: TraceResult) -> None:
+        """Print what the difference between the variants' steps is made of."""
+        self.close()
+        print_waterfall(trace, self.out)
+
     def close(self) -> None:
         """Take the line away."""
         if self._live is not None:
@@ -146,6 +154,23 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         out.print(Text(f"{_INDENT}of the processor time the hypervisor kept {shares}"))
     _print_failed(evidence, out)
     out.print(Text(_INDENT).append(word).append(f"  {sentence}"))
+
+
+def print_waterfall(trace: TraceResult, out: Console) -> None:
+    """The parts of the difference between the first variant's step and each other's, with a bar for each; they add up to it."""
+    tables = {name: v.table.model_dump() for name, v in trace.variants.items() if v.table}
+    if not tables:
+        return
+    first, *others = tables
+    for other in others:
+        parts = waterfall(tables[first], tables[other])
+        most = max((abs(ms) for _, ms in parts), default=1.0)
+        spans = [tables[v]["span_ms"] for v in (first, other)]
+        out.print(
+            Text(f"{_INDENT}traced step of {other}: {spans[0]:.1f} -> {spans[1]:.1f} ms, {spans[1] - spans[0]:+.1f} ms ({trace.collector})")
+        )
+        for name, ms in [p for p in parts if abs(p[1]) >= _LEAST_PART * most][:_PARTS]:
+            out.print(Text(f"{_INDENT}  {name[:24]:<24} {ms:>+9.2f} ms  {('+' if ms > 0 else '-') * round(_PLOT * abs(ms) / most)}"))
 
 
 def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> None:

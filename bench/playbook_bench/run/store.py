@@ -163,6 +163,14 @@ def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, sur
     return max(fitting, key=lambda b: b.created, default=None)
 
 
+def neighbours(folder: Path, machine: Machine, place: str, surroundings: Mapping[str, str], age: timedelta) -> list[Baseline]:
+    """The A/As that were measured in this very place within the last `age`, of any configuration, the newest first."""
+    oldest = (datetime.now(UTC) - age).strftime("%Y-%m-%dT%H:%M:%SZ")
+    found = [load_baseline(p) for p in sorted((folder / machine.name).glob("*.json"))]
+    near = [b for b in found if b.place == place and b.created >= oldest and b.surroundings == surroundings]
+    return sorted(near, key=lambda b: b.created, reverse=True)
+
+
 def write_baseline(baseline: Baseline, folder: Path) -> Path:
     """Store an A/A as `<folder>/<machine>/<case>.<environment>.json`; a newer one of the same environment takes its place."""
     path = folder / baseline.machine / f"{baseline.case}.{baseline.noise_key}.json"

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,8 @@ from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Variant, digest
 from playbook.records.read import parse
 from playbook.records.trace import Collector, ReportFile, TraceResult, TraceTable, VariantTrace
-from playbook_bench.launch.local import TRAINER, Launcher, LocalLauncher, Spec, interruptible, new_folder
+from playbook_bench.launch.forked import ForkLauncher
+from playbook_bench.launch.local import Launcher, LocalLauncher, Spec, interruptible, new_folder
 from playbook_bench.launch.outcome import read_summary
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run import store
@@ -46,13 +47,14 @@ def run(
     *,
     profile: str | None = None,
     results: Path | None = None,
-    command: Sequence[str] | None = None,
+    launcher: Launcher | None = None,
     progress: Callable[[str], None] | None = None,
     case: Case | None = None,
 ) -> TraceResult:
     """Trace every variant of a case, and write the record to `<results>/traces/<case>-<profile>-<id>.json`.
 
-    `command` starts a rank and `progress` gets one line per stage. A launch that fails is an outcome in the record.
+    `launcher` starts the ranks where Kineto observes: forked ones always, for nsys has to start a process itself. `progress` gets one line per
+    stage. A launch that fails is an outcome in the record.
 
     Raises:
         ConfigError: the case has nothing to launch, or not on this machine.
@@ -65,8 +67,11 @@ def run(
     here = detect.detect()
     chosen = requirements.require_profile(case, here, profile)
     machine = requirements.restrict(here, chosen)
-    collector: Collector = "nsys" if machine.gpus and shutil.which("nsys") else "kineto"
-    folder = new_folder((results or store.DEFAULT_RESULTS) / FOLDER, f"{case.id}-{chosen}")
+    launcher = launcher or LocalLauncher()
+    forks = isinstance(launcher, ForkLauncher)
+    collector: Collector = "nsys" if machine.gpus and not forks and shutil.which("nsys") else "kineto"
+    results = results or store.DEFAULT_RESULTS
+    folder = new_folder(results / FOLDER, f"{case.id}-{chosen}")
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}
     with interruptible():
@@ -74,8 +79,14 @@ def run(
         threads = threads_per_rank(machine, [*found.values()])
         for variant, resolved in found.items():
             say(f"{variant}: tracing {resolved.config.profile.steps} steps on {resolved.ranks} ranks with {collector}")
-            devices = detect.visible_devices(machine, chosen)
-            launches[variant] = _variant(case, resolved, devices, threads, collector, folder, command or TRAINER)
+            environment = {
+                **detect.visible_devices(machine, chosen),
+                **resolved.settings(threads, results / "cache"),
+                **resolved.environment,
+            }
+            launches[variant] = _variant(
+                case, resolved, environment, threads, _by(launcher, collector, folder / variant), collector, folder
+            )
             say(f"{variant}: {_summary(launches[variant])}")
     result = TraceResult(
         trace_id=folder.name.rsplit("-", 1)[1],
@@ -139,7 +150,13 @@ def read(path: Path) -> TraceResult:
 
 
 def _variant(
-    case: Case, resolved: Resolved, devices: Mapping[str, str], threads: int, collector: Collector, folder: Path, command: Sequence[str]
+    case: Case,
+    resolved: Resolved,
+    environment: Mapping[str, str],
+    threads: int,
+    launcher: Launcher,
+    collector: Collector,
+    folder: Path,
 ) -> VariantTrace:
     """Launch one variant under the collector, and read what it saw. A report that cannot be read is a message, not a traceback."""
     steps = resolved.config.profile.steps
@@ -147,10 +164,9 @@ def _variant(
         update={"profile": ProfileConfig(nvtx=collector == "nsys", kineto=collector == "kineto", steps=steps)}
     )
     run_folder = folder / f"{resolved.variant}-run"
-    environment = {**devices, **resolved.environment}
     limit = case.budget.launch_timeout_s + (_REPORT_S if collector == "nsys" else 60.0)
     spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads)
-    launched = _launcher(command, collector, folder / resolved.variant).run(spec)
+    launched = launcher.run(spec)
     summary = read_summary(run_folder) or {}
     out = VariantTrace(
         outcome=launched.outcome,
@@ -170,11 +186,13 @@ def _variant(
     return out.model_copy(update={"table": table, "files": _files(folder, resolved.variant)})
 
 
-def _launcher(command: Sequence[str], collector: Collector, report: Path) -> Launcher:
-    if collector == "kineto":
-        return LocalLauncher(command)
+def _by(launcher: Launcher, collector: Collector, report: Path) -> Launcher:
+    """What launches a variant under the collector."""
+    if collector == "kineto" or not isinstance(launcher, LocalLauncher):
+        return launcher
     # The other ranks end at once; rank 0 ends only when its report is written.
-    return LocalLauncher(command, drain_s=_REPORT_S, wrap=lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words)
+    wrap = lambda rank, words: [*NSYS, "-o", str(report), *words] if rank == 0 else words  # noqa: E731
+    return LocalLauncher(launcher.command, drain_s=_REPORT_S, wrap=wrap)
 
 
 def _report(run_folder: Path, collector: Collector, target: Path) -> Path:

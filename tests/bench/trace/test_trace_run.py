@@ -16,6 +16,7 @@ from test_nsys import database
 from playbook.errors import ConfigError, FileError, PlaybookError, StoreError
 from playbook.paths import data_root
 from playbook.records.evidence import Machine
+from playbook_bench.launch.local import LocalLauncher
 from playbook_bench.machine import detect
 from playbook_bench.run.variants import resolve_all
 from playbook_bench.trace import collect
@@ -59,7 +60,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_both_variants_are_traced_and_the_record_is_found_again(tmp_path: Path, command: list[str]) -> None:
     results = tmp_path / "results"
     lines: list[str] = []
-    made = collect.run(CASE, profile="cpu", results=results, command=command, progress=lines.append)
+    made = collect.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command), progress=lines.append)
     assert made.ok
     assert made.collector == "kineto"
     assert made.collector_version == "torch 2.13.0"
@@ -76,12 +77,12 @@ def test_the_command_in_the_record_repeats_it_for_a_case_from_elsewhere(tmp_path
     own.parent.mkdir()
     shipped = (data_root("cases") / f"{CASE}.yaml").read_text(encoding="utf-8")
     own.write_text(shipped.replace(f"id: {CASE}", "id: mine", 1), encoding="utf-8")
-    made = collect.run(str(own), profile="cpu", results=tmp_path / "results", command=command)
+    made = collect.run(str(own), profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert shlex.split(made.command) == ["playbook", "bench", "trace", str(own), "--profile", "cpu"]
 
 
 def test_a_traced_launch_has_the_hash_of_the_timed_ones(tmp_path: Path, command: list[str]) -> None:
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     pair = resolve_all(collect.load_case(CASE), "cpu")
     assert {v: t.config_sha for v, t in made.variants.items()} == {v: r.sha for v, r in pair.items()}
 
@@ -90,7 +91,7 @@ def test_a_traced_launch_has_the_threads_of_the_timed_ones(tmp_path: Path, comma
     here = Machine(name="cpu", description="", gpus=0, cpu="c", cores=12)
     monkeypatch.setattr(detect, "detect", lambda: here)
     pair = resolve_all(collect.load_case(CASE), "cpu")
-    collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     (seen,) = (tmp_path / "results" / "traces").glob("*/threads.txt")
     assert seen.read_text().split() == [str(12 // max(r.ranks for r in pair.values()))] * 2
 
@@ -99,7 +100,7 @@ def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAIL", "alltoall")
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert not made.ok
     assert made.variants["baseline"].outcome == "oom"
     assert made.variants["candidate"].table is not None
@@ -107,7 +108,7 @@ def test_a_failed_launch_is_an_outcome_and_the_other_variant_is_still_traced(
 
 def test_a_trace_that_cannot_be_read_is_told_not_raised(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "trace.json").write_text("{")
-    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", command=command)
+    made = collect.run(CASE, profile="cpu", results=tmp_path / "results", launcher=LocalLauncher(command))
     assert made.variants["baseline"].outcome == "crash"
     assert "unusable" in made.variants["baseline"].message
 
@@ -123,7 +124,7 @@ def test_nsys_is_put_in_front_of_rank_0_alone_and_its_report_kept(
     monkeypatch.setenv("SQLITE", str(database(tmp_path / "report.sqlite")))
     here = Machine(name="h200x2", description="2 x NVIDIA H200", gpus=2, gpu="NVIDIA H200", interconnect="nvlink", cpu="c", cores=8)
     monkeypatch.setattr(detect, "detect", lambda: here)
-    made = collect.run(CASE, results=tmp_path / "results", command=command)
+    made = collect.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert (made.collector, made.collector_version, made.profile) == ("nsys", "NVIDIA Nsight Systems version 2025.3.1", "h200x2")
     assert made.ok
     table = made.variants["candidate"].table
@@ -147,14 +148,14 @@ def test_an_export_that_takes_too_long_is_told_not_raised(tmp_path: Path, comman
     monkeypatch.setattr(detect, "detect", lambda: here)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda words, **how: run(words, **{**how, "timeout": 0.5} if "export" in words else how))
-    made = collect.run(CASE, results=tmp_path / "results", command=command)
+    made = collect.run(CASE, results=tmp_path / "results", launcher=LocalLauncher(command))
     assert {v.outcome for v in made.variants.values()} == {"crash"}
     assert "nsys export took more than" in made.variants["baseline"].message
 
 
 def test_an_altered_or_damaged_record_is_refused(tmp_path: Path, command: list[str]) -> None:
     results = tmp_path / "results"
-    collect.run(CASE, profile="cpu", results=results, command=command)
+    collect.run(CASE, profile="cpu", results=results, launcher=LocalLauncher(command))
     path = next((results / "traces").glob("*.json"))
     whole = path.read_text()
     path.write_text(whole.replace('"busy_ms": 2.0', '"busy_ms": 1.0', 1))

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from playbook_trainer.observe.ranges import range_
+from playbook_trainer.observe.ranges import range_, tally
 
 _DISPATCHER = {
     "dispatch_preprocess": "dispatch",
@@ -29,6 +31,7 @@ def announced(model: nn.Module) -> Iterator[None]:
     """Inside this block, the model's layers announce their ranges."""
     with ExitStack() as stack:
         _wrap(stack, schedules, "backward_step", "backward", marks=False)
+        _tally_products(stack)
         for module in model.modules():
             if hasattr(module, "compute_language_model_loss"):
                 # What leaves a stage must be a tensor of its own, so nothing is marked there.
@@ -42,6 +45,22 @@ def announced(model: nn.Module) -> Iterator[None]:
                 for method, name in _DISPATCHER.items():
                     _wrap(stack, module.token_dispatcher, method, name)
         yield
+
+
+def _tally_products(stack: ExitStack) -> None:
+    """Count the router's float32 products where Transformer Engine makes them: no operator of torch tells of those."""
+    product = getattr(moe_utils, "te_general_gemm", None)
+    if product is None:
+        return
+
+    def call(*args: Any, **given: Any) -> Any:
+        out = product(*args, **given)
+        if out[0].dtype == torch.float32:
+            tally("float32_products")
+        return out
+
+    moe_utils.te_general_gemm = call
+    stack.callback(setattr, moe_utils, "te_general_gemm", product)
 
 
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:

@@ -1,0 +1,68 @@
+"""A timed verdict from GPUs is followed by a trace of its variants, whose parts add up to the difference."""
+
+import io
+import time
+
+import pytest
+
+from playbook.errors import LaunchError
+from playbook.paths import data_root
+from playbook.records.case import load_case
+from playbook.records.trace import waterfall
+from playbook_bench.run import confirm, report, store
+from playbook_bench.run.options import Options
+from playbook_bench.trace import collect
+
+RECORDS = {
+    "timed": "h200x1/01M84V49QM966YCH8B4ETTZQE7",
+    "counted": "h200x1/01M84TQ0JCKG2WZ82G3VV2DEQF",
+    "cpu": "cpu/01M85XNF4TR7D0JGTTRC19GH38",
+}
+(TRACE,) = (data_root("results") / "traces").glob("vlm-mock-vs-real-*.json")
+
+
+class Noting(confirm.Quiet):
+    def __init__(self):
+        self.notes, self.traces = [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def traced(self, trace):
+        self.traces.append(trace)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_s", "traces", "note"),
+    [("timed", None, 1, ""), ("timed", 600.0, 1, ""), ("timed", 5.0, 0, "no time is left"), ("counted", None, 0, ""), ("cpu", None, 0, "")],
+)
+def test_a_timed_verdict_from_gpus_is_traced_where_time_is_left(tmp_path, monkeypatch, name, left_s, traces, note):
+    monkeypatch.setattr(collect, "run", lambda name, **given: (name, given["profile"]))
+    record = store.load(data_root("results") / f"{RECORDS[name]}.json")
+    noting = Noting()
+    options = Options(results=tmp_path, trace=True, budget_s=left_s, began=time.monotonic())
+    confirm._trace(load_case(record.measured.case.id), [record], options, noting)
+    assert noting.traces == [(record.measured.case.id, "h200x1")] * traces
+    assert [note in text for text in noting.notes] == [True] * bool(note)
+
+
+def test_a_trace_that_fails_is_said_and_leaves_the_verdict(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise LaunchError("no kernel was seen")
+
+    monkeypatch.setattr(collect, "run", fails)
+    record = store.load(data_root("results") / f"{RECORDS['timed']}.json")
+    confirm._trace(load_case(record.measured.case.id), [record], Options(results=tmp_path, trace=True), noting := Noting())
+    assert noting.notes == ["no trace: no kernel was seen"]
+
+
+def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps():
+    trace = collect.read(TRACE)
+    before, after = (v.table.model_dump() for v in trace.variants.values())
+    parts = waterfall(before, after)
+    assert sum(ms for _, ms in parts) == pytest.approx(after["span_ms"] - before["span_ms"], abs=1e-9)
+    assert parts[0][0] == "vision", "a batch without images has no tower to run"
+    assert [abs(ms) for _, ms in parts] == sorted((abs(ms) for _, ms in parts), reverse=True)
+    out = io.StringIO()
+    report.print_waterfall(trace, report.console(out))
+    assert "-619.3 ms (nsys)" in out.getvalue()
