@@ -44,7 +44,7 @@ def main() -> None:
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.set_experts_implementation(told.experts)
     print("experts are computed by", model.config._experts_implementation, flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(0, config.vocab_size, (told.rows, told.seq_len), device=device)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     for step in range(1, told.steps + 1):
