@@ -22,6 +22,7 @@ def main() -> None:
     words.add_argument("--hidden", type=int, default=2048)
     words.add_argument("--num-experts", type=int, default=128)
     words.add_argument("--seq-len", type=int, default=4096)
+    words.add_argument("--rows", type=int, default=1, help="of a batch")
     words.add_argument("--steps", type=int, default=30)
     words.add_argument("--trace", type=Path)
     told = words.parse_args()
@@ -32,18 +33,19 @@ def main() -> None:
         num_hidden_layers=told.layers,
         num_attention_heads=max(4, told.hidden // 64),
         num_key_value_heads=4,
-        head_dim=64,
+        head_dim=128,
         moe_intermediate_size=max(32, 3 * told.hidden // 8),
         intermediate_size=told.hidden,
         num_experts=told.num_experts,
         num_experts_per_tok=min(8, told.num_experts),
         vocab_size=32_000,
     )
-    model = Qwen3MoeForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with device:  # billions of random weights take the host most of a minute
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.set_experts_implementation(told.experts)
     print("experts are computed by", model.config._experts_implementation, flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, config.vocab_size, (1, told.seq_len), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(0, config.vocab_size, (told.rows, told.seq_len), device=device)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     for step in range(1, told.steps + 1):
         wait()
@@ -58,7 +60,7 @@ def main() -> None:
                 value = loss.item()
             wait()
         seconds = time.perf_counter() - began
-        print(json.dumps({"step": step, "seconds": seconds, "loss": value, "tokens": told.seq_len}), flush=True)
+        print(json.dumps({"step": step, "seconds": seconds, "loss": value, "tokens": tokens.numel()}), flush=True)
         if profile is not None:
             profile.export_chrome_trace(str(told.trace))
 

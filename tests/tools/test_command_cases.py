@@ -1,12 +1,17 @@
 """The cases of other trainers' commands that contributors run on a GPU: they are sound, and one runs here in a small size."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import SUPPORT, environment
 
 from playbook.paths import repo_root
 from playbook.records.case import load_case
+from playbook_bench import logs
+from playbook_bench.commands import proof
+from playbook_bench.machine import requirements
 from playbook_bench.run import prove
 from playbook_bench.run.variants import resolve_all
 
@@ -30,6 +35,45 @@ def test_transformers_experts_run_in_both_ways_and_prove_it(tmp_path, monkeypatc
     path = tmp_path / "transformers-grouped-mm.yaml"
     path.write_text(text.replace("[python,", f"[{sys.executable},"))
     assert [(proof.variant, proof.ok) for proof in prove.prove([str(path)], profile="cpu")] == [("baseline", True), ("candidate", True)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_case_names_the_packages_without_which_it_cannot_run(path, monkeypatch):
+    monkeypatch.setattr(requirements, "installed", lambda package: False)
+    case = load_case(path)
+    assert len(requirements.unmet_requirements(case.requires, trains=False)) == len(case.requires) >= 2
+
+
+TINY = [
+    *("model=qwen3_moe_tiny", "data.seq_len=64", "train.dtype=fp32", "moe.router_dtype=bf16", "optimizer.moments_dtype=fp32"),
+    *("megatron.precision_aware_optimizer=false", "megatron.grad_reduce_dtype=fp32"),
+]
+
+
+@pytest.mark.full
+def test_megatron_core_by_itself_logs_what_its_case_reads_and_leaves_a_trace(tmp_path):
+    pytest.importorskip("megatron.core")
+    case = load_case(repo_root() / "tools" / "cases" / "bare-megatron-cutlass.yaml")
+    run = resolve_all(case, "h200x1")["baseline"]
+    own = [word for word in run.words[2:] if not word.startswith(("model.num_layers=", "model.num_experts="))]
+    trace = tmp_path / "trace.json"
+    script = str(SUPPORT / "megatron" / "bare_steps.py")
+    done = subprocess.run(
+        [sys.executable, script, *own, *TINY, "--trace", str(trace)],
+        cwd=repo_root(),
+        env={**environment(), **run.environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = tmp_path / "log"
+    printed.write_text(done.stdout)
+    found = logs.read(printed, case.steps.log, steps=case.steps.count)
+    assert [step.tokens for step in found.steps] == [4 * 64] * 14
+    assert "loss" not in found.unknown
+    assert proof.seen(trace)["ranges"] == {"step": 1}
 
 
 EXAMPLES = Path(__file__).parents[1] / "support" / "examples"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from playbook.errors import PlaybookError
+from playbook.errors import LaunchError, PlaybookError
 from playbook_bench.trace import kineto, nsys
 
 _SQLITE = b"SQLite format 3\0"
@@ -42,6 +44,23 @@ def seen(trace: Path) -> dict[str, Any]:
         "collectives": [{"op": op, "count": count} for op, count in sent.items()],
         "kernels": dict(Counter(o.name for o in ran)),
     }
+
+
+def keep(trace: Path, folder: Path, run: str) -> Path:
+    """A copy of a launch's trace that stays beside the records, by the run's id; JSON is packed.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    packs = trace.suffix == ".json"
+    kept = folder / f"{run}-{trace.name}{'.gz' if packs else ''}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with trace.open("rb") as source, gzip.open(kept, "wb", 5) if packs else kept.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except OSError as e:
+        raise LaunchError(f"the trace {kept} cannot be kept: {e.strerror or e}; choose another folder with --results") from e
+    return kept
 
 
 def _collective(name: str) -> str | None:

@@ -12,7 +12,7 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.records.case import Case
 from playbook.records.commands import DELTAS, Steps, Traced, fill
 from playbook.records.evidence import Machine, Missing, Variant, digest
-from playbook_bench.commands import trees
+from playbook_bench.commands import proof, trees
 from playbook_bench.commands.launch import Program, start
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
@@ -156,4 +156,7 @@ class Command:
             patterns=self.patterns,
             trace=cwd / fill(traced.file, given) if traced else None,
         )
-        return start(program, folder, on_step)
+        result = start(program, folder, on_step)
+        if program.trace and result.outcome == "ok":
+            proof.keep(program.trace, self.cache.parent / "traces", folder.name)
+        return result

@@ -13,6 +13,7 @@ from playbook.errors import FileError
 from playbook.records.case import load_case
 from playbook_bench.run import confirm, prove, replay
 from playbook_bench.run.options import Options
+from playbook_bench.trace.collect import timeline_from_file
 
 SCRIPT = Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py"
 CASE = """
@@ -239,6 +240,10 @@ def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded
         "all_reduce",
         "line",
     }
+    proofs = [run.run_id for run in found.evidence.measured.runs if run.role == "burn_in"]
+    kept = {path.name: path for path in (tmp_path / "results" / "traces").iterdir()}
+    assert sorted(kept) == sorted(f"{run}-trace.json.gz" for run in proofs)
+    assert all(len(timeline_from_file(path).ops) == 2 for path in kept.values())
     trace["traceEvents"] = trace["traceEvents"][:1]
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     without = bench(case(*changes), tmp_path)
