@@ -66,6 +66,12 @@ def shared(words: str, least_s: int) -> Task:
     return Task(1, f"{PYTEST} multigpu {words}", least_s, settled=frozenset({0, 1}), nodes=4, tells=False)
 
 
+def planned(gpus: int) -> Task:
+    """Runs of registered predictions: each layout once, then the two fastest of each model in pairs."""
+    words = f"--gpus {gpus} --pairs 4 --budget {{left}} --out {{out}}/parity"
+    return Task(gpus, f"python tools/planner/planned_layouts.py run {words}", 180, margin_s=120)
+
+
 STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
 """About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
 
@@ -99,6 +105,8 @@ TASKS: dict[str, Task] = {
     "table": Task(1, "python tools/megatron_table.py one --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "table2": Task(2, "python tools/megatron_table.py one two --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "lengths": Task(4, "python tools/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
+    "planned": planned(4),
+    "planned2": planned(2),
     "hundred": HUNDRED,
     "hundred2": replace(HUNDRED, gpus=2, least_s=300),
     "layouts": tests("tests/gpu/test_megatron_gpu.py", 4, 200),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -57,25 +58,30 @@ def find(model: str) -> Shape:
     """
     if named(model):
         return MODELS[named(model)]
-    path = Path(model)
-    if path.suffix in _SUFFIXES:
-        return from_file(path)
-    if (path / "config.json").is_file():
-        return from_file(path / "config.json")
+    file = file_of(Path(model))
+    if file is not None:
+        return from_file(file)
     names = ", ".join(MODELS)
     raise ConfigError(
         f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS) or f'; expected one of {names}'}; or give the path of a Hugging Face config.json"
     )
 
 
+def file_of(path: Path) -> Path | None:
+    """The file that describes a model: the one at a path, there or not, or the `config.json` of the folder at it; None for any other path."""
+    if path.suffix in _SUFFIXES:
+        return path
+    with suppress(OSError):  # a name too long for a file
+        if (path / "config.json").is_file():
+            return path / "config.json"
+    return None
+
+
 def named(model: str) -> str:
     """The preset of a name as publishers spell it, such as Qwen3-30B-A3B or Qwen/Qwen3-30B-A3B-Instruct-2507; empty where none has it."""
     if model in MODELS:
         return model
-    repository = _REPOSITORY.fullmatch(model[:200])
-    word = _plain(repository["name"] if repository else model)
-    plain = _TUNED.sub("", word) if repository else word
-    return next((n for w in (word, plain) if (n := w if w in MODELS else _published().get(w, {}).get("model", ""))), "")
+    return next((n for n in (_row(word).get("model", _spelled().get(word, "")) for word in _names(model)) if n), "")
 
 
 def published(name: str) -> Shape:
@@ -84,9 +90,25 @@ def published(name: str) -> Shape:
     Raises:
         ConfigError: no preset has it; models without a public configuration have none.
     """
-    row = _published().get(_plain(name), {})
+    row = next((row for row in map(_row, _names(name)) if row), {})
     shape = find(name)
     return replace(shape, mtp=row["mtp"]) if "mtp" in row else shape
+
+
+def _names(model: str) -> tuple[str, ...]:
+    """A model's name without its publisher, and without what tuned weights add, in letters and digits."""
+    repository = _REPOSITORY.fullmatch(model[:200])
+    word = _plain(repository["name"] if repository else model)
+    return tuple(re.sub("_", "", w) for w in (word, _TUNED.sub("", word)))
+
+
+def _row(word: str) -> Mapping[str, Any]:
+    return _published().get(word, {})
+
+
+@cache
+def _spelled() -> dict[str, str]:
+    return {name.replace("_", ""): name for name in _files()}
 
 
 _REPOSITORY = re.compile(r"[\w.-]{1,100}/(?:Meta-)?(?P<name>[\w-][\w.-]{1,100})(?<!\.json)(?<!\.yaml)(?<!\.yml)", re.ASCII)
@@ -102,7 +124,7 @@ def _plain(name: str) -> str:
 @cache
 def _published() -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = read(data_root("tables") / "published_models.yaml")[0]
-    return table
+    return {name.replace("_", ""): row for name, row in table.items()}
 
 
 def from_file(path: Path) -> Shape:

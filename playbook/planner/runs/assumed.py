@@ -7,16 +7,19 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError
 from playbook.planner import memory
-from playbook.planner.models import find, named, published
-from playbook.planner.options import ATTENTION, BACKENDS, GRAPH_MODULES, RECOMPUTE, Options
+from playbook.planner.models import MODELS, file_of, from_file, named, published
+from playbook.planner.options import ATTENTION, BACKENDS, DISPATCHERS, GRAPH_MODULES, RECOMPUTE, Options
 from playbook.planner.plan import Plan
 from playbook.planner.runs.table import Run
 from playbook.planner.shapes import DEEPEST, Shape
 from playbook.planner.time.cluster import Cluster, cluster
+from playbook.yaml_files import did_you_mean
 
 _GIB = 1 << 30
 _NODE = 8
@@ -31,13 +34,16 @@ _VOCAB = 51200
 """Words of a GPT of stated sizes: those of GPT-2, padded."""
 _PRECISIONS = {
     "bf16": "",
+    "fp16": "",
     "mxfp8": "mxfp8",
     "nvfp4": "mxfp8",
     "fp8": "tensorwise",
     "fp8_cs": "tensorwise",
+    "fp8_ds": "delayed",
     "fp8_blockwise": "blockwise",
     "fp8_sc": "blockwise",
 }
+_STANDS_FOR = {"nvfp4": "mxfp8", "fp16": "bf16"}
 _UNMODELLED = {"glm_5": "sparse attention: the time of its indexer is not modelled"}
 _FROZEN = ("peft", "lora")
 _HYBRID_EP_SINCE = "2025-11"
@@ -101,7 +107,7 @@ def assumed(run: Run) -> Assumed:
         options=Options(
             sharding=sharding,
             fp8=fp8,
-            capacity="token_drop" in run.word("routing"),
+            capacity=bool(shape.experts) and _capacity(run),
             backend=_one_of(run, "backend", BACKENDS) or "megatron",
             attention=_one_of(run, "attention", ATTENTION),
             sp=False if unfused else None,
@@ -122,9 +128,14 @@ def assumed(run: Run) -> Assumed:
 
 def _imbalance(run: Run) -> float:
     """Tokens of the fullest rank over the mean: runs that show speed alone force their routing to be even."""
-    said = run.word("routing")
-    even = "balance" in said or "drop" in said or (not said and "performance" in run.word("task"))
+    said = run.word("routing").lower()
+    even = re.search(r"\bbalance|_balance|\beven|\bforce", said) or _capacity(run) or (not said and "performance" in run.word("task"))
     return 1.0 if even else _NATURAL
+
+
+def _capacity(run: Run) -> bool:
+    """Whether tokens beyond an expert's capacity are dropped."""
+    return bool(re.search("drop(?!less)", run.word("routing").lower()))
 
 
 def _cluster(run: Run) -> Cluster:
@@ -150,11 +161,13 @@ def _shape(run: Run) -> Shape:
 
 @lru_cache(maxsize=256)
 def _found(name: str, folder: str) -> Shape:
-    if re.search(r"\.(json|ya?ml)\Z|/", name):
-        return find(f"{folder}/{name}")
-    if not named(name):
-        raise Unexpressed(f"model '{name[:80]}' is not known; name a preset, or the path of a config.json beside the table")
-    return published(name)
+    if named(name):
+        return published(name)
+    file = file_of(Path(folder, name))
+    if file is not None:
+        return from_file(file)
+    near = did_you_mean(name[:80], MODELS)
+    raise Unexpressed(f"model '{name[:80]}' is not known{near}; name a preset, or the path of a config.json beside the table")
 
 
 @lru_cache(maxsize=4096)
@@ -173,14 +186,14 @@ def _gpt(run: Run) -> Shape:
 
 
 def _precision(run: Run, machine: Cluster, words: list[str]) -> str:
-    said = run.word("precision").lower()
+    said = re.sub(r"[\s-]+", "_", run.word("precision").lower())
     name = next((k for k in sorted(_PRECISIONS, key=len, reverse=True) if said.startswith(k)), None)
     if name is None and said:
         raise Unexpressed(f"precision '{said[:40]}' is not known; expected one of {', '.join(_PRECISIONS)}")
     if not said:
         words.append("precision unknown: bf16")
-    if name == "nvfp4":
-        words.append("nvfp4 as mxfp8")
+    if name in _STANDS_FOR:
+        words.append(f"{name} as {_STANDS_FOR[name]}")
     if "+" in said:
         words.append(f"{said} as {name} throughout")
     found = _PRECISIONS[name or "bf16"]
@@ -212,7 +225,15 @@ def _degrees(run: Run, shape: Shape, words: list[str]) -> dict[str, int]:
         etp = found["tp"] if shape.experts and gpus % (found["tp"] * ep * found["pp"]) == 0 else 1
         if found["tp"] > 1 and shape.experts:
             words.append(f"etp unknown: {etp}, as megatron-core takes it")
-    return {**found, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
+    degrees = {**found, "gpus": gpus, "ep": ep if shape.experts else 1, "etp": etp if shape.experts else 1}
+    for names in (("tp", "cp", "pp"), ("ep", "etp", "pp")):
+        if gpus % prod(degrees[n] for n in names):
+            raise Unexpressed(f"{gpus} GPUs do not divide into {' x '.join(f'{n} {degrees[n]}' for n in names)}")
+    if shape.heads % degrees["tp"]:
+        raise Unexpressed(f"{shape.heads} attention heads do not divide over tp {degrees['tp']}")
+    if shape.experts and shape.experts % degrees["ep"]:
+        raise Unexpressed(f"{shape.experts} experts do not divide over ep {degrees['ep']}")
+    return degrees
 
 
 def _spread(plan: Plan, machine: Cluster, words: list[str]) -> Plan:
@@ -233,7 +254,7 @@ def _one_of(run: Run, column: str, known: Set[str]) -> str:
 
 def _sharding(run: Run, gpus: int) -> str:
     said = run.word("fsdp").lower()
-    if (said.isdigit() and int(said) > 1) or said.startswith("fsdp"):
+    if (said.isascii() and said.isdigit() and int(said[:10]) > 1) or said.startswith("fsdp"):
         return "fsdp2" if run.word("backend") == "torch" else "fsdp"
     found = _SHARDING.get(said)
     if found is None:
@@ -249,7 +270,7 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
         if plan.options.sharding == "fsdp2" and run.count("gbs") is None:
             mbs = next((n for n in (8, 4, 2) if _fits(replace(plan, mbs=n), machine)), 1)
         _assume(words, "mbs", mbs)
-    gbs, vpp = run.count("gbs"), run.count("vpp")
+    gbs, vpp = run.count("gbs"), run.count("vpp") if plan.pp > 1 else 1
     dp = max(plan.dp, 1)
     if gbs is None and plan.options.sharding == "fsdp2" and plan.pp == 1:
         gbs = mbs * dp
@@ -279,13 +300,14 @@ def _open_batch(run: Run, plan: Plan, machine: Cluster, words: list[str], tried:
 def _open_options(run: Run, plan: Plan, machine: Cluster, words: list[str], tried: list[str]) -> list[Plan]:
     """Dispatchers and graphs that a run may have had."""
     options: dict[str, Any] = {"recompute": _recompute(run), "optimizer_offload": _offloaded(run, words)}
-    dispatchers = [run.word("dispatcher")]
-    if not dispatchers[0] and plan.ep > 1:
+    dispatchers = [_one_of(run, "dispatcher", DISPATCHERS | {"custom"}).replace("custom", "deepep")]
+    if plan.ep * plan.etp == 1:
+        dispatchers = [""]
+    elif not dispatchers[0] and plan.ep > 1:
         inside = ["alltoall"] if _before(run, _HYBRID_EP_SINCE) else ["alltoall", "hybridep"]
-        dispatchers = inside if plan.ep * plan.etp <= machine.domain else ["deepep"]
+        outside = ["alltoall"] if plan.options.capacity else ["deepep"]  # DeepEP excludes padding to capacity
+        dispatchers = inside if plan.ep * plan.etp <= machine.domain else outside
         _once(tried if len(dispatchers) > 1 else words, f"dispatcher unknown: {' or '.join(dispatchers)}")
-    if dispatchers == ["custom"]:
-        dispatchers = ["deepep"]
     graphs = [_graphs(run)]
     said = run.word("cuda_graph")
     if not said and machine.name in _BLACKWELL and plan.shape.experts:
@@ -315,9 +337,13 @@ def _once(words: list[str], word: str) -> None:
 
 
 def _recompute(run: Run) -> tuple[str, ...]:
-    said = [w for w in re.split(r"[+,]", run.word("recompute")) if w and w != "none"]
-    names = {"rmsnorm": "layernorm"}
-    found = tuple(names.get(w, w) for w in said)
+    said = re.sub(r"[\s-]+", "_", run.word("recompute").lower())
+    if re.match(r"full(?![a-z])", said):
+        return ("full",)
+    names = {"rmsnorm": "layernorm", "attn": "core_attn", "attention": "core_attn"}
+    if run.word("backend") != "torch":
+        names["selective"] = "core_attn"  # Megatron-LM, --recompute-granularity selective without modules
+    found = tuple(dict.fromkeys(names.get(w, w) for w in (w.strip("_") for w in re.split("[+,;/]", said)) if w and w != "none"))
     unknown = [w for w in found if w not in RECOMPUTE]
     if unknown:
         raise Unexpressed(f"recompute '{unknown[0][:40]}' is not known; expected {', '.join(sorted(RECOMPUTE))}")
@@ -339,11 +365,16 @@ def _offloaded(run: Run, words: list[str]) -> int:
 
 
 def _graphs(run: Run) -> tuple[str, ...]:
-    said = run.word("cuda_graph")
+    said = re.sub(r"[\s-]+", "_", run.word("cuda_graph").lower())
     if said.startswith("full_iteration"):
         return ("full_iteration",)
-    modules = tuple(m for m in said.partition(":")[2].split("+") if m in GRAPH_MODULES)
-    return modules or (("attn",) if said == "on" else ())
+    named = [w for w in re.split("[+,;]", said.rpartition(":")[2]) if w and w not in ("none", "on")]
+    unknown = [w for w in named if w not in GRAPH_MODULES]
+    if unknown:
+        raise Unexpressed(
+            f"cuda_graph '{unknown[0][:40]}' is not known; expected none, full_iteration, or some of {', '.join(sorted(GRAPH_MODULES))}"
+        )
+    return tuple(named) or (("attn",) if said == "on" else ())
 
 
 def _recomputed(run: Run, plan: Plan, machine: Cluster) -> Plan:

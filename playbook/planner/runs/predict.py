@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, hypot, log, sqrt
@@ -51,11 +52,8 @@ class Prediction:
 
     @cached_property
     def memory_bytes(self) -> float | None:
-        """Peak bytes of the fullest rank; None where the plan breaks a rule of memory."""
-        try:
-            return memory.peak(self.plan)
-        except ConfigError:
-            return None
+        """Peak bytes of the fullest rank; None where the layout is one that no trainer has."""
+        return _peak(self.plan)
 
     @cached_property
     def least_bytes(self) -> float | None:
@@ -63,15 +61,21 @@ class Prediction:
         plan = self.plan
         if plan.options.backend == "megatron":
             plan = replace(plan, grad_bytes=2, moment_bytes=2, master_bytes=2, options=replace(plan.options, precision_aware=True))
-        try:
-            return memory.peak(plan)
-        except ConfigError:
-            return self.memory_bytes
+        least = _peak(plan)
+        return self.memory_bytes if least is None else least
 
     def error(self, measured: Measured) -> float | None:
         """The logarithm of what was measured over what was predicted: by tokens, else by step time, else by model FLOPs."""
         shown = speed(self, measured)
         return None if shown is None else log(shown / self.tokens_per_s_per_gpu)
+
+
+def _peak(plan: Plan) -> float | None:
+    """Peak bytes, with one micro-batch for each stage where the batch that a table states does not divide."""
+    for batch in (plan.gbs, 0):
+        with suppress(ConfigError):
+            return memory.peak(replace(plan, gbs=batch))
+    return None
 
 
 def predict(run: Run) -> Prediction | str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from playbook.errors import ConfigError
 from playbook.files import read_bytes
 from playbook.paths import data_root
+from playbook.planner.runs import spelling
 from playbook.yaml_files import did_you_mean, read
 
 _MAX_BYTES = 20_000_000
@@ -25,6 +26,8 @@ _SET = (
     "ep", "etp", "dp", "fsdp", "dispatcher", "recompute", "cuda_graph", "offload", "routing", "backend", "attention",
 )  # fmt: skip
 _NEEDED = ("model", "hardware", "gpus")
+_COLUMNS = {name.lower(): name for name in (*_SET, *_MEASURED, *_ABOUT)}
+_UNITS = {"": 1.0, "GiB": 1.0, "GB": 1e9 / 2**30, "MiB": 1 / 1024, "MB": 1e6 / 2**30}
 _VTRAIN = {
     "# GPUs": "gpus", "global batch": "gbs", "micro batch": "mbs", "hidden size": "hidden", "attention heads": "heads", "# layers": "layers",
     "sequence length": "seq_len", "tensor parallelism": "tp", "data parallelism": "dp", "pipeline parallelism": "pp",
@@ -91,6 +94,7 @@ def read_runs(path: Path) -> Table:
     header, *body = rows or [(1, [])]
     names = [name.strip() for name in header[1]]
     vtrain = set(_VTRAIN) <= set(names)
+    names = [_COLUMNS.get(name.lower(), name) for name in names]
     _check_header(path, names, vtrain)
     if not body:
         raise ConfigError(f"{path}: a header and no run; add a row for each run")
@@ -149,14 +153,19 @@ def _check_header(path: Path, names: list[str], vtrain: bool) -> None:
 def _run(path: Path, names: list[str], line: int, cells: list[str], vtrain: bool) -> tuple[Run, Measured]:
     if len(cells) != len(names):
         raise ConfigError(f"{path}: line {line}: {len(cells)} cells; expected {len(names)}, as in the header")
-    row = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
+    ours = [_VTRAIN.get(name, "") for name in names] if vtrain else names
+    row = {name: word for name, cell in zip(ours, cells, strict=True) if name and (word := spelling.said(name, cell))}
     if vtrain:
-        row = {_VTRAIN[k]: v for k, v in row.items() if k in _VTRAIN}
         milliseconds = _number(path, line, "iteration time (ms)", row.pop("step_time_ms", ""))
         row |= {"id": f"line{line}", **_VTRAIN_RUNS}
         return Run(row["id"], line, row, path.parent), Measured(step_time_s=milliseconds and milliseconds / 1e3)
     numbers = {name: _number(path, line, name, row.get(name, "")) for name in _MEASURED}
-    gib = numbers["mem_gb"] and numbers["mem_gb"] * (1e9 / 2**30 if row.get("mem_unit") == "GB" else 1.0)
+    unit = row.get("mem_unit", "")
+    if unit not in _UNITS:
+        raise ConfigError(
+            f"{path}: line {line}: mem_unit is '{unit[:40]}'; expected one of {', '.join(u for u in _UNITS if u)}, or nothing"
+        )
+    gib = numbers["mem_gb"] and numbers["mem_gb"] * _UNITS[unit]
     said = {**_of_source(row.get("source_group", "")), **{k: v for k, v in row.items() if k in _SET}}
     shown = Measured(
         numbers["tokens_per_s_per_gpu"], numbers["tflops_per_gpu"], numbers["step_time_s"], gib, ran=row.get("status", "ok") == "ok"
@@ -179,7 +188,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float | None:
     if not text:
         return None
     try:
-        value = float(text) if len(text) < 40 else math.nan
+        value = float(spelling.number(text)) if len(text) < 40 else math.nan
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and 0 < value < 1e15):

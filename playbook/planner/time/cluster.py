@@ -70,8 +70,14 @@ def _names() -> dict[str, str]:
     return {_plain(word): name for name, row in gpus.items() for word in (name, *row["names"])}
 
 
+_SILENT = re.compile(r"\b(?:nvidia|amd|instinct|[hd]gx|sxm[0-9]?|nvl72|hbm[0-9]e?|[0-9]+ ?x)\b|(?<=[0-9]) ?gi?b?\b")
+"""What of a product's name says nothing of its speed: vendor, board, rack, kind of memory, number of GPUs, and the unit of the memory's size."""
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    """A GPU's name without that and without punctuation."""
+    words = re.sub("[^a-z0-9]+", " ", re.sub("^([0-9]+)x", r"\1x ", name[:200].lower()))
+    return _SILENT.sub("", words).replace(" ", "")
 
 
 @cache

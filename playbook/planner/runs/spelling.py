@@ -1,0 +1,60 @@
+"""Cells as people spell them, as the words that the planner knows; what it does not know stays as it is, for whoever reads it to refuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+COUNTS = frozenset({"gpus", "seq_len", "mbs", "gbs", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "layers", "hidden", "heads"})
+_NOTHING = frozenset({"", "-", "--", "–", "—", "?", "n/a", "na", "null", "unknown", "tbd"})
+_OFF = ("off", "no", "false", "none", "disabled")
+_ON = ("on", "yes", "true", "enabled")
+_WORDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "dispatcher": {"": _OFF, "alltoall": ("alltoall", "a2a", "all2all"), "allgather": ("allgather",), "deepep": ("deepep",), "hybridep": ("hybridep",)},
+    "fsdp": {
+        "0": ("0", "off", "no", "false", "disabled"), "on": (*_ON, "megatronfsdp", "fullshard"), "zero3": ("zero3",), "none": ("none", "ddp"),
+        "optimizer": ("optimizer", "zero1", "distributedoptimizer", "distopt"),
+    },
+    "recompute": {"none": (*_OFF, "0"), "full": ("full", "all", *_ON), "selective": ("selective",), "core_attn": ("attention", "attn", "coreattention")},
+    "cuda_graph": {"none": (*_OFF, "0"), "on": (*_ON, "1"), "full_iteration": ("full", "fulliteration")},
+    "offload": {"none": (*_OFF, "0")},
+    "precision": {
+        "bf16": ("bf16", "bfloat16", "bf16mixed"), "fp8": ("fp8", "fp8hybrid"), "mxfp8": ("mxfp8", "fp8mx"), "nvfp4": ("nvfp4", "fp4"),
+        "fp8_cs": ("fp8cs", "fp8currentscaling", "fp8tensorwise"), "fp8_ds": ("fp8ds", "fp8delayed", "fp8delayedscaling"),
+        "fp8_blockwise": ("fp8blockwise", "fp8block", "blockwisefp8"), "fp8_sc": ("fp8sc", "fp8subchannel"), "fp16": ("fp16", "float16", "half"),
+    },
+    "backend": {"megatron": ("megatron", "megatroncore", "mcore", "megatronlm", "megatronbridge", "nemo"), "torch": ("torch", "pytorch", "torchtitan")},
+    "attention": {"cudnn": ("cudnn", "fused"), "flash2": ("flash2", "fa2", "flashattention2"), "flash1": ("flash1", "fa1")},
+    "status": {"ok": ("ok", "success", "done", "completed")},
+    "mem_unit": {"GB": ("gb",), "GiB": ("gib",), "MB": ("mb",), "MiB": ("mib",)},
+}  # fmt: skip
+"""By column, the word that is known and how else it is written, in lower case without punctuation."""
+_KNOWN = {column: {other: word for word, spelled in words.items() for other in spelled} for column, words in _WORDS.items()}
+
+
+def said(column: str, text: str) -> str:
+    """A cell in the planner's words; empty where it says nothing."""
+    text = text.strip()
+    if text.lower() in _NOTHING:
+        return ""
+    if column in COUNTS:
+        return "" if text.lower() in ("none", "auto") else _count(text)
+    return _KNOWN.get(column, {}).get(re.sub("[^a-z0-9]+", "", text.lower()), text)
+
+
+def _count(text: str) -> str:
+    """A whole number without what spreadsheets add: `4,096`, `16.0`, and `8K`, which is 8192."""
+    found = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,10})(?:\.0{1,10})?(\s?[kK])?", text, re.ASCII)
+    if not found:
+        return text
+    number = int(found[1].replace(",", ""))
+    return str(number * 1024 if found[2] else number)
+
+
+def number(text: str) -> str:
+    """A measured figure without the marks that say that it is rounded, or what separates its thousands."""
+    return (
+        re.sub(r"\A[~≈]\s?", "", text)
+        if "," not in text
+        else re.sub(r"\A[~≈]?\s?(\d{1,3}(?:,\d{3})+)(?=\.|\Z)", lambda m: m[1].replace(",", ""), text)
+    )

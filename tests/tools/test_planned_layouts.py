@@ -1,0 +1,98 @@
+"""Registered predictions of layouts and the runner that tests them: legal and fitting configurations, an order that goes on, and a rehearsal on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import planned_layouts as tool
+import pytest
+from ranks import environment
+
+from playbook_trainer.config import checks, dry_run, tree
+from playbook_trainer.megatron import checks as megatron
+
+ROWS = tool.read(tool.FOLDER / tool.REGISTERED)
+
+
+def ran(name: str, speed: float, turn: int = 0, gib: float = 100.0) -> dict[str, object]:
+    return {"name": name, "turn": turn, "outcome": "ok", "tokens_per_s_per_gpu": speed, "peak_memory_bytes": gib * tool.GIB}
+
+
+def test_all_models_and_layouts_are_registered() -> None:
+    assert [sum(r["gpus"] == n for r in ROWS) for n in (4, 2)] == [4 * 6, 4 * 5]
+    assert len({tool.name_of(r) for r in ROWS}) == len(ROWS)
+    for row in ROWS:
+        speed = row["predicted"]["tokens_per_s_per_gpu"]
+        assert 0 < speed["low"] < speed["value"] < speed["high"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[tool.name_of(r) for r in ROWS])
+def test_every_registered_configuration_can_run_and_fits(row: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "installed", lambda module: True)
+    config = tree.load(tool.ROOT / tool.CONFIG, row["settings"])
+    checks.check(config, row["gpus"])
+    assert max(s.peak for s in dry_run.dry_run(config, row["gpus"]).stages) < 0.92 * tool._capacity()
+
+
+def test_each_is_run_once_and_then_the_two_fastest_of_a_model_in_turns() -> None:
+    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64"]
+    names = [tool.name_of(r) for r in rows]
+    first = tool.todo(rows, [], 2, again=False)
+    assert sorted(first) == sorted((n, 0) for n in names)
+    assert first == tool.todo(rows, [], 0, again=False)  # the order is the same in every call
+    assert [n for n, _ in first] != names
+    runs = [ran(n, 1000 * i) for i, n in enumerate(names, 1)]  # the longest rows come last and do not compete
+    fast, next_fast = names[3], names[2]
+    assert tool.todo(rows, runs, 2, again=False) == [(fast, 1), (next_fast, 1), (next_fast, 2), (fast, 2)]
+    assert tool.todo(rows, [*runs, ran(fast, 4000, 1)], 2, again=False) == [(next_fast, 1), (next_fast, 2), (fast, 2)]
+    failed = {"name": names[0], "turn": 0, "outcome": "failed", "message": "out of memory"}
+    assert tool.todo(rows, [failed, *runs[1:]], 0, again=False) == []
+    assert tool.todo(rows, [failed, *runs[1:]], 0, again=True) == [(names[0], 0)]
+
+
+def test_the_report_tells_errors_and_whether_the_choice_was_right() -> None:
+    rows = [r for r in ROWS if r["gpus"] == 2 and r["model"] == "moe-64" and r["settings"]["data.seq_len"] == 4096]
+    said = {tool.name_of(r): r["predicted"] for r in rows}
+    best = max(said, key=lambda n: said[n]["tokens_per_s_per_gpu"]["value"])
+    as_said = [ran(n, p["tokens_per_s_per_gpu"]["value"] * 1.25, gib=p["memory_gib"]) for n, p in said.items()]
+    shown = tool.report(rows, as_said)
+    assert f"{len(rows)} of {len(rows)} configurations: median error 20.0 % of speed, 0.0 % of memory; {len(rows)} in the interval" in shown
+    assert f"chosen {best}, fastest {best}, 0.0 % behind: right" in shown
+    worse = [r | {"tokens_per_s_per_gpu": 10.0} if r["name"] == best else r for r in as_said]
+    assert "wrong" in tool.report(rows, worse) or "tie set" in tool.report(rows, worse)
+    assert "not run" in tool.report(rows, as_said[1:])
+
+
+def test_predictions_are_not_changed_after_runs(tmp_path: Path) -> None:
+    (tmp_path / tool.RUNS).write_text(json.dumps(ran("2/dense/tp2", 1.0)) + "\n")
+    assert tool.main(["register", "--out", str(tmp_path)]) == 1
+    assert not (tmp_path / tool.REGISTERED).exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    def call(*words: str) -> list[dict]:
+        command = [
+            sys.executable,
+            str(tool.ROOT / "tools" / "planner" / "planned_layouts.py"),
+            "run",
+            "--rehearse",
+            "--gpus",
+            "2",
+            "--out",
+            str(tmp_path),
+        ]
+        done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return tool.read(tmp_path / tool.RUNS)
+
+    rows = call("--only", "dense", "fsdp2")
+    assert [(r["name"], r["outcome"], r["rehearsed"]) for r in rows] == [("2/dense/fsdp2", "ok", True)]
+    assert rows[0]["tokens_per_s_per_gpu"] > 0
+    more = call("--only", "dense", "tp2", "--pairs", "1")
+    assert more[0] == rows[0]
+    assert [(r["name"], r["turn"], r["outcome"]) for r in more[1:]] == [("2/dense/tp2", 0, "ok"), ("2/dense/tp2", 1, "ok")]

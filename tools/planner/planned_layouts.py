@@ -1,0 +1,294 @@
+"""Layouts on two or four GPUs: speed and memory as the planner predicts them, written down before any run, and the runs that test it.
+
+    python tools/planner/planned_layouts.py register                        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs
+    python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order, into docs/parity/planned-layouts-runs.jsonl
+    python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two fastest of each model, so many times more, in turns
+    python tools/planner/planned_layouts.py report                          # errors, winners and misses
+
+A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has imported torch,
+megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the runner works and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT / "tools")]
+
+from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
+
+from playbook_bench.machine import detect  # noqa: E402
+from playbook_trainer import fork_server  # noqa: E402
+from playbook_trainer.config import dry_run, tree  # noqa: E402
+
+CONFIG = "trainer/configs/planned.yaml"
+FOLDER = ROOT / "docs" / "parity"
+REGISTERED, RUNS = "planned-layouts.jsonl", "planned-layouts-runs.jsonl"
+HARDWARE = "h200"
+SHARE = 0.85
+"""Of a GPU's memory: what the planner does not count, buffers of collectives among it, has to fit beside."""
+GIB = 2**30
+NEAR = 0.05
+"""A choice is right if it is this close to the best."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": "qwen3_8b"},
+    "moe-128": {"model": "qwen3_30b_a3b"},
+    "moe-64": {"model": "qwen3_30b_a3b", "model.num_experts": 64, "model.top_k": 4, "model.expert_ffn_size": 1536},
+    "vision": {"model": "qwen3_vl_30b_a3b"},
+}
+"""Four models of about one width; the wider experts are half as many, of twice the width."""
+TINY = {"dense": "qwen3_tiny", "moe-128": "qwen3_moe_tiny", "moe-64": "qwen3_moe_tiny", "vision": "qwen3_vl_moe_tiny"}
+_SMALL: dict[str, Any] = {
+    "data.seq_len": 32, "train.dtype": "fp32", "train.steps": 2, "train.warmup_steps": 1, "train.log_every": 1, "train.global_batch_size": 4,
+    "parallel.sequence_parallel": False,
+}  # fmt: skip
+
+_TP = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+_LONG = {"parallel.cp": 2, "data.seq_len": 32768}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    4: {
+        "fsdp2": {"backend": "torch"},
+        "ep4": {"parallel.ep": 4},
+        "tp2-ep2": {**_TP, "parallel.ep": 2, "parallel.etp": 1},
+        "pp2-ep2": {"parallel.pp": 2, "parallel.ep": 2},
+        "cp2-32k": {**_LONG, "parallel.ep": 4},
+        "tp2-pp2": {**_TP, "parallel.pp": 2, "parallel.etp": 2},
+    },
+    2: {
+        "fsdp2": {"backend": "torch"},
+        "ep2": {"parallel.ep": 2},
+        "tp2": {**_TP, "parallel.etp": 2},
+        "pp2": {"parallel.pp": 2},
+        "cp2-32k": {**_LONG, "parallel.ep": 2},
+    },
+}
+"""By number of GPUs."""
+_DENSE = {"ep4": "dp4", "ep2": "dp2", "tp2-ep2": "tp2", "pp2-ep2": "pp2"}
+"""What is left of a layout where there are no experts to spread."""
+_FUSED = {
+    "train.fused_activation": True, "train.fused_norms": True, "train.fused_loss": True, "train.compile.decoder": True, "optimizer.fused": True,
+    "moe.apply_probs_on": "activation", "moe.fused_permutation": True, "moe.fused_router": True,
+}  # fmt: skip
+"""Kernels of the torch backend that a prediction takes for granted."""
+
+
+def settings(model: str, layout: str, gpus: int, layers: int) -> dict[str, Any]:
+    """What the trainer is told."""
+    asked = LAYOUTS[gpus][layout]
+    rows = 2 if "data.seq_len" not in asked else 1
+    batch = 8 * gpus if rows == 2 else 2 * gpus
+    found: dict[str, Any] = {
+        "backend": "megatron", **MODELS[model], "model.num_layers": layers, "data.seq_len": 4096, "train.micro_batch_size": rows,
+        "train.global_batch_size": batch, **asked,
+    }  # fmt: skip
+    if found["backend"] == "torch":
+        found |= _FUSED
+    if model == "dense":
+        found = {k: v for k, v in found.items() if k not in ("parallel.ep", "parallel.etp") and not k.startswith("moe.")}
+    return found
+
+
+def registered() -> Iterator[dict[str, Any]]:
+    """Every configuration with its prediction: the deepest model, by twos, that all its layouts hold."""
+    for gpus, layouts in LAYOUTS.items():
+        for model in MODELS:
+            layers = 48 if model != "dense" else 36
+            while any(_held(settings(model, layout, gpus, layers), gpus) > SHARE * _capacity() for layout in layouts):
+                layers -= 2
+            for layout in layouts:
+                asked = settings(model, layout, gpus, layers)
+                name = _DENSE.get(layout, layout) if model == "dense" else layout
+                yield {"gpus": gpus, "model": model, "layout": name, "settings": asked, "predicted": _predicted(asked, gpus)}
+
+
+def _predicted(asked: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    speed = dry_run.predicted(tree.load(ROOT / CONFIG, asked), gpus, HARDWARE)
+    assert speed is not None
+    figures = speed.tokens_per_s_per_gpu
+    tokens = {k: float(f"{getattr(figures, k):.4g}") for k in ("value", "low", "high")}
+    return {"tokens_per_s_per_gpu": tokens, "memory_gib": round(_held(asked, gpus) / GIB, 1)}
+
+
+def _held(asked: Mapping[str, Any], gpus: int) -> float:
+    """Bytes of the fullest rank; rows are text, so the vision tower keeps no activations."""
+    report = dry_run.dry_run(tree.load(ROOT / CONFIG, asked), gpus)
+    return max(stage.peak - stage.vision for stage in report.stages)
+
+
+def _capacity() -> float:
+    from playbook.planner.time.cluster import cluster
+
+    return cluster(HARDWARE).memory_gib * GIB
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """A configuration in a word, such as `4/moe-128/ep4`."""
+    return f"{row['gpus']}/{row['model']}/{row['layout']}"
+
+
+def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], pairs: int, *, again: bool) -> list[tuple[str, int]]:
+    """The runs that are missing, as configuration and turn, in their order.
+
+    Turn 0 is each once, shuffled. The turns after it are those of the two fastest of each model at one length, in alternating order, and begin
+    when all of turn 0 have been run.
+    """
+    held = {(r["name"], r["turn"]) for r in runs if r["outcome"] == "ok" or not again}
+    names = [name_of(r) for r in rows]
+    random.Random(0).shuffle(names)
+    first = [(name, 0) for name in names if (name, 0) not in held]
+    if first or not pairs:
+        return first
+    found = []
+    for _, fastest in sorted(_ranked(rows, runs).items()):
+        two = [name for name, _ in fastest[:2]]
+        found += [(name, turn) for turn in range(1, pairs + 1) for name in (two if turn % 2 else two[::-1]) if (name, turn) not in held]
+    return found
+
+
+def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float]]]:
+    """By number of GPUs and model, the configurations that ran in rows of the usual length, the fastest first."""
+    speeds = speeds_of(runs)
+    found: dict[tuple[int, str], list[tuple[str, float]]] = {}
+    for row in rows:
+        if name_of(row) in speeds and row["settings"]["data.seq_len"] == 4096:
+            found.setdefault((row["gpus"], row["model"]), []).append((name_of(row), speeds[name_of(row)]))
+    return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in found.items()}
+
+
+def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Tokens per second and GPU of each configuration: the median of its runs."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if run["outcome"] == "ok":
+            found.setdefault(run["name"], []).append(run["tokens_per_s_per_gpu"])
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehearse: bool) -> dict[str, Any]:
+    """One run; its figures, or why it has none."""
+    asked = dict(row["settings"])
+    if rehearse:
+        asked = {**{k: v for k, v in asked.items() if k.startswith("parallel.")}, "model": TINY[row["model"]], **_SMALL}
+    folder = Path(tempfile.mkdtemp(prefix="planned-"))
+    try:
+        job = run_forked([str(ROOT / CONFIG), *(f"{k}={json.dumps(v)}" for k, v in asked.items())], gpus, folder, limit_s)
+        out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
+        if job.ended or any(job.codes.values()):
+            return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
+        return out | measured(folder, len(gpus), ())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what is missing, as far as the budget goes."""
+    began = time.monotonic()
+    path = arguments.out / RUNS
+    rows = [r for r in read(FOLDER / REGISTERED) if r["gpus"] == arguments.gpus and all(w in name_of(r) for w in arguments.only)]
+    devices = [str(i) for i in range(arguments.gpus)] if arguments.rehearse else detect.device_ids(detect.detect())[: arguments.gpus]
+    if len(devices) < arguments.gpus or not fork_server.import_all("torch" if arguments.rehearse else "megatron"):
+        print(f"needs {arguments.gpus} GPUs that no import has touched yet, or --rehearse", file=sys.stderr)
+        return 2
+    by_name, runs, tried = {name_of(r): r for r in rows}, read(path), set[tuple[str, int]]()
+    while missing := [each for each in todo(rows, runs, arguments.pairs, again=arguments.again) if each not in tried]:
+        if time.monotonic() - began > arguments.budget:
+            print(f"the budget leaves out {len(missing)} runs", flush=True)
+            return LEFT_OUT
+        name, turn = missing[0]
+        tried.add((name, turn))
+        found = {"name": name, "turn": turn, "rehearsed": arguments.rehearse}
+        found |= launch(by_name[name], devices, arguments.limit, rehearse=arguments.rehearse)
+        runs = [r for r in runs if (r["name"], r["turn"]) != (name, turn)] + [found]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(r) + "\n" for r in runs), encoding="utf-8")
+        figures = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU" if found["outcome"] == "ok" else found["message"]
+        print(f"{name}  turn {turn}  {figures}  [{found['wall_s']} s]", flush=True)
+    return 0
+
+
+def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Each configuration beside its run, the errors, and for each model whether the layout that the planner would choose is near the best."""
+    speeds = speeds_of(runs)
+    held = {r["name"]: r["peak_memory_bytes"] / GIB for r in runs if r["outcome"] == "ok"}
+    failed = {r["name"]: r["message"] for r in runs if r["outcome"] != "ok"}
+    lines = [
+        "| configuration | predicted | 80 % | measured | error | predicted GiB | measured GiB | error |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    errors: list[tuple[float, float, bool]] = []
+    for row in rows:
+        name, said = name_of(row), row["predicted"]
+        tokens, gib = said["tokens_per_s_per_gpu"], said["memory_gib"]
+        start = f"| {name} | {tokens['value']:,.0f} | {tokens['low']:,.0f} to {tokens['high']:,.0f} |"
+        if name not in speeds:
+            lines.append(f"{start} {failed.get(name, 'not run')} | | {gib} | | |")
+            continue
+        off, memory_off = tokens["value"] / speeds[name] - 1, gib / held[name] - 1
+        errors.append((abs(off), abs(memory_off), tokens["low"] <= speeds[name] <= tokens["high"]))
+        lines.append(f"{start} {speeds[name]:,.0f} | {100 * off:+.1f} % | {gib} | {held[name]:.1f} | {100 * memory_off:+.1f} % |")
+    if errors:
+        middle, memory, inside = (
+            statistics.median(e[0] for e in errors),
+            statistics.median(e[1] for e in errors),
+            sum(e[2] for e in errors),
+        )
+        lines += ["", f"{len(errors)} of {len(rows)} configurations: median error {100 * middle:.1f} % of speed, {100 * memory:.1f} % of memory; "
+                  f"{inside} in the interval"]  # fmt: skip
+    predicted = {name_of(r): r["predicted"]["tokens_per_s_per_gpu"] for r in rows}
+    for (gpus, model), ranked in sorted(_ranked(rows, runs).items()):
+        chosen = max((name for name, _ in ranked), key=lambda n: predicted[n]["value"])
+        behind = ranked[0][1] / speeds[chosen] - 1
+        tie = predicted[ranked[0][0]]["high"] >= predicted[chosen]["low"]
+        verdict = "right" if behind <= NEAR else "in the tie set" if tie else "wrong"
+        lines.append(f"{model} on {gpus} GPUs: chosen {chosen}, fastest {ranked[0][0]}, {100 * behind:.1f} % behind: {verdict}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("register", "run", "report"))
+    parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=4)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the runs")
+    parser.add_argument("--budget", type=float, default=560, help="seconds after which nothing is started")
+    parser.add_argument("--limit", type=float, default=180, help="seconds that a run may take")
+    parser.add_argument("--pairs", type=int, default=0, help="turns more of the two fastest of each model")
+    parser.add_argument("--only", nargs="*", default=[], help="words that a configuration's name must hold")
+    parser.add_argument("--again", action="store_true", help="run again what failed")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "run":
+        return run(arguments)
+    runs = read(arguments.out / RUNS)
+    if arguments.command == "report":
+        print(report(read(FOLDER / REGISTERED), runs))
+    elif runs:
+        print(f"{arguments.out / RUNS} holds runs: predictions are not changed after them", file=sys.stderr)
+        return 1
+    else:
+        (arguments.out / REGISTERED).write_text("".join(json.dumps(row) + "\n" for row in registered()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
