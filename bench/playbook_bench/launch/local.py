@@ -241,7 +241,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise Interrupted once, so that what is running is ended in order; later ones are ignored."""
+    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for s in (signal.SIGINT, signal.SIGTERM):
@@ -266,7 +266,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[list[int]]:
-    """Inside, Ctrl-C and SIGTERM wait in the list that it gives, so that what ends processes is not cut off half-way; they take effect after it.
+    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends processes is not cut off half-way.
 
     Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
     """

@@ -65,7 +65,7 @@ class Outcome:
     evidence: Evidence
     path: Path
     asked: bool = True
-    """Whether it enters the exit code. A mechanism check does not where only its claim was named and the check ran along."""
+    """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
 def bench_run(
     case_id: str | Case, options: Options | None = None, progress: Progress | None = None, command: str | None = None
 ) -> list[Outcome]:
-    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is what repeats it.
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command line that repeats it.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
