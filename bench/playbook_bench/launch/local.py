@@ -240,17 +240,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored."""
+def interruptible(*, resumes: bool = False) -> Iterator[None]:
+    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored.
+
+    `resumes` says that the command keeps a journal, which the user is then told.
+    """
+    advice = "; the same command goes on from the launches that had ended" if resumes else ""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             # Not by sys.stderr, in the middle of whose own writing the signal may have come.
-            os.write(
-                2, f"{signal.Signals(signum).name}: ending what runs; the same command goes on from the launches that had ended\n".encode()
-            )
+            os.write(2, f"{signal.Signals(signum).name}: ending what runs{advice}\n".encode())
         raise Interrupted(signum)
 
     if threading.current_thread() is not threading.main_thread():

@@ -142,7 +142,7 @@ def _run_all(
         options = replace(options, journal=_default_journal(tasks, options, command, list(loaded.values())))
     outcomes: dict[int, Outcome] = {}
     goes_on, lost = False, ""
-    with local.interruptible(), _closing(options.launcher):
+    with local.interruptible(resumes=True), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
         for wanted in sorted(

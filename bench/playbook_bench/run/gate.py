@@ -134,7 +134,7 @@ def run(
     if anchor and checkout.commit_of(repository, anchor) == checkout.commit_of(repository, baseline):
         anchor = None
     references = {"baseline": baseline, **({"anchor": anchor} if anchor else {})}
-    with local.interruptible(), contextlib.ExitStack() as stack:
+    with local.interruptible(resumes=judged is None), contextlib.ExitStack() as stack:
         blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
         states: dict[str, str | Path | None] = {**references, "candidate": judged}
         try:
