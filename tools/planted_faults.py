@@ -65,11 +65,11 @@ FAULTS = (
     Fault(JUDGE + "receipt.py", "if c.op == rule.collective\n", "if True\n", "any collective proves any feature", ("trainer/observe/test_receipt.py", *VERDICTS)),
     Fault(JUDGE + "receipt.py", "rule.group is None or rule.group == c.group", "True", "a collective of another group proves it", ("trainer/observe/test_receipt.py", *VERDICTS)),
     # Guards.
-    Fault(JUDGE + "guards.py", "equal = worst <= WORK_TOLERANCE", "equal = True", "less work counts as speed", ("bench/judge/test_gates.py",)),
-    Fault(JUDGE + "guards.py", "ok = len(shas) == 1 and None not in shas", "ok = True", "other data counts as the same", ("bench/judge/test_gates.py",)),
-    Fault(JUDGE + "guards.py", "ok=worst <= band", "ok=True", "a broken loss counts as fast", ("bench/judge/test_gates.py",)),
-    Fault(JUDGE + "guards.py", 'ok=not keys, detail=f"undeclared', 'ok=True, detail=f"undeclared', "variants may differ in anything", ("bench/judge/test_gates.py",)),
-    Fault(JUDGE + "guards.py", "statistics.contaminated(fresh, deviation, len(stored)) if fresh", "False if fresh", "stored noise is never checked", ("bench/judge/test_gates.py", *VERDICTS)),
+    Fault(JUDGE + "guards.py", "equal = worst <= WORK_TOLERANCE", "equal = True", "less work counts as speed", ("bench/judge/test_guards.py",)),
+    Fault(JUDGE + "guards.py", "ok = len(shas) == 1 and None not in shas", "ok = True", "other data counts as the same", ("bench/judge/test_guards.py",)),
+    Fault(JUDGE + "guards.py", "ok=worst <= band", "ok=True", "a broken loss counts as fast", ("bench/judge/test_guards.py",)),
+    Fault(JUDGE + "guards.py", 'ok=not keys, detail=f"undeclared', 'ok=True, detail=f"undeclared', "variants may differ in anything", ("bench/judge/test_guards.py",)),
+    Fault(JUDGE + "guards.py", "statistics.contaminated(fresh, deviation, len(stored)) if fresh", "False if fresh", "stored noise is never checked", ("bench/judge/test_guards.py", *VERDICTS)),
     # The regression gate.
     Fault(JUDGE + "slowdown.py", "    if low > limit:", "    if False:", "a slower commit is never a regression", ("bench/judge", "whole/test_gate.py")),
     Fault(JUDGE + "slowdown.py", "return loss > allowed * abs(baseline)", "return loss > 2 + allowed * abs(baseline)", "an exact metric may get worse", ("bench/judge", "whole/test_gate.py")),

@@ -1,4 +1,4 @@
-"""`playbook cards check`, as far as cards go: what a schema cannot say.
+"""Loads cards, and checks in them what a schema cannot say.
 
 Files in, findings out. Nothing is skipped: a file that is no card is a finding too. The command line adds what the harness and
 the trainer know (`cases`, `metrics`) and checks further along the line.

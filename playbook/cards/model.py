@@ -97,7 +97,7 @@ class Comparison(Strict):
 
 
 class MechanismCheck(Strict):
-    """A deterministic check of the claim's mechanism, with a status of its own; it never colours the claim's."""
+    """A deterministic check of the claim's mechanism, with a status of its own, which never changes the claim's."""
 
     id: str = ClaimId
     statement: str
@@ -230,7 +230,7 @@ class Card(Strict):
     phase: Literal["fit", "scale", "profile", "retune"]
     wall: Literal["memory", "communication", "compute", "host", "data"]
     scope: dict[str, Any] = Field(default_factory=dict)
-    """What a run must be for any of the card to be of use, as in a claim's scope."""
+    """Scope of the whole card: runs outside it find nothing of use in it."""
     claims: list[Claim] = Field(min_length=1)
     decide: list[Decision] = Field(default_factory=list)
     families: list[ConfigFamily] = Field(default_factory=list)

@@ -10,7 +10,7 @@ from playbook.paths import data_root
 _HEADING = re.compile(r"^(#{1,3}) (.+?) *$", re.M)
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _NOT_SEARCHED = frozenset({"glossary", "architecture"})
-"""Guides that speak of everything."""
+"""Guides left out of search: they mention every subject, so they would match every question."""
 
 
 @dataclass(frozen=True)

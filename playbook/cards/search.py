@@ -30,9 +30,9 @@ _PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
 _LEAST_EVIDENCE = 0.27
-"""Evidence that some card must have for there to be an answer at all, chosen like the weights."""
+"""Least evidence of the best card for the search to answer at all; chosen like the weights."""
 _BESIDE = 0.16
-"""Evidence that is enough for a card beside such a one."""
+"""Least evidence of every further card in an answer."""
 _NEAREST = 3
 _PAGES = 2
 _LEAST_PAGE = 0.15
@@ -292,7 +292,7 @@ def _limits(scope: Mapping[str, Any], run: Facts, *, cpu: bool = False) -> list[
 
 @contextmanager
 def _without(*names: str) -> Iterator[None]:
-    """Modules that count as missing meanwhile."""
+    """A context in which imports of these modules fail as if they were not installed."""
     hidden = [n for n in names if n not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is how Python marks a module as not importable
     try:

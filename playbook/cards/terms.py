@@ -64,7 +64,7 @@ class Facts:
         return self != Facts()
 
     def over(self, found: Facts) -> Facts:
-        """These facts, completed by what a question says."""
+        """These facts, with those of `found` where these say nothing."""
         mine = {k: v for k, v in vars(self).items() if v not in (None, ())}  # no GPU at all is said, too
         return replace(found, **mine)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards.load import load_all
+from playbook.cards.model import by_claim
 from playbook.cli.confirm import show_outcomes
 from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, Seed, commands
 from playbook.cli.options import seconds as to_seconds
@@ -92,12 +93,13 @@ def bench_check(
 @_bench_app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
-    rows = []
+    rows, claims = [], by_claim(load_all())
     for file in files:
         same, differences = replay.replay(file)
-        rows.append({"file": str(file), "same": same, "differences": differences})
+        changed = replay.of_another_claim(store.load(file), claims)
+        rows.append({"file": str(file), "same": same, "differences": differences, "another_claim": changed})
         if not as_json:
-            say(f"{file}: {'same verdict' if same else 'differs'}")
+            say(f"{file}: {'same verdict' if same else 'differs'}{f', on another claim: {changed}' if changed else ''}")
         for line in differences:
             complain(f"  {line}")
     if as_json:

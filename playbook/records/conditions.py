@@ -1,4 +1,4 @@
-"""What a machine did while runs were timed, and from which figures on a reader is told."""
+"""From which figures on a reader is told about the machine: clocks that were held down, time spent on data, processor time that other machines took."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOTABLE_STOLEN = 2.0
 _NOTABLE_LIMITED = 10.0
 """Percent of the GPUs' readings in timed steps with clocks held down."""
 TIMED_STEPS = "timed steps"
-"""What telemetry is of (`over`). Older records have that of whole launches, most of which may be start-up."""
+"""Value of `over` in telemetry that was read in the timed steps. Older records have readings of whole launches, most of which may be start-up."""
 
 
 def limited(runs: Iterable[tuple[str, Any]]) -> list[str]:
-    """What held GPUs' clocks down during the timed steps, and at how many MHz they ran, from (variant, telemetry) of measured runs: a clause for each limit."""
+    """For each limit that held GPUs' clocks down in the timed steps, a clause with its share of the readings and the clock. `runs`: (variant, telemetry) of the measured runs."""
     shares: dict[str, dict[str, list[float]]] = {}
     clocks: dict[str, list[float]] = {}
     for variant, telemetry in runs:

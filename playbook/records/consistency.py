@@ -1,4 +1,4 @@
-"""What a record must agree with in itself before any reader believes it: its case, its order of runs, its noise, its machine.
+"""Checks that a record does not contradict itself: its plan, its order of runs, its noise and its machine. A record that does counts for nothing.
 
 A record that was changed and sealed again passes its own hash. These checks, with a replay, find the changes that leave a trace in the rest of the
 record. They vouch for no more: whoever can write every field of a record can write one that agrees with itself (docs/guide/evidence.md).

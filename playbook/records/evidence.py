@@ -65,7 +65,7 @@ class Machine(Strict):
 
 
 class Fingerprint(Strict):
-    """The environment of one run. strict: equal within a series. context: reported. telemetry: observed meanwhile."""
+    """The environment of one run: `strict` must be equal within a series, `context` is only reported, `telemetry` was read while it ran."""
 
     strict: dict[str, Any] = Field(default_factory=dict)
     context: dict[str, Any] = Field(default_factory=dict)
@@ -215,7 +215,7 @@ class ClaimRef(Strict):
 
 
 class Missing(Strict):
-    """Something this machine lacks for this claim."""
+    """Why a claim does not apply: what this machine lacks for it."""
 
     reason: Literal["scope", "package", "profile", "no_case", "kind"]
     detail: str
@@ -231,11 +231,11 @@ class Check(Strict):
     expected: str
     ok: bool
     runs: int = 1
-    """Launches in which it was looked at; `ok` means in all of them."""
+    """Number of launches in which the rule was checked; `ok` if it held in all of them."""
 
 
-class Gate(Strict):
-    """One condition that a pair must meet before its figures count."""
+class Condition(Strict):
+    """One condition that launches must meet before their figures are compared, and whether they do."""
 
     name: str
     ok: bool
@@ -267,12 +267,15 @@ class Comparison(Strict):
     deviation: float | None = None
     """Standard deviation of `differences`."""
     floor: float | None = None
-    """The stored A/A deviation; the larger of both enters the interval."""
+    """Deviation of the A/A pairs. Version 2 pools it with `deviation`; in version 1 the larger of both counted."""
     hodges_lehmann: float | None = None
+    """Median of the pairwise means of `differences`; in records of version 1 only."""
     sign_flip_p: float | None = None
+    """p of a sign-flip test of the mean; in records of version 1 only, and never decisive."""
     mde: float | None = None
     """Least distance from the margin that this many pairs would settle four times out of five, on `scale`."""
     pairs_needed: int | None = None
+    """About how many pairs would settle the claim; None if it is settled or no sensible number would."""
 
 
 class PointFigure(Strict):
@@ -303,7 +306,7 @@ class Contrast(Strict):
     deviation: float | None = None
     """Standard deviation of `differences`."""
     used: float | None = None
-    """The deviation that entered the interval with `freedom` degrees: the largest of the pooled one, the A/A's, and its own made up to that."""
+    """The standard deviation behind the interval, whose half-width is t(`freedom`) x used / sqrt(blocks). The contrast's own deviation, scaled to `freedom`, if that is wider than the pooled one."""
 
 
 class Curve(Strict):
@@ -329,7 +332,7 @@ class Curve(Strict):
 
 
 class Verdict(Strict):
-    """What follows, and why."""
+    """The state of a claim by one record, the reason, and both in a sentence."""
 
     status: Status
     reason: Reason
@@ -371,7 +374,8 @@ class Derived(Strict):
     comparison: Comparison | None = None
     curve: Curve | None = None
     receipts: list[Check] = Field(default_factory=list)
-    gates: list[Gate] = Field(default_factory=list)
+    gates: list[Condition] = Field(default_factory=list)
+    """The conditions for a comparison; records and `--json` have them under this name."""
     figures: dict[str, Any] = Field(default_factory=dict)
     """What an arithmetic statement or an invariant computed."""
     verdict: Verdict
@@ -386,9 +390,9 @@ class Evidence(Strict):
     created: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")
     expires: str = Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")
     command: str
-    """What repeats it."""
+    """The command line that repeats the measurement."""
     judged_from: str | None = None
-    """The record whose runs these are, where rules were mended and the runs were judged again; both records stay."""
+    """Id of the record that these runs were measured for, if they were judged again by other rules; both records stay."""
     measured: Measured
     derived: Derived
     seconds: Seconds

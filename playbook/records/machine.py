@@ -11,7 +11,7 @@ from playbook.records.evidence import Machine
 CPU = "cpu"
 
 Kind = tuple[int, str | None, str, int | None, int, str, int | None, int | None]
-"""GPUs, their name, links and memory in GiB, nodes, the CPU's name, where there is no GPU its cores, and the host's memory in GiB."""
+"""Number of GPUs, their name, their links, their memory in GiB, number of nodes, CPU model, cores (None if there are GPUs), host memory in GiB."""
 
 
 def kind(machine: Machine) -> Kind:

@@ -68,14 +68,14 @@ class Record:
     expected_sha: str
     """The hash of its content, as computed here."""
     problems: tuple[str, ...] = ()
-    """Why it counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
+    """Why the record counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
     foreign: bool = False
     """Whether none of the cards that were read has its claim, or its runs were on another backend than the claim is about. One of the cards may have another claim of the same id."""
     assumed_gib: int | None = None
-    """The host's memory that a record from before it was noted is taken to have: that of the others of such a machine, where they agree."""
+    """Host memory in GiB that is assumed for an older record without it: that of newer records from otherwise equal machines, if they agree."""
     machine: str = "unknown"
-    """The label of its machine: its name, who measured there where that was somebody else, and what sets it apart from others of that name."""
+    """Label of its machine: the name, what sets it apart from other machines of that name, and who measured there if the record was imported."""
 
     @property
     def altered(self) -> bool:
@@ -198,7 +198,7 @@ class Record:
             return []
         return [
             *_expired(self.content.expires, today),
-            *(["the claim has changed since"] if claim and self.claim_ref and _reworded(self.claim_ref, claim) else []),
+            *(["the claim has changed since"] if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim) else []),
             *_revised(self.runs, self.content.measured.configs, self.present.revisions),
             *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
             *(updates_since(self._strict, self.present.here) if self.present.here else []),
@@ -220,9 +220,16 @@ class Record:
         return next((known[r.strict_sha] for r in self.runs if r.strict_sha in known), {})
 
 
-def _reworded(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
-    """Whether a claim was put to another test than today's: another metric, margin or comparison."""
-    return (then.metric, then.expect, _variants(then)) != (claim.metric, claim.expect, _variants(claim))
+def claim_changes(then: ClaimRef, claim: Claim | MechanismCheck) -> list[str]:
+    """Which parts of a claim a record has otherwise than today's card: metric, expect, comparison, statement."""
+    parts = [part for part in ("metric", "expect") if getattr(then, part) != getattr(claim, part)]
+    parts += ["comparison"] if _variants(then) != _variants(claim) else []
+    return parts + (["statement"] if then.statement != claim.statement else [])
+
+
+def _tested_otherwise(then: ClaimRef, claim: Claim | MechanismCheck) -> bool:
+    """Whether the claim that was tested has another metric, margin or comparison than today's; other words alone are no other test."""
+    return claim_changes(then, claim) not in ([], ["statement"])
 
 
 def _variants(claim: ClaimRef | Claim | MechanismCheck) -> list[dict[str, Any]]:
@@ -245,7 +252,7 @@ def speaks_for(measured: Measured, card: str, claim: Claim | MechanismCheck) -> 
     about = claim.scope.get("backend") if isinstance(claim, Claim) else None
     if then is None or then.id != claim.id or (ran and about and unmet({"backend": about}, {"backend": ran})):
         return False
-    return then.card == card or (then.statement == claim.statement and not _reworded(then, claim))
+    return then.card == card or not claim_changes(then, claim)
 
 
 def _expired(expires: str, today: date) -> list[str]:
@@ -303,7 +310,8 @@ class Reader:
         if self._last[0] != asked:
             claims = None if cards is None else by_claim(cards)
             known = _with_memory(found.values())
-            labels = _labels(known)
+            # An altered record names no machine: else one with a foreign name, or another host's memory, would rename those of sound records.
+            labels = _labels(known) | _labels([r for r in known if not r.altered])
             named = [replace(r, present=present or Present(), foreign=_foreign(r, claims), machine=labels[r.kind]) for r in known]
             self._last = asked, sorted(named, key=lambda r: (r.created, r.id), reverse=True)
         return self._last[1]
@@ -396,12 +404,12 @@ def _with_memory(records: Iterable[Record]) -> list[Record]:
     """The records, those that do not know their host's memory with that of the others of such a machine, where these agree."""
     every = list(records)
     seen: dict[tuple[Any, ...], set[int]] = {}
-    for *rest, memory, origin in (r.kind for r in every):
+    for *rest, memory, origin in (r.kind for r in every if not r.altered):
         seen.setdefault((*rest, origin), set()).update([memory] if memory is not None else [])
     out = []
     for r in every:
         *rest, memory, origin = r.kind
-        alike = seen[*rest, origin]
+        alike = seen.get((*rest, origin), set())
         out.append(replace(r, assumed_gib=next(iter(alike))) if memory is None and len(alike) == 1 else r)
     return out
 

@@ -23,7 +23,7 @@ def in_words(record: Record, stale: object = None) -> str:
 
 
 def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> str:
-    """Where a claim stands, every machine and backend that has a say; `untested` where there is none."""
+    """Where a claim stands: the verdict of each kind of machine with its backend, or `untested`."""
     return "; ".join(dict.fromkeys(in_words(r, r.stale(today, claim)) for r in verdicts(records, claim.id))) or UNTESTED
 
 

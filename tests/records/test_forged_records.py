@@ -23,6 +23,7 @@ from playbook.records.first_rules import FIRST_RULES
 from playbook.records.read import read, standings, verdicts
 from playbook.site.cards import Shelf
 from playbook.site.evidence import evidence_page
+from playbook.site.text import text
 from playbook_bench.run import replay, store
 
 CPU = "01M80142Q87YRVRJJAXCMBK0K2"
@@ -98,6 +99,7 @@ FORGERIES = {
     "rules that see less": (lambda m: m["plan"].update(rules=1), "rules of version 1"),
     "rules that see less, by silence": (lambda m: (m["plan"].pop("rules"), m["context"].clear()), "rules of version 1"),
     "another host's memory": (lambda m: m["machine"].update(memory_gib=8.0), "another machine: memory_gib"),
+    "another case's name": (lambda m: m["case"].update(id="another-case"), "the case is called another-case"),
     "a run twice": (lambda m: m["runs"].append(m["runs"][-1]), "used twice"),
 }
 
@@ -137,16 +139,29 @@ def test_records_that_are_as_old_as_they_say_keep_their_rules():
     assert not [r.path for r in records if r.problems]
 
 
-def test_terminal_server_and_site_refuse_it_with_the_same_words(tmp_path, data, monkeypatch, capsys):
+def test_terminal_server_and_site_refuse_each_with_the_same_words(tmp_path, data, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    sealed(tmp_path / ".playbook/results/cpu", data | {"evidence_id": store.new_id()}, FORGERIES["candidate times halved"][0])
-    (row,) = (r for r in json.loads(in_process.run(capsys, "evidence", "list", "--json")[1]) if r["status"] == "altered")
-    served = evidence_list(library_here(), data["measured"]["claim"]["id"], 50).records
-    assert [r.sentence for r in served if r.status == "altered"] == [row["sentence"]]
-    assert "timed window" in row["sentence"]
+    said = {store.new_id(): words for _, words in FORGERIES.values()}
+    for evidence_id, (change, _) in zip(said, FORGERIES.values(), strict=True):
+        sealed(tmp_path / ".playbook/results/cpu", data | {"evidence_id": evidence_id}, change, name=evidence_id)
+    listed = {r["evidence"]: r for r in json.loads(in_process.run(capsys, "evidence", "list", "--json")[1]) if r["status"] == "altered"}
+    served = {r.evidence: r for r in evidence_list(library_here(), data["measured"]["claim"]["id"], 500).records if r.status == "altered"}
+    assert set(listed) == set(served) == set(said)
     cards = load_all()
-    record = next(r for r in read([Path(".playbook/results")], cards))
-    assert "timed window" in evidence_page(Shelf(cards, [record], date(2026, 11, 1), {}), record, "x")
+    records = {r.id: r for r in read([Path(".playbook/results")], cards)}
+    for evidence_id, words in said.items():
+        assert served[evidence_id].sentence == listed[evidence_id]["sentence"]
+        assert words in listed[evidence_id]["sentence"]
+        page = evidence_page(Shelf(cards, [records[evidence_id]], date(2026, 11, 1), {}), records[evidence_id], "x")
+        assert text(words) in page
+
+
+@pytest.mark.parametrize("name", ["another machine's name", "another host's memory"])
+def test_a_forgery_renames_no_machine_of_a_sound_record(tmp_path, data, name):
+    """The labels of machines were made of all records, so that one forgery showed sound ones under another machine's name."""
+    sound = sealed(tmp_path / "cpu", data)
+    sealed(tmp_path / "cpu", data | {"evidence_id": store.new_id()}, FORGERIES[name][0], name="x")
+    assert {r.path: r.machine for r in read([tmp_path]) if not r.altered} == {sound: "cpu"}
 
 
 def test_the_check_of_cards_reads_all_evidence(tmp_path, data, monkeypatch):
@@ -159,7 +174,7 @@ def test_the_check_of_cards_reads_all_evidence(tmp_path, data, monkeypatch):
     assert all("timed window" in f and f.endswith("restore the file, or run the case again") for f in found)
 
 
-def test_a_rewritten_claim_is_no_verdict_on_todays(tmp_path, data):
+def test_a_rewritten_claim_is_no_verdict_on_todays(tmp_path, data, capsys):
     """An easier margin, sealed again: the record agrees with itself, and no reader takes it for a verdict on the claim as the card has it."""
     cards = load_all()
     claim = by_claim(cards)[data["measured"]["claim"]["id"]][1]
@@ -168,14 +183,23 @@ def test_a_rewritten_claim_is_no_verdict_on_todays(tmp_path, data):
         measured["claim"]["expect"]["margin"] = {"value": -90.0, "unit": "percent"}
         measured["claim"]["expect"]["op"] = ">="
 
-    sealed(tmp_path / "cpu", data, easier)
+    path = sealed(tmp_path / "cpu", data, easier)
     (record,) = read([tmp_path], cards)
     today = date.fromisoformat(data["expires"])
     assert standings([record], claim, today) == {"stale"}
     assert record.reasons(today, claim) == ["the claim has changed since"]
-    sealed(tmp_path / "words" / "cpu", data, lambda m: m["claim"].update(statement="Any other words."))
+    words = sealed(tmp_path / "words" / "cpu", data, lambda m: m["claim"].update(statement="Any other words."))
     (reworded,) = read([tmp_path / "words"], cards)
     assert reworded.other_words(claim) == "Any other words."
+    for rewritten, part in ((path, "expect"), (words, "statement")):
+        assert (
+            f"on another claim: {record.claim_ref.card}/{claim.id} has another {part}"
+            in in_process.run(capsys, "bench", "replay", str(rewritten))[1]
+        )
+        with pytest.raises(StoreError, match=f"on another claim: .* has another {part}"):
+            replay.accept(rewritten)
+    with pytest.raises(StoreError, match="has another expect today"):
+        replay.take_in(path, "acme", tmp_path / "taken")
 
 
 def test_an_unchanged_copy_counts(tmp_path, data):

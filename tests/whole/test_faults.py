@@ -328,13 +328,14 @@ def test_real_trainer_with_its_feature_disabled(case, tmp_path, plant):
 def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(case, tmp_path, plant, monkeypatch):
     """A full disk lost the whole series: the record was written before anything was printed."""
     plant()
-    printed, real = [], store.write_once
+    events, real = [], store.write_once
 
     class Told(confirm.Quiet):
         def finished(self, outcome):
-            printed.append(outcome.status)
+            events.append(outcome.status)
 
     def full(path, text, *more):
+        events.append("written")
         if path.is_relative_to(tmp_path / "results"):
             raise StoreError(f"{path} cannot be written: No space left on device; free some space")
         real(path, text, *more)
@@ -344,7 +345,7 @@ def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(c
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(StoreError, match=r"No space left.*the verdict above stands, and its record is .*elsewhere.*json"):
         bench(case("dispatch_bytes_per_token_layer"), tmp_path, progress=Told())
-    assert printed == ["measured"]
+    assert events == ["measured", "written", "written"]
     (kept,) = (tmp_path / "elsewhere").rglob("*.json")
     assert replay.replay(kept) == (True, [])
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from playbook.paths import data_root, repo_root
 from playbook.records.case import Activation, Case, Delta, Receipt, Rule
 from playbook.yaml_files import load
 from playbook_bench.judge import slowdown
-from playbook_bench.launch.local import LocalLauncher
+from playbook_bench.launch.local import Interrupted, LocalLauncher
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import detect
 from playbook_bench.run import bisect, checkout, gate
@@ -259,6 +260,26 @@ def test_what_cannot_be_used_ends_the_series_at_the_first_launch_that_shows_it(r
     repo({"fault": fault})
     found = run(repo, tmp_path)
     assert (found.status, len(found.runs)) == ("error", 2), found.sentence
+
+
+@pytest.mark.full
+def test_a_stopped_gate_goes_on_where_it_was(repo, tmp_path):
+    """It began anew: a journal was for those who asked for one, and the gate could not be asked."""
+    repo({})
+    launched = []
+
+    class StopsOnce(LocalLauncher):
+        def run(self, spec, on_step=None):
+            launched.append(spec.folder.name)
+            if len(launched) == 9:
+                raise Interrupted(signal.SIGTERM)
+            return super().run(spec, on_step)
+
+    with pytest.raises(Interrupted):
+        run(repo, tmp_path, launcher=StopsOnce)
+    assert run(repo, tmp_path, launcher=StopsOnce).status == "pass"
+    assert launched[9].startswith("008-"), "two discarded launches and three pairs of noise are not measured again"
+    assert not list((tmp_path / "results" / "journal").glob("*")), "a gate that ended leaves nothing to go on with"
 
 
 def test_each_tree_resolves_the_configuration_by_itself(repo, tmp_path):

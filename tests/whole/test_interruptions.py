@@ -77,6 +77,10 @@ def test_a_stopped_harness_leaves_no_process_and_no_half_written_file(case, tmp_
     os.kill(harness.pid, signum)
     assert harness.wait(timeout=20) == code
     assert gone(mark)
+    said = harness.stderr.read().decode()
+    assert (
+        signum == signal.SIGKILL or said == f"{signum.name}: ending what runs; the same command goes on from the launches that had ended\n"
+    )
     results = tmp_path / "results"
     assert not [p for p in results.rglob("*") if p.suffix == ".tmp" or p.parent.name == "cpu"]
 

@@ -256,7 +256,7 @@ def test_arithmetic_that_cannot_be_done_is_a_mistake_in_the_case(function, argum
 def test_unequal_work_is_refused_and_the_check_itself_can_fail(monkeypatch):
     case = Case(id="x", kind="invariant", summary="s", function="unequal_work_is_refused")
     assert table.run(case)[0]
-    monkeypatch.setattr(verdict, "pair_gates", lambda *a, **k: [])
+    monkeypatch.setattr(verdict, "pair_conditions", lambda *a, **k: [])
     assert not table.run(case)[0]
 
 

@@ -105,7 +105,7 @@ def _cells(q: Question) -> list[Asked]:
 
 
 def decide(q: Question, bounds: Sequence[Bounds], interaction: bool = False) -> Status:
-    """What the intervals of `asked` say, in its order."""
+    """Whether the claim holds, by the intervals of the contrasts that `asked` names, in that order. None if they leave it open."""
     m = q.margin
     if q.op in (">=", "<=", "within"):
         return _one(q.op, m, *bounds[0])
@@ -162,7 +162,7 @@ def _knee(q: Question, bounds: Sequence[Bounds]) -> Status:
 
 
 def problems(expect: Expect, names: Sequence[str], kind: str) -> list[str]:
-    """What a claim asks of a case that it cannot ask, one line each."""
+    """Why a claim cannot be put to a case with these variants, one line for each reason."""
     found = []
     at = named(expect.at)
     if expect.op == "inside" and (expect.margin is not None or expect.infeasible):

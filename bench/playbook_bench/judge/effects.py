@@ -106,7 +106,7 @@ def measure(
 
 
 def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -> Comparison:
-    """The curve of a pair in the shape that a pair's record has."""
+    """A curve of two variants as the `Comparison` that a pair's record holds."""
     baseline, candidate = (p.value or 0.0 for p in curve.points)
     c = curve.contrasts[0]
     exact = curve.design == "deterministic"
@@ -137,7 +137,7 @@ def as_pair(curve: Curve, rules: Rules, metric: Metric, expect: Expect | None) -
 
 
 def bounds(curve: Curve) -> list[tuple[float, float]]:
-    """The intervals on the scale that the margin is on; the record's own ends are shown as shares."""
+    """The interval of each contrast on the metric's scale (logarithms for ratios), as the margin is; a record shows its ends as shares."""
     return [_bounds(c, curve) for c in curve.contrasts]
 
 
@@ -151,7 +151,7 @@ def _bounds(c: Contrast, curve: Curve) -> tuple[float, float]:
 
 
 def _exact(c: Contrast, curve: Curve) -> float:
-    """A deterministic contrast; a ratio against zero is infinitely better or worse."""
+    """Value of a contrast of an exact metric, on the metric's scale; infinite for a ratio to zero."""
     if c.differences:
         return c.differences[0]
     values = {p.variant: p.value or 0.0 for p in curve.points}
@@ -160,7 +160,7 @@ def _exact(c: Contrast, curve: Curve) -> float:
 
 
 def _ends(case: Case, metric: Metric, expect: Expect, contrasts: int) -> list[tuple[float, ...]]:
-    """For each contrast, where the claim ends to hold."""
+    """For each contrast, the values on the metric's scale at which the claim turns from true to false."""
     if expect.op == "inside":
         return list(bands(case, metric).values())
     margin = threshold(metric, expect.margin)
@@ -168,7 +168,7 @@ def _ends(case: Case, metric: Metric, expect: Expect, contrasts: int) -> list[tu
 
 
 def _needed(found: Sequence[statistics.Interval], ends: Sequence[tuple[float, ...]], alpha: float) -> int | None:
-    """About how many blocks settle every interval that an end of the claim lies in; None where none does, or no sensible number."""
+    """About how many blocks would settle the claim: the most that an interval needs to leave the `ends` it contains. None if no interval contains one, or no sensible number would do."""
     if not found:
         return None
     needs = [
@@ -245,7 +245,7 @@ def required(metric: Metric, run: Run) -> float:
 
 
 def _as_effect(metric: Metric, value: float) -> float:
-    """A difference on the metric's scale as a share, or as it is."""
+    """A mean difference as readers see it: a share for metrics that are compared as ratios, else unchanged in the metric's unit."""
     return math.expm1(value) if metric.scale == "log_ratio" else value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from playbook.records.case import Case
-from playbook.records.evidence import Baseline, Gate, Run, Variant
+from playbook.records.evidence import Baseline, Condition, Run, Variant
 from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
 from playbook_bench.judge.rules import Rules
@@ -38,7 +38,7 @@ def pairs_of(runs: Sequence[Run]) -> list[Pair]:
 
 
 def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -> list[float]:
-    """The difference of each A/A pair, on the metric's scale: A B B A, so that a drift over the launches cancels; second minus first where not `balanced`."""
+    """The difference of each A/A pair on the metric's scale. Signs alternate (second less first, then first less second), so that a drift over the launches cancels; all are second less first if not `balanced`."""
     found: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r.position):
         if run.role == "aa" and run.pair is not None and run.outcome == "ok":
@@ -49,7 +49,7 @@ def aa_differences(runs: Sequence[Run], metric: Metric, balanced: bool = True) -
 
 
 def odd_pair(runs: Sequence[Run], metric: Metric) -> int | None:
-    """The number of the A/A pair with the one launch that the others do not explain; None where there is none, or where it is finer than any claim."""
+    """Number of the A/A pair that holds the one launch unlike all others; None if there is no such launch, or its pair differs by too little for any claim."""
     launches = [r for r in runs if r.role == "aa" and r.pair is not None and r.outcome == "ok"]
     if metric.deterministic or any(complete(r, metric) for r in launches):
         return None
@@ -75,25 +75,25 @@ def compare(metric: Metric, baseline: float, candidate: float) -> float:
     return statistics.log_ratio(baseline, candidate, metric.better == "higher")
 
 
-def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: Sequence[Pair]) -> Gate:
+def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: Sequence[Pair]) -> Condition:
     """The resolved configurations differ only in declared keys, and each variant has one."""
     name = "configuration"
     shas = [{r.config_sha for r in side} for side in zip(*pairs, strict=True)]
     if any(len(s) != 1 for s in shas):
-        return Gate(name=name, ok=False, detail="a variant ran with more than one configuration")
+        return Condition(name=name, ok=False, detail="a variant ran with more than one configuration")
     a, b = (next(iter(s)) for s in shas)
     if a not in configs or b not in configs:
-        return Gate(name=name, ok=False, detail="a resolved configuration is missing from the record")
+        return Condition(name=name, ok=False, detail="a resolved configuration is missing from the record")
     keys = undeclared(case, configs[a], configs[b])
-    return Gate(name=name, ok=not keys, detail=f"undeclared difference in {', '.join(keys)}" if keys else "")
+    return Condition(name=name, ok=not keys, detail=f"undeclared difference in {', '.join(keys)}" if keys else "")
 
 
-def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Gate:
-    """The strict environment is equal in all runs, declared variables aside; the way of launching in the whole series, A/A included."""
+def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Condition:
+    """The strict environment is equal in all runs but for declared variables, and the whole series, A/A included, started its ranks in one way."""
     name = "environment"
     ways = {str(s.get("launch", "fresh processes")) for s in strict.values()}
     if len(ways) > 1 or "mixed" in ways:
-        return Gate(name=name, ok=False, detail=f"differs in launch: {', '.join(sorted(ways))}")
+        return Condition(name=name, ok=False, detail=f"differs in launch: {', '.join(sorted(ways))}")
     free = {f"env.{v}" for per_variant in case.delta.environment.values() for v in per_variant} | set(allowed)
     for delta in case.variants.values() if case.command else ():
         free |= {f"env.{name}" for name in delta.get("environment", {})}
@@ -103,24 +103,24 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     views = []
     for run in runs:
         if run.strict_sha not in strict:
-            return Gate(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
+            return Condition(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
         views.append({k: v for k, v in flatten(strict[run.strict_sha]).items() if k not in free})
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
-    return Gate(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
+    return Condition(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 
 
-def data(case: Case, pairs: Sequence[Pair]) -> Gate:
+def data(case: Case, pairs: Sequence[Pair]) -> Condition:
     """Both variants read the same data in the same order."""
     if case.delta.data:
-        return Gate(name="data", ok=True, detail=f"declared different: {case.delta.reason}")
+        return Condition(name="data", ok=True, detail=f"declared different: {case.delta.reason}")
     shas = {r.data_sha for pair in pairs for r in pair}
     if case.command and shas == {None}:
-        return Gate(name="data", ok=True, detail="not compared: a command's log does not tell it")
+        return Condition(name="data", ok=True, detail="not compared: a command's log does not tell it")
     ok = len(shas) == 1 and None not in shas
-    return Gate(name="data", ok=ok, detail="" if ok else f"data hashes {', '.join(sorted(str(s) for s in shas))}")
+    return Condition(name="data", ok=ok, detail="" if ok else f"data hashes {', '.join(sorted(str(s) for s in shas))}")
 
 
-def parameters(case: Case, pairs: Sequence[Pair]) -> Gate:
+def parameters(case: Case, pairs: Sequence[Pair]) -> Condition:
     """Both variants train the same parameters.
 
     Counts of the whole model must be equal. Records from before the trainer gave those hold what rank 0 keeps, which differs between
@@ -128,55 +128,57 @@ def parameters(case: Case, pairs: Sequence[Pair]) -> Gate:
     already seen to it that the model is the same).
     """
     if case.delta.parameters:
-        return Gate(name="parameters", ok=True, detail=f"declared different: {case.delta.reason}")
+        return Condition(name="parameters", ok=True, detail=f"declared different: {case.delta.reason}")
     counts = {(r.num_parameters, r.trained_parameters) for pair in pairs for r in pair}
     if len(counts) == 1:
-        return Gate(name="parameters", ok=True, detail="")
+        return Condition(name="parameters", ok=True, detail="")
     runs = [r for pair in pairs for r in pair]
     shares = {r.trained_parameters / r.num_parameters for r in runs if r.num_parameters and r.trained_parameters is not None}
     if len(shares) == 1 and all(r.num_parameters and r.parameters_of == "rank" for r in runs):
-        return Gate(name="parameters", ok=True, detail=f"counted per rank; every layout trains {shares.pop():.0%} of what it holds")
-    return Gate(name="parameters", ok=False, detail="parameter counts differ between runs")
+        return Condition(name="parameters", ok=True, detail=f"counted per rank; every layout trains {shares.pop():.0%} of what it holds")
+    return Condition(name="parameters", ok=False, detail="parameter counts differ between runs")
 
 
-def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Gate:
+def work(case: Case, metric: Metric, pairs: Sequence[Pair]) -> Condition:
     """Both variants do equal work per step, unless the case declares otherwise and the metric is per unit of work."""
     worst = 0.0
     for a, b in pairs:
         left, right = _tokens_per_step(a), _tokens_per_step(b)
         worst = max(worst, abs(left - right) / max(left, right, 1.0))
     if case.command and not any(_tokens_per_step(r) for pair in pairs for r in pair):
-        return Gate(name="work", ok=True, detail="not compared: the log tells no tokens")
+        return Condition(name="work", ok=True, detail="not compared: the log tells no tokens")
     equal = worst <= WORK_TOLERANCE
     if equal or (not metric.per_step and (case.delta.work or case.delta.data)):
-        return Gate(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
+        return Condition(name="work", ok=True, detail="" if equal else f"declared different: {case.delta.reason}")
     advice = "compare useful tokens per second instead" if metric.per_step else "declare delta.work with a reason"
-    return Gate(name="work", ok=False, detail=f"useful tokens per step differ by {100 * worst:.1f} %; {advice}")
+    return Condition(name="work", ok=False, detail=f"useful tokens per step differ by {100 * worst:.1f} %; {advice}")
 
 
-def loss(case: Case, pairs: Sequence[Pair]) -> Gate:
+def loss(case: Case, pairs: Sequence[Pair]) -> Condition:
     """The mean losses of each pair's timed steps agree within the case's band."""
     band = case.guardrails.loss.relative
     if band is None:
-        return Gate(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
+        return Condition(name="loss", ok=True, detail=f"not compared: {case.guardrails.loss.reason}")
     if case.command and all(_mean_loss(r) is None for pair in pairs for r in pair):
-        return Gate(name="loss", ok=True, detail="not compared: the log tells no loss")
+        return Condition(name="loss", ok=True, detail="not compared: the log tells no loss")
     worst = 0.0
     for a, b in pairs:
         left, right = _mean_loss(a), _mean_loss(b)
         if left is None or right is None:
-            return Gate(name="loss", ok=False, detail="a run reported no loss in its timed window")
+            return Condition(name="loss", ok=False, detail="a run reported no loss in its timed window")
         worst = max(worst, abs(left - right) / max(abs(left), abs(right), 1e-12))
-    return Gate(name="loss", ok=worst <= band, detail=f"mean losses differ by {100 * worst:.2g} %, at most {100 * band:g} % is allowed")
+    return Condition(
+        name="loss", ok=worst <= band, detail=f"mean losses differ by {100 * worst:.2g} %, at most {100 * band:g} % is allowed"
+    )
 
 
-def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bool = True) -> tuple[Gate, list[float]]:
+def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bool = True) -> tuple[Condition, list[float]]:
     """The A/A condition, and the differences of the stored A/A pairs."""
     name = "a_a"
     fresh = aa_differences(runs, metric, balanced)
     stored = aa_differences(aa.runs, metric, balanced) if aa is not None else []
     if len(stored) < 2:
-        return Gate(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), []
+        return Condition(name=name, ok=False, detail="no A/A pairs of this machine are on record for this case"), []
     deviation = statistics.aa_deviation(stored)
     shown = fresh or stored
     bad = statistics.contaminated(fresh, deviation, len(stored)) if fresh else statistics.contaminated(stored, None)
@@ -184,7 +186,7 @@ def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bo
     text = f"same configuration against itself: {100 * mean:+.2f} % over {len(shown)} pairs, deviation {100 * deviation:.2f} %"
     if aa is not None and not {r.config_sha for r in aa.runs} & {r.config_sha for r in runs}:
         text += f"; measured for {aa.case}, in the same place shortly before"
-    return Gate(name=name, ok=not bad, detail=text), stored
+    return Condition(name=name, ok=not bad, detail=text), stored
 
 
 def step_deviation(aa: Baseline | None) -> float:
@@ -193,16 +195,16 @@ def step_deviation(aa: Baseline | None) -> float:
     return statistics.aa_deviation(differences)
 
 
-def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Gate:
+def steady(rules: Rules, blocks: Sequence[Block], tolerance: float) -> Condition:
     """Step time is steady inside the timed window, in every variant; each test spends its part of the error rate."""
     names = list(blocks[0]) if blocks else []
     alpha = statistics.STEADY_ALPHA / max(1, len(names))
     texts = [rules.unsteady(v, [[s.seconds for s in timed(b[v])] for b in blocks], alpha, tolerance) for v in names]
-    return Gate(name="steady", ok=not any(texts), detail="; ".join(t for t in texts if t))
+    return Condition(name="steady", ok=not any(texts), detail="; ".join(t for t in texts if t))
 
 
 def complete(run: Run, metric: Metric) -> str | None:
-    """Why the run's figures cannot be used, or None: a short run, a time that is no time, or no value of the metric."""
+    """Why the run's figures cannot be used: too few steps, a step time that is not positive and finite, or no value of the metric. None if they can."""
     steps = timed(run)
     if len(steps) != run.steps_wanted:
         return f"{run.variant} timed {len(steps)} of {run.steps_wanted} steps"

@@ -1,4 +1,4 @@
-"""What of a test has been edited since it was run: its case with its proofs, or the trainer's configuration that the case names."""
+"""How the test behind a record has been edited since: the settings of its case, its activation rules, or the trainer's configuration that the case names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from playbook_bench.run.variants import resolve
 
 _SHOWN, _LONG = 4, 60
 _PLACES = frozenset({"output", "data.path", "init.weights", "checkpoint.dir", "checkpoint.export"})
-"""Where things lie, which says nothing of what is computed."""
+"""Keys that hold paths; what is computed does not depend on them, so they are not compared."""
 
 
 def case_changes(measured: Measured) -> list[str]:
-    """What is otherwise in the test of that case today: a few words for each setting, with both values; empty where nothing is, or no such case ships.
+    """How today's case differs from the one that a record was measured with: a few words for each setting, with both values. Empty if it does not, or no such case ships.
 
     Settings that the trainer's tree has gained or lost since are not compared: its performance revision speaks for those. Budgets and bounds are not
     either: they decide nothing about what ran. Of proofs only what the record's launches do not show counts: a proof that they meet as well is no

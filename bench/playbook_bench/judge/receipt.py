@@ -153,7 +153,7 @@ def judge_run(activation: Activation, run: Launched) -> list[Check]:
 
 
 def _unproven(check: Check, run: Launched) -> Check:
-    """Absence counts only where something was looked at."""
+    """The check of a `forbid` rule, failed if the run has no receipt: what nobody looked for is not proven absent."""
     return check if run.observed is not None else check.model_copy(update={"ok": False, "observed": None})
 
 

@@ -21,7 +21,7 @@ class Rules:
     not_steady = "step time is not steady"
 
     def level(self, looks: Sequence[int], alpha: float, blocks: int) -> float:
-        """The error rate of an interval after so many blocks; between looks that of the next one, which is then not taken."""
+        """The error rate of the interval after so many blocks: that of the look there, or of the next look if there is none."""
         rates = statistics.levels(tuple(looks), statistics.SPENT * alpha)
         return next((rate for look, rate in zip(looks, rates, strict=True) if look >= blocks), rates[-1])
 
@@ -37,7 +37,7 @@ class Rules:
         return f"{label} {found}" if found and found.certain and abs(found.size) > tolerance else ""
 
     def fragile(self, curve: Curve, op: str) -> bool:
-        """Whether single launches carry the verdict. The interval has answered that."""
+        """Whether a decided claim is left open because mean and median of the pairs disagree. Never since version 2: the interval alone decides."""
         return False
 
     def claimed(self, expect: Expect, kind: str) -> str:

@@ -35,7 +35,7 @@ class RulesV1(Rules):
     def intervals(
         self, rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], alpha: float, noise: Sequence[float]
     ) -> list[Interval]:
-        """With a floor."""
+        """Intervals whose deviation is at least that of the A/A."""
         return _simultaneous(rows, weights, alpha, aa_deviation(noise))
 
     def unsteady(self, label: str, launches: Sequence[Sequence[float]], alpha: float, tolerance: float) -> str:
@@ -61,7 +61,7 @@ class RulesV1(Rules):
         return f"{_OP_WORDS.get(expect.op, expect.op)} {margin.value:g}{unit}"
 
     def pair_figures(self, curve: Curve, used: float, alpha: float, wanted: tuple[str, float] | None) -> dict[str, Any]:
-        """The nearest margin counts, settled or not; beside it, what decided nothing."""
+        """Pairs needed to settle the nearest margin, even one that is settled; and two figures that decided nothing, which records of version 1 hold."""
         c, n = curve.contrasts[0], curve.blocks
         mean = c.mean or 0.0
         figures = {

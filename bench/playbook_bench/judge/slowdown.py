@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from playbook.records.evidence import Comparison, Gate, Run, Sample
+from playbook.records.evidence import Comparison, Condition, Run, Sample
 from playbook_bench.judge import effects, metrics, receipt, statistics
 from playbook_bench.judge.guards import Pair
 from playbook_bench.judge.metrics import timed
@@ -22,9 +22,9 @@ LIMIT = 0.03
 _PASS_ERROR = 0.001
 _REGRESSION_ERROR = 0.025
 MOST_PAIRS = 100
-"""More are never asked for."""
+"""The largest number of pairs that the gate suggests or takes."""
 _NOISIER = 0.2
-"""One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, they speak for themselves."""
+"""One-sided error rate of the test whether pairs of two commits vary more than pairs of one; where they do, the deviation is theirs alone."""
 EXACT = 1e-9
 ALLOWABLE = ("metric", "memory", "loss", "grad_norm", "process")
 """What `--allow NAME=SHARE` may name."""
@@ -46,15 +46,15 @@ class Slowdown:
     answer: Answer
     mean: float
     low: float
-    """Above it but for REGRESSION_ERROR, over all looks."""
+    """Lower bound of the slowdown; the true one lies below it in at most 2.5 % of series, over all looks."""
     high: float
-    """Below it but for PASS_ERROR, over all looks."""
+    """Upper bound of the slowdown; the true one lies above it in at most 0.1 % of series, over all looks."""
     pairs_needed: int | None = None
     """About how many pairs would settle what is undecided; None where no number up to MOST_PAIRS does."""
 
 
 def judge_slowdown(worse: Sequence[float], noise: Sequence[float], limit: float, looks: Sequence[int]) -> Slowdown:
-    """What the pairs at one look say.
+    """Judge at one look whether the newer commit is slower by more than the limit.
 
     `worse` has one value for each pair of commits, positive where the newer one is slower; `noise` one for each pair of launches of the older
     commit. Both estimate the deviation of a pair, unless pairs of two commits vary more: a commit may be noisier than the one before it.
@@ -115,7 +115,7 @@ def cause_of_noise(runs: Sequence[Run], noise: Sequence[float]) -> str:
 
 
 def unraised(found: Comparison, runs: Sequence[Run], strict: Mapping[str, Mapping[str, Any]], backend: str) -> str:
-    """What to do about older verdicts where the newer commit's trainer is faster or slower for certain and has the revision of the older one; else nothing.
+    """Advice to raise the performance revision, if the newer commit's trainer is faster or slower for certain and has the older one's revision; else "".
 
     An effect is certain where all of its interval lies beyond MOVED. `strict` holds the environments that the runs name.
     """
@@ -135,24 +135,24 @@ def exact_worse(metric: metrics.Metric, baseline: float, candidate: float, allow
     return loss > allowed * abs(baseline) + EXACT * max(abs(baseline), abs(candidate))
 
 
-def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Gate]:
+def same_training(pairs: Sequence[Pair], runs: Sequence[Run], allowed: Mapping[str, float]) -> list[Condition]:
     """Two commits with one seed train alike: no step more is skipped, and losses and gradient norms agree step by step."""
     return [_skipped(pairs), *(_step_by_step(name, pairs, runs, allowed.get(name)) for name in _ROUNDING)]
 
 
-def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], limit: float, allowed: Mapping[str, float]) -> list[Gate]:
-    """What a step's time does not show: memory, and the time of the process outside its steps."""
+def same_cost(pairs: Sequence[Pair], runs: Sequence[Run], limit: float, allowed: Mapping[str, float]) -> list[Condition]:
+    """Costs that a step's time does not show: peak memory, and the process's time outside its steps."""
     return [_memory(pairs, runs, allowed.get("memory", _MEMORY)), _process(pairs, runs, allowed.get("process", limit))]
 
 
-def _skipped(pairs: Sequence[Pair]) -> Gate:
+def _skipped(pairs: Sequence[Pair]) -> Condition:
     most = [max(sum(s.nan or s.loss is None for s in run.samples) for run in side) for side in zip(*pairs, strict=True)]
     ok = most[1] <= most[0]
-    return Gate(name="skipped_steps", ok=ok, detail="" if ok else f"{most[1]} steps without a finite loss, {most[0]} before")
+    return Condition(name="skipped_steps", ok=ok, detail="" if ok else f"{most[1]} steps without a finite loss, {most[0]} before")
 
 
-def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Gate:
-    """A quantity of each step, against what launches of the older commit differ by at that step or before it."""
+def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed: float | None) -> Condition:
+    """Whether a quantity agrees at every step, within a multiple of what launches of the older commit differed by up to that step."""
     read: Callable[[Sample], float | None] = lambda sample: getattr(sample, name)  # noqa: E731
     repeats = [r for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     least, alone = _ROUNDING[name]
@@ -169,9 +169,9 @@ def _step_by_step(name: str, pairs: Sequence[Pair], runs: Sequence[Run], allowed
             if over > max(1.0, worst):
                 worst, where = over, step
     if worst <= 1:
-        return Gate(name=name, ok=True)
+        return Condition(name=name, ok=True)
     before, after = (read(r.samples[where]) for r in next(p for p in pairs if _differs(p, where, read)))
-    return Gate(
+    return Condition(
         name=name,
         ok=False,
         detail=f"{name} of step {where + 1} is {after:.6g}, and {before:.6g} before: {worst:.3g} times more than is explained by rounding",
@@ -182,27 +182,27 @@ def _differs(pair: Pair, step: int, read: Callable[[Sample], float | None]) -> b
     return read(pair[0].samples[step]) != read(pair[1].samples[step])
 
 
-def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Gate:
-    """Peak memory of the device, against the most that any launch of the older commit had."""
+def _memory(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
+    """Whether the median peak memory exceeds the highest of any launch of the older commit by more than the allowance."""
     before = [max((s.peak_memory_bytes for s in timed(r)), default=0) for r in runs if r.variant == "baseline" and r.outcome == "ok"]
     after = [max((s.peak_memory_bytes for s in timed(b)), default=0) for _, b in pairs]
     if not before or not max(before):
-        return Gate(name="memory", ok=True, detail="" if not max(after, default=0) else "not compared: the older commit reports none")
+        return Condition(name="memory", ok=True, detail="" if not max(after, default=0) else "not compared: the older commit reports none")
     grown = plain.median(after) / max(before) - 1
-    return Gate(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
+    return Condition(name="memory", ok=grown <= allowed, detail="" if grown <= allowed else f"peak memory {100 * grown:+.1f} %")
 
 
-def _process(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Gate:
-    """Seconds of the process outside its steps: what moved from inside a step to between two of them is not gained."""
+def _process(pairs: Sequence[Pair], runs: Sequence[Run], allowed: float) -> Condition:
+    """Whether the process takes longer outside its steps: work that moved from inside a step to between two steps saves nothing."""
     name = "process"
     before = [_outside(r) for r in runs if r.variant == "baseline" and r.outcome == "ok" and r.role != "burn_in"]
     after = [_outside(b) for _, b in pairs]
     if len(before) < 3 or min(before) < 0:
-        return Gate(name=name, ok=True, detail="not compared: too few launches, or steps that take longer than their process")
+        return Condition(name=name, ok=True, detail="not compared: too few launches, or steps that take longer than their process")
     inside = plain.median(math.fsum(s.seconds for s in a.samples) for a, _ in pairs)
     slack = max(allowed * inside, _REPEATS / 2 * (max(before) - min(before)))
     more = plain.median(after) - plain.median(before)
-    return Gate(
+    return Condition(
         name=name,
         ok=more <= slack,
         detail="" if more <= slack else f"the process takes {more:.1f} s longer outside its steps, at most {slack:.1f} s is explained",

@@ -1,8 +1,7 @@
 """Derives the verdict from what was measured. `derive` is a pure function, so a replay gives the same answer.
 
 A pair, a sweep and an interaction take one path: blocks of launches, a rule about contrasts among the variants, an interval for each.
-`STATES` says which state follows from what; where several apply, the first in that order. A `Gate` here is one condition that runs must meet, not
-`playbook gate`.
+`STATES` says which state follows from what; where several apply, the first in that order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from playbook.cards.model import Expect, in_words
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.evidence import Check, Curve, Derived, Gate, Measured, Plan, Reason, Run, Variant, Verdict
+from playbook.records.evidence import Check, Condition, Curve, Derived, Measured, Plan, Reason, Run, Variant, Verdict
 from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
@@ -122,21 +121,23 @@ class _Series:
         told = [r.model_copy(update={"role": "measure"}) for r in first.values()] if self.case.command else []
         if unusable := _faulty(told, self.metric, self.checks):
             return Derived(receipts=self.checks, verdict=unusable)
-        return self._incomparable(_block_gates(self.measured, self.case, self.metric, [first]), "the first run of each shows that they")
+        return self._incomparable(
+            _block_conditions(self.measured, self.case, self.metric, [first]), "the first run of each shows that they"
+        )
 
-    def _incomparable(self, conditions: list[Gate], what: str = "the runs") -> Derived | None:
+    def _incomparable(self, conditions: list[Condition], what: str = "the runs") -> Derived | None:
         """The answer where a condition is not met: the runs cannot be compared. None where all are met."""
         broken = "; ".join(f"{g.name}: {g.detail}" for g in conditions if not g.ok)
         found = _verdict("invalid_pair", f"{what} cannot be compared: {broken}")
         return Derived(receipts=self.checks, gates=conditions, verdict=found) if broken else None
 
     def _compare(self, blocks: list[Block]) -> Derived:
-        conditions = _block_gates(self.measured, self.case, self.metric, blocks)
+        conditions = _block_conditions(self.measured, self.case, self.metric, blocks)
         if unlike := self._incomparable(conditions):
             return unlike
         if self.metric.deterministic:
             moved = next((s for v in self.names if (s := spread(self.metric, [b[v] for b in blocks]))), "")
-            conditions.append(Gate(name="repeatable", ok=not moved, detail=moved))
+            conditions.append(Condition(name="repeatable", ok=not moved, detail=moved))
             return self._judged(blocks, conditions, _verdict("environment", moved) if moved else None, [])
         aa = self.measured.aa
         quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise)
@@ -150,8 +151,8 @@ class _Series:
             bad = _verdict("not_steady", f"{self.rules.not_steady}: {steady.detail}")
         return self._judged(blocks, conditions, bad, noise)
 
-    def _judged(self, blocks: list[Block], conditions: list[Gate], bad: Verdict | None, noise: Sequence[float]) -> Derived:
-        """The effect, in the shape that the record of a pair or of a sweep has; `bad` is why it decides nothing."""
+    def _judged(self, blocks: list[Block], conditions: list[Condition], bad: Verdict | None, noise: Sequence[float]) -> Derived:
+        """The measured effect with its verdict, which is `bad` if the runs decide nothing. A pair's record holds a `Comparison`, others a `Curve`."""
         curve = effects.measure(self.rules, self.measured.runs, self.case, self.metric, self.expect, self.plan, blocks, noise)
         pair = effects.as_pair(curve, self.rules, self.metric, self.expect) if self.case.kind == "pair" else None
         shown = effects.show_effect(pair) if pair else effects.show(curve)
@@ -167,8 +168,8 @@ class _Series:
             verdict=found,
         )
 
-    def _not_vouched_for(self, conditions: Sequence[Gate]) -> str:
-        """What a command's launches do not tell, so that the verdict does not rest on it."""
+    def _not_vouched_for(self, conditions: Sequence[Condition]) -> str:
+        """In words, what a command's launches do not show, such as equal work or an activated path; the verdict is about time alone."""
         missing = ", ".join({"work": "equal work"}.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared"))
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
@@ -199,7 +200,7 @@ class _Series:
         return _verdict("power", f"{shown}; {claimed}; undecided after all {n} {self.unit}s{more}")
 
     def _excludes(self, expect: Expect, blocks: Sequence[Block]) -> Derived:
-        """Exactly the variants that the claim names cannot run."""
+        """The verdict of a claim with op `excludes`: the variants that it names cannot run, and all others can."""
         wanted = set(curve_rules.named(expect.infeasible))
         launched = [r for r in self.measured.runs if r.role == "measure"]
         ran = sorted({r.variant for r in launched if r.outcome == "ok"})
@@ -251,7 +252,9 @@ def steady(plan: Plan, runs: Sequence[Run], names: Sequence[Variant], tolerance:
     return guards.steady(rules_of(plan), blocks, tolerance).ok
 
 
-def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()) -> list[Gate]:
+def pair_conditions(
+    measured: Measured, case: Case, metric: Metric, pairs: Sequence[guards.Pair], allowed: Collection[str] = ()
+) -> list[Condition]:
     """The conditions that make two runs a pair, each met or not."""
     return [
         guards.configurations(case, measured.configs, pairs),
@@ -263,12 +266,12 @@ def pair_gates(measured: Measured, case: Case, metric: Metric, pairs: Sequence[g
     ]
 
 
-def _block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Gate]:
+def _block_conditions(measured: Measured, case: Case, metric: Metric, blocks: Sequence[Block]) -> list[Condition]:
     """The conditions that make launches comparable, each met or not; every variant is held against the first."""
     first, *others = blocks[0]
-    found: dict[str, Gate] = {}
+    found: dict[str, Condition] = {}
     for other in others or [first]:  # a single run that is predicted is held against itself
-        for g in pair_gates(measured, case, metric, [(b[first], b[other]) for b in blocks]):
+        for g in pair_conditions(measured, case, metric, [(b[first], b[other]) for b in blocks]):
             if g.name not in found or (found[g.name].ok and not g.ok):
                 plain = g.ok or case.kind == "pair"
                 found[g.name] = g if plain else g.model_copy(update={"detail": f"{other} against {first}: {g.detail}"})
@@ -276,7 +279,7 @@ def _block_gates(measured: Measured, case: Case, metric: Metric, blocks: Sequenc
 
 
 def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
-    """The verdict that failed runs force, or None. Out of memory comes second: after any other failure the remaining figures may be wrong too."""
+    """The verdict if a launch failed, else None. Out of memory counts only where nothing else failed: after another failure the remaining figures may be wrong too."""
     bad = [r for r in runs if r.outcome != "ok" and not (metric.name == "fits" and r.outcome == "oom")]
     other = next((r for r in bad if r.outcome != "oom"), None)
     if other is not None:
@@ -294,7 +297,7 @@ def failure(runs: Sequence[Run], metric: Metric) -> Verdict | None:
 
 
 def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Verdict | None:
-    """The verdict that unusable figures or receipts force, or None."""
+    """The verdict if a launch's figures cannot be used or its receipt breaks a rule, else None."""
     for run in runs:
         problem = None if run.role == "burn_in" else guards.complete(run, metric)
         if problem:
@@ -317,14 +320,14 @@ def spread(metric: Metric, runs: Sequence[Run]) -> str:
 
 
 def _snapped(bounds: Sequence[tuple[float, float]], margin: float) -> list[tuple[float, float]]:
-    """A figure that meets the margin to the last digits meets it, from whichever side the rule looks."""
+    """Exact figures as intervals of no width; one that equals the margin but for rounding is set to it, so that `>=` and `<=` both hold there."""
     slack = _EXACT_TOLERANCE * max(1.0, abs(margin))
     near = [next((m for m in (margin, -margin) if abs(value - m) <= slack), value) for value, _ in bounds]
     return [(value, value) for value in near]
 
 
 def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdict | None:
-    """What follows when variants that the rule needs did not run. A curve may lose values, but not those that its rule stands on."""
+    """The verdict if variants that the claim's rule needs did not run, else None. A sweep may lose other values."""
     if len(names) == len(case.variants) or expect is None:
         return None
     first, *_, last = case.variants
@@ -347,7 +350,7 @@ def _lost(case: Case, expect: Expect | None, names: Sequence[Variant]) -> Verdic
 
 
 def _verdict(reason: Reason, sentence: str, holds: bool | None = None) -> Verdict:
-    """The state that follows from a reason; those that say yes or no take `holds`."""
+    """A verdict for a reason, with the state that `STATES` has for it; reasons that confirm or refute need `holds`."""
     named = STATES[reason][0]
     status: Any = named.replace(" ", "_") if holds is None else "confirmed" if holds else "refuted"
     return Verdict(status=status, reason=reason, sentence=sentence)

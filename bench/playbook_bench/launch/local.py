@@ -240,17 +240,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise Interrupted once, so that what is running is ended in order; later ones are ignored."""
+def interruptible(*, resumes: bool = False) -> Iterator[None]:
+    """A context in which the first Ctrl-C or SIGTERM raises Interrupted, so that running launches are ended in order; later ones are ignored.
+
+    `resumes` says that the command keeps a journal, which the user is then told.
+    """
+    advice = "; the same command goes on from the launches that had ended" if resumes else ""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             # Not by sys.stderr, in the middle of whose own writing the signal may have come.
-            os.write(
-                2, f"{signal.Signals(signum).name}: ending what runs; the same command goes on from the launches that had ended\n".encode()
-            )
+            os.write(2, f"{signal.Signals(signum).name}: ending what runs{advice}\n".encode())
         raise Interrupted(signum)
 
     if threading.current_thread() is not threading.main_thread():
@@ -266,7 +268,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[list[int]]:
-    """Inside, Ctrl-C and SIGTERM wait in the list that it gives, so that what ends processes is not cut off half-way; they take effect after it.
+    """A context in which Ctrl-C and SIGTERM are only collected, in the list that it yields, and take effect after it: code that ends processes is not cut off half-way.
 
     Masking them would not do: another thread of this process may receive them, and the handler runs in the main one all the same.
     """

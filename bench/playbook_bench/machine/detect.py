@@ -86,7 +86,7 @@ def visible(uuids: Sequence[str], variable: str | None) -> list[int]:
 
 
 def place() -> list[str]:
-    """This machine, by host name and GPUs: machines that are rented share a name, their GPUs' numbers are their own."""
+    """This machine, by host name and GPUs: cloud machines may share a host name, but not their GPUs' UUIDs."""
     return [socket.gethostname(), *sorted(row[4] for row in _gpus() if len(row) > 4 and row[4].startswith("GPU-"))]
 
 

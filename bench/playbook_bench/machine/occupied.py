@@ -30,7 +30,7 @@ def claim(machine: Machine) -> str:
 
 
 def _take(name: str) -> str:
-    """Who has it already; "" where it is ours now, or where no lock can be had."""
+    """Take a lock. Returns who holds it already, or "" if it is ours now or the file system has no locks."""
     folder = Path(tempfile.gettempdir()) / f"playbook-{os.getuid()}" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

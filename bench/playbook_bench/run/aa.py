@@ -30,19 +30,19 @@ LEAST_GPUS = 1
 _NOISY = 0.01
 """Deviation of pairs from which a stored A/A is asked whether the machine has become quieter."""
 _QUIETER_ALPHA = 0.05
-"""How often a stored A/A that is still right is measured anew; that costs eight launches."""
+"""Error rate of the test whether the machine has become quieter: an A/A that is still right is measured again this often, which costs eight launches."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What an A/A found."""
+    """Result of an A/A: how much launches of one configuration differ."""
 
     baseline: Baseline
     path: Path | None
     """Where it is stored; None for one that was disturbed, which would blunt every later verdict on this machine."""
     metric: str
     deviation: float
-    """Of the paired differences around zero; on a log scale for ratios, so about a share."""
+    """Standard deviation of the paired differences around zero; for ratios of their logarithms, so about a share."""
     mean: float
     contaminated: bool
 
@@ -205,7 +205,7 @@ def _adopt(running: Series, own: Baseline, variant: Variant) -> bool:
 
 
 def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0) -> None:
-    """Say so where the budget holds no series as far as its first look, before it is spent."""
+    """Warn before the first pair if the budget does not hold the launches up to the first look."""
     look = schedule.last_pair(running.plan.looks[:1], running.plan.pairs_limit)
     measured = [s for _, specs in itertools.islice(series.blocks(running), look) for s in specs if s.variant in running.alive]
     specs = [*schedule.aa(pairs, first, variant), *measured]
@@ -233,7 +233,7 @@ def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
 
 
 def _fresh_pairs(running: Series) -> int:
-    """One pair shows a machine that became noisier; where the stored noise is large, two can show that it became quieter."""
+    """Number of fresh A/A pairs to launch: one can show that the machine became noisier; if the stored noise is large, two can show that it became quieter."""
     assert running.aa is not None
     stored = _differences(running.aa.runs, running)
     return 2 if len(stored) >= 2 and statistics.aa_deviation(stored) > _NOISY else schedule.FRESH_AA_PAIRS

@@ -129,7 +129,7 @@ def source_of(folder: Path) -> str | None:
 
 
 def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What git says of a repository, whatever its exit code.
+    """Run git in a repository; a failure is left to the caller, in the exit code.
 
     Raises:
         LaunchError: git cannot be run, or does not end.

@@ -76,7 +76,7 @@ class Outcome:
     evidence: Evidence
     path: Path
     asked: bool = True
-    """Whether it enters the exit code. A mechanism check does not where only its claim was named and the check ran along."""
+    """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ def run(targets: Sequence[str], options: Options | None = None, progress: Progre
 def bench_run(
     case_id: str | Case, options: Options | None = None, progress: Progress | None = None, command: str | None = None
 ) -> list[Outcome]:
-    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is what repeats it.
+    """Run one case, by id or path: a verdict for each claim that names it, or the effect alone where none does. `command` is the command line that repeats it.
 
     Raises:
         PlaybookError, Interrupted: as `run`.
@@ -153,7 +153,7 @@ def _run_all(
         options = replace(options, journal=_default_journal(tasks, options, command, list(loaded.values())))
     outcomes: dict[int, Outcome] = {}
     goes_on, lost = False, ""
-    with local.interruptible(), _closing(options.launcher):
+    with local.interruptible(resumes=True), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
         for wanted in sorted(

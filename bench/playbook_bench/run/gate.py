@@ -18,7 +18,7 @@ from typing import Any, Literal
 from playbook.errors import ConfigError, LaunchError
 from playbook.paths import KINDS, data_root
 from playbook.records.case import LAUNCHED_KINDS, Activation, Case, Delta, Guardrails, Loss, load_case
-from playbook.records.evidence import Comparison, Gate, Plan, Run, canonical
+from playbook.records.evidence import Comparison, Condition, Plan, Run, canonical
 from playbook.yaml_files import Strict, load
 from playbook_bench.commands import trees
 from playbook_bench.commands.variant import Command
@@ -86,16 +86,16 @@ class GateResult:
     profile: str
     limit: float
     comparison: Comparison | None = None
-    gates: list[Gate] = field(default_factory=list)
+    gates: list[Condition] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     pairs_needed: int | None = None
     """About how many pairs would settle what is undecided; None where no sensible number does."""
     differences: list[str] = field(default_factory=list)
-    """What the two trees resolve the case's configuration to, where they differ."""
+    """Configuration keys that the two trees resolve to different values, with both."""
     revision: str = ""
-    """What to do where verdicts from before should go stale and would not; else nothing."""
+    """Advice to raise the performance revision, where older verdicts should go stale and would not; else ""."""
     anchor: GateResult | None = None
-    """The same against the anchor, where the case has one."""
+    """The result against the anchor, the oldest accepted commit, if the case has one."""
 
     @property
     def exit_code(self) -> int:
@@ -134,7 +134,7 @@ def run(
     if anchor and checkout.commit_of(repository, anchor) == checkout.commit_of(repository, baseline):
         anchor = None
     references = {"baseline": baseline, **({"anchor": anchor} if anchor else {})}
-    with local.interruptible(), contextlib.ExitStack() as stack:
+    with local.interruptible(resumes=judged is None), contextlib.ExitStack() as stack:
         blank = GateResult("error", "", case.id, baseline, profile, limits.limit)
         states: dict[str, str | Path | None] = {**references, "candidate": judged}
         try:
@@ -184,7 +184,7 @@ def _default_journal(
 
 
 def _files(stack: contextlib.ExitStack, root: Path, states: Mapping[str, str | Path | None]) -> dict[str, Path]:
-    """The files of each state by its variant: a commit's in a folder of their own until the stack is left, others where they are."""
+    """Folder with the files of each variant. A commit's are written to a temporary folder, which is removed when the stack closes."""
     return {
         v: stack.enter_context(checkout.files_of(root, state)) if isinstance(state, str) else state or root for v, state in states.items()
     }
@@ -236,7 +236,7 @@ def _as_gate_case(case: Case) -> Case:
 
 
 def _resolve(case: Case, profile: str, folders: Mapping[str, Path]) -> dict[str, Runnable]:
-    """Each tree's own configuration, from its own trainer file and the case's overrides, with its sources first on the path.
+    """Each variant's configuration, resolved by its own tree's code from its own trainer file and the case's overrides.
 
     Raises:
         LaunchError: a tree does not read them, or trains another number of steps.
@@ -325,7 +325,7 @@ def _settled(running: Series, metric: Metric, limits: Limits, reference: str) ->
 
 
 def _against(runs: Sequence[Run], reference: str) -> list[Run]:
-    """The runs as a comparison with one of the older commits, which takes the place of the baseline. The A/A is the baseline's in any case."""
+    """The runs of a comparison with one older commit, named `baseline` in them; the A/A pairs stay those of the real baseline."""
     if reference == "baseline":
         return [r for r in runs if r.variant != "anchor"]
     kept = [r for r in runs if r.variant != "baseline" or r.role == "aa"]
@@ -388,7 +388,7 @@ def _judge(running: Series, metric: Metric, limits: Limits, blank: GateResult, r
 
 
 def _effect(running: Series, metric: Metric, runs: Sequence[Run]) -> Comparison:
-    """The tree's effect as a verdict's record would have it."""
+    """The effect of the working tree, as a `Comparison` like that of a pair's record."""
     rules, blocks = verdict.rules_of(running.plan), guards.blocks_of(runs, schedule.PAIR)
     curve = effects.measure(rules, runs, running.case, metric, None, running.plan, blocks, guards.aa_differences(runs, metric))
     return effects.as_pair(curve, rules, metric, None)
@@ -426,12 +426,12 @@ def _sentence(found: slowdown.Slowdown, metric: Metric, limits: Limits, runs: Se
 
 def _alike(
     running: Series, runs: Sequence[Run], metric: Metric, limits: Limits, pairs: Sequence[guards.Pair], reference: str
-) -> list[Gate]:
-    """What makes runs of two commits comparable. Their configurations may differ, which is said first; since the anchor, training may have changed too."""
+) -> list[Condition]:
+    """The conditions that make runs of two commits comparable. Configurations may differ, since the difference is printed first; against the anchor, so may losses."""
     if reference == "anchor":
         return [guards.work(running.case, metric, pairs)]
     measured = running.measured().model_copy(update={"runs": list(runs)})
-    found = verdict.pair_gates(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
+    found = verdict.pair_conditions(measured, running.case, metric, pairs, allowed=guards.SOURCE_KEYS)
     return [*(g for g in found if g.name != "configuration"), *slowdown.same_training(pairs, runs, limits.allowed)]
 
 

@@ -1,4 +1,4 @@
-"""What a command that was stopped had done, so that the same command goes on where it was: finished runs, and verdicts with their records.
+"""The journal of a command: finished runs, and verdicts with their records, so that the same command continues after it was stopped.
 
 A folder belongs to one command. Runs taken before and after a stop form one series only where the machines are the same ones; elsewhere
 the series of the case that was under way starts over. A pair that the stop cut in two is run again whole: pairs are adjacent runs.
@@ -27,12 +27,12 @@ from playbook_bench.run.schedule import RunSpec
 
 _SETTLED = "settled.jsonl"
 _KEPT_S = 86_400.0
-"""For how long a command that was stopped can go on without a journal that was asked for."""
+"""Seconds for which a journal without `--journal` is kept for the same command to continue."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A run of before, with the environment that its hash stands for."""
+    """A run of an earlier command, with the environment behind its `strict_sha`."""
 
     run: Run
     strict: dict[str, Any]
@@ -46,15 +46,15 @@ class SeriesJournal:
     seed: int
     kept: dict[tuple[Any, ...], list[Kept]] = field(default_factory=dict)
     failed: Mapping[RunOutcome, int] = field(default_factory=dict)
-    """How the launches of earlier commands ended that are launched again."""
+    """How often launches of earlier commands failed, by outcome; they are launched again."""
 
     def take(self, spec: RunSpec, config_sha: str) -> Kept | None:
-        """The run of before that stands for this launch, once."""
+        """Take the earlier run that replaces this launch out of the journal; None if there is none."""
         found = self.kept.get((spec.variant, spec.role, spec.pair, config_sha))
         return found.pop(0) if found else None
 
     def lacking(self, launches: Sequence[tuple[RunSpec, str]]) -> list[RunSpec]:
-        """Those of these launches, with the hashes of their configurations, that no run of before stands for."""
+        """The launches, given with the hashes of their configurations, for which the journal has no earlier run."""
         left = {key: len(found) for key, found in self.kept.items()}
         out = []
         for spec, config_sha in launches:
@@ -66,11 +66,11 @@ class SeriesJournal:
 
     @property
     def spent_s(self) -> float:
-        """Seconds of the runs of before that no launch has taken yet."""
+        """Seconds of the earlier runs that are not taken yet."""
         return sum(k.run.wall_s for found in self.kept.values() for k in found)
 
     def holds(self, runs: Sequence[Run]) -> bool:
-        """Whether all of these are runs of before that no launch has taken yet."""
+        """Whether all of these are earlier runs that are not taken yet."""
         return {r.run_id for r in runs} <= {k.run.run_id for kept in self.kept.values() for k in kept}
 
     def add(self, run: Run, strict: Mapping[str, Any]) -> None:
@@ -119,11 +119,11 @@ class Journal:
             raise StoreError(f"the journal {folder} cannot be used: {e}; name another folder, or remove it to start over") from e
 
     def remove(self) -> None:
-        """Forget it all, once there is nothing to go on with."""
+        """Delete the journal; called when nothing is left to continue."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def settle(self, paths: Mapping[str, Path]) -> None:
-        """Note the records of a case's claims, by their way from here: folder and records may move to another machine together."""
+        """Note where the records of a case's claims lie, relative to the journal: both folders may be moved together."""
         _append(self.folder / _SETTLED, {key: os.path.relpath(path, self.folder) for key, path in paths.items()})
 
     def series(self, case: Case, profile: str, seed: int, variants: int | None = None) -> SeriesJournal:
@@ -177,7 +177,7 @@ def answers(measured: Measured, claim: ClaimRef | None, case: Case | None, profi
 
 
 def cut_by_time(measured: Measured, derived: Derived) -> bool:
-    """Whether time ended its series, so that there is more of it to run."""
+    """Whether the budget ended the series, so that the same command can continue it."""
     plan = measured.plan
     before_pairs = not (plan and plan.order) and derived.verdict.reason == "budget"
     return before_pairs or (plan is not None and plan.stopped == "budget")
@@ -259,7 +259,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewrite(path: Path, header: Mapping[str, Any], kept: Sequence[Kept], failed: Sequence[RunOutcome]) -> None:
-    """Give a series its file anew, in one piece: a full disk, or an end in between, must not take the runs that it held."""
+    """Replace a series' file atomically: neither a full disk nor a crash may lose the runs that it held."""
     rows = [
         header,
         *({"failed": outcome} for outcome in failed),

@@ -1,4 +1,4 @@
-"""What a command says about its series, as one object from the command line down to the launches."""
+"""The options of a command that runs series, passed as one object from the command line to the launches."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Options:
     journal: Journal | None = None
     """What an earlier, stopped command with these options has left."""
     campaign: bool = False
-    """Cases in the order of the targets, and no further one once the budget is spent: the next call begins with it. Mechanism checks run where they are named."""
+    """Run cases in the order of the targets and start none after the budget is spent, so that the next call continues there. Mechanism checks run only if named."""
     trace: bool = False
     """Whether variants are traced once a timed verdict from GPUs is reached."""
     settles: Callable[[Derived], bool] = lambda derived: True
-    """Whether an effect that no claim asks about is known well enough at a look."""
+    """Decides at a look whether an effect without a claim is known well enough to stop."""
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

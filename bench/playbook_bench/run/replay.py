@@ -9,12 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from playbook.cards.load import load_all
+from playbook.cards.model import by_claim
 from playbook.errors import ConfigError, Finding, PlaybookError, StoreError
 from playbook.paths import data_root, in_package
 from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
-from playbook.records.read import FROM, Record
+from playbook.records.read import FROM, Claims, Record, claim_changes
 from playbook_bench.judge import verdict
 from playbook_bench.judge.rules import VERSION
 from playbook_bench.run import store
@@ -113,7 +115,7 @@ def accept(path: Path) -> Path:
     """Copy a record that replays into `bench/results/<machine>/`.
 
     Raises:
-        StoreError: it does not replay, is dated in the future, or is there already; or there is no repository here that could take it.
+        StoreError: it does not replay, is of another claim than today's, is dated in the future, or is there already; or there is no repository here that could take it.
     """
     folder = data_root("results")
     if in_package(folder):
@@ -121,8 +123,8 @@ def accept(path: Path) -> Path:
             f"playbook runs from an installed copy, whose records ({folder}) are no repository's, and an upgrade would remove them; "
             "accept it with the playbook of a checkout: pip install -e"
         )
-    evidence = _admissible(path)
     origin = path.resolve().parent.name.partition(FROM)[2]
+    evidence = _admissible(path, words=not origin)
     target = folder / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
     store.write_once(target, path.read_text(encoding="utf-8"), "accept it with the playbook of a checkout that you may write to")
     return target
@@ -139,7 +141,7 @@ def take_in(path: Path, origin: str, results: Path = store.DEFAULT_RESULTS) -> P
     """
     if not _ORIGIN.fullmatch(origin):
         raise ConfigError(f"--from is '{origin[:40]}'; expected small letters, digits and -, at most 32, such as acme-b200")
-    evidence = _admissible(path)
+    evidence = _admissible(path, words=False)  # records of others may be older than a card's words; readers show those that were tested
     target = results / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
     store.write_once(target, path.read_text(encoding="utf-8"))
     return target
@@ -149,8 +151,22 @@ def _folder(evidence: Evidence, origin: str) -> str:
     return evidence.measured.machine.name + (f"{FROM}{origin}" if origin else "")
 
 
-def _admissible(path: Path) -> Evidence:
-    """The record, once it agrees with its hash, with itself and with its runs, and is of no later day than today.
+def of_another_claim(evidence: Evidence, claims: Claims, words: bool = True) -> str:
+    """What sets the claim that was tested apart from the claim of that card and id as it stands today; "" where nothing does, or there is no such claim.
+
+    With `words` off, a statement that is worded otherwise does not count.
+    """
+    then = evidence.measured.claim
+    card, claim = claims.get(then.id, ("", None)) if then else ("", None)
+    parts = claim_changes(then, claim) if then and claim and then.card == card else []
+    parts = [part for part in parts if words or part != "statement"]
+    return f"{card}/{then.id} has another {' and '.join(parts)} today" if then and parts else ""
+
+
+def _admissible(path: Path, words: bool) -> Evidence:
+    """The record, once it agrees with its hash, with itself, with its runs and with the claim as it stands, and is of no later day than today.
+
+    `words` asks for today's statement of the claim, too.
 
     Raises:
         StoreError: it does not.
@@ -159,6 +175,8 @@ def _admissible(path: Path) -> Evidence:
     if not same:
         raise StoreError(f"{path} does not replay: {'; '.join(differences[:3])}")
     evidence = store.load(path)
+    if changed := of_another_claim(evidence, by_claim(load_all()), words):
+        raise StoreError(f"{path} is a verdict on another claim: {changed}; test the claim as it stands: {evidence.command}")
     tomorrow = datetime.now(UTC) + timedelta(days=1)
     if evidence.created > f"{tomorrow:%Y-%m-%dT%H:%M:%SZ}" or evidence.expires > f"{tomorrow + timedelta(days=store.EXPIRY_DAYS):%Y-%m-%d}":
         raise StoreError(

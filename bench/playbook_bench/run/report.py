@@ -404,13 +404,13 @@ def _computing(evidence: Evidence) -> str:
 
 
 def _on_data(evidence: Evidence) -> str:
-    """The part of a step that goes by before a batch is on its way to the device, of the variants for which it is worth a look."""
+    """Share of the step spent fetching data, for variants where it is large enough to matter."""
     shares = _medians(evidence, metrics.get("data_time_share").value)
     return ", ".join(f"{100 * share:.0f} % of the step in {variant}" for variant, share in shares.items() if share >= NOTABLE_DATA)
 
 
 def _stolen(evidence: Evidence) -> str:
-    """What other machines on the same hardware left of the host, of the variants for which it is worth a look."""
+    """Share of processor time that other virtual machines on the host took, for variants where it is large enough to matter."""
     shares = _medians(evidence, lambda run: run.telemetry.get("stolen_percent"))
     return ", ".join(f"{share:.0f} % from {variant}" for variant, share in shares.items() if share >= NOTABLE_STOLEN)
 

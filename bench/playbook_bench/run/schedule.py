@@ -30,7 +30,7 @@ class RunSpec:
 
 
 def check_limits(pairs: int | None, budget_s: float | None) -> None:
-    """What the command line says about the length of a series.
+    """Check `--pairs` and `--budget`.
 
     Raises:
         ConfigError: a limit leaves room for nothing.

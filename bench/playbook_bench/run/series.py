@@ -94,13 +94,13 @@ class Series:
     progress: Progress
     deadline: float | None = None
     own_time: bool = False
-    """Whether the case's own minutes set the deadline, not `--budget`. A second command with the same journal gets no new ones."""
+    """Whether the case's `budget.minutes` sets the deadline, instead of `--budget`. A command that continues a journal gets no new minutes."""
     telemetry: Telemetry | None = None
     runs: list[Run] = field(default_factory=list)
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By hash, the environments of the runs: what has to be equal within a series."""
+    """Strict environments of the runs, by hash; they must be equal within a series."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By hash, the configurations of the runs."""
+    """Resolved configurations of the runs, by hash."""
     aa: Baseline | None = None
     expected: int = 0
     """Launches that the progress line counts up to."""
@@ -162,11 +162,11 @@ class Series:
         return (self.oom_is_data and run.outcome == "oom") or (run.variant in self.infeasible and run.outcome in ("oom", "refused"))
 
     def to_come(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Those of these launches that the journal does not hold from before."""
+        """The launches that are still to be made: those for which the journal has no earlier run."""
         return self.journal.lacking([(s, self.variants[s.variant].sha) for s in specs]) if self.journal else list(specs)
 
     def has_time_for(self, specs: Sequence[RunSpec]) -> bool:
-        """Whether the budget holds these launches, each as long as its variant's last one; the first of a variant is taken to be as long as the longest other."""
+        """Whether these launches fit into the budget. A launch is expected to take as long as its variant's last one; a variant's first, as long as the longest of the others."""
         longest = max(self._took.values(), default=0.0)
         due = self.to_come(specs)
         needed = sum(self._took.get(s.variant, longest) for s in due)
@@ -197,7 +197,7 @@ class Series:
         )
 
     def _meanwhile(self, result: Result, folder: Path, before: Ticks | None) -> dict[str, Any]:
-        """What the machine did during a launch that ends now: its GPUs in the timed steps, since most of a short launch is start-up on idle ones."""
+        """Telemetry of a launch that has just ended. GPU readings are those of the timed steps: in the rest of a short launch the GPUs mostly idle."""
         stolen = stolen_percent(before, ticks()) if self.machine.nodes == 1 else None
         over, begin, end = _window(result, folder)
         found = self.telemetry.between(begin, end) if self.telemetry else {}

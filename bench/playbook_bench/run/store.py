@@ -30,7 +30,7 @@ def new_id(now: float | None = None) -> str:
 
 
 def evidence_of(measured: Measured, derived: Derived, command: str, seconds: Seconds, source: Evidence | None = None) -> Evidence:
-    """A sealed record, made now; one whose runs come from another record is valid for as long as that one, for measuring is what ages."""
+    """A sealed record, created now. If its runs come from another record (`source`), it expires with that one."""
     now = datetime.now(UTC)
     return seal(
         Evidence(

@@ -31,61 +31,61 @@ class Runnable(Protocol):
 
     @property
     def variant(self) -> Variant:
-        """Which one."""
+        """The variant's name."""
         ...
 
     @property
     def ranks(self) -> int:
-        """Processes that train."""
+        """Number of processes that train."""
         ...
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables that it sets."""
+        """Environment variables that the variant sets."""
         ...
 
     @property
     def dump(self) -> Mapping[str, Any]:
-        """All that decides what runs, as plain data; it goes into the record."""
+        """The resolved configuration, or the command with its files, as plain data; records hold it."""
         ...
 
     @property
     def sha(self) -> str:
-        """The hash of that."""
+        """Hash of `dump`."""
         ...
 
     @property
     def steps(self) -> int:
-        """Steps of a launch; 0 where only its log will tell."""
+        """Steps of a launch, warm-up included; 0 if only the log of a command tells."""
         ...
 
     def timed_steps(self, first: int) -> int:
-        """Those that are timed, where the first launch of the series had timed `first`; 0 where that is not known yet and only a log will tell."""
+        """Timed steps of a launch. A command that does not state them has `first`, those of the series' first launch, which is 0 before that launch."""
         ...
 
     @property
     def host_works(self) -> bool:
-        """Whether the host computes so much in a step that its threads count."""
+        """Whether the host's CPU does much of a step's work, so that its number of threads matters."""
         ...
 
     def settings(self, threads: int, cache: Path) -> dict[str, str]:
-        """Variables of the harness: threads of a rank, and where compiled kernels are kept."""
+        """Environment variables that the harness sets: threads of a rank, and folders of compiled kernels."""
         ...
 
     def facts(self, machine: Machine) -> dict[str, Any]:
-        """What a claim's scope may ask about."""
+        """The facts about machine, layout and model that a claim's scope is compared with."""
         ...
 
     def missing(self) -> list[Missing]:
-        """What it needs and this machine lacks."""
+        """The packages that the variant needs and this machine lacks."""
         ...
 
     def extended(self) -> Self:
-        """The same with a longer warm-up."""
+        """The variant with a longer warm-up."""
         ...
 
     def ready(self, cache: Path, proves: bool) -> Self:
-        """What one launch runs: `proves` says that it is a discarded one, which may be slowed down by what looks at it."""
+        """The variant prepared for one launch. `proves` marks a launch that is not timed, in which a command may be traced."""
         ...
 
     def launch(
@@ -186,7 +186,7 @@ def trainer_path(case: Case) -> Path:
 
 
 def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any], int]:
-    """What a variant sets on top of the trainer's file, later ones first: profile, its delta, its delta for this profile. And its number of ranks.
+    """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its delta for this profile; later ones win.
 
     Raises:
         ConfigError: the case has no such profile, or `ranks` is not a positive whole number.

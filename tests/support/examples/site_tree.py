@@ -17,11 +17,11 @@ from playbook.records.evidence import (
     Check,
     ClaimRef,
     Comparison,
+    Condition,
     Contrast,
     Curve,
     Derived,
     Evidence,
-    Gate,
     Machine,
     Measured,
     PointFigure,
@@ -137,7 +137,7 @@ def evidence(claim: ClaimRef, effect: float = 0.0731, evidence_id: str = ID, **c
     derived = Derived(
         comparison=comparison,
         receipts=[Check(variant="baseline", rule="require all_to_all == 8", observed=8, expected="8", ok=True, runs=4)],
-        gates=[Gate(name="same_data", ok=True)],
+        gates=[Condition(name="same_data", ok=True)],
         verdict=Verdict(status="confirmed", reason="margin", sentence="confirmed: the interval lies above 3 %"),
     )
     made = Evidence(

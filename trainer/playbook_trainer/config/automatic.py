@@ -1,4 +1,4 @@
-"""What the value `auto` of a configuration key stands for on a machine, decided from the machine's description. Torch-free."""
+"""Resolves the value `auto` of configuration keys for a machine, from the machine's description. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a configuration is meant for, as far as `auto` asks."""
+    """What resolving `auto` needs to know about the machine that a configuration is for."""
 
     gpu: str | None = None
     """Name of its GPU, such as `NVIDIA H200`; None where ranks have no GPU."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any process starts: the layout, and what this backend does not do yet."""
+"""Refuses configurations before any process starts: layouts that cannot be, and features that the backend lacks."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _model_problems(config: TrainerConfig) -> list[str]:
 
 
 def switch_problems(config: TrainerConfig) -> list[str]:
-    """Switches of memory and speed that do not go together, or that have nothing to act on."""
+    """Settings of memory and speed that exclude each other or have nothing to act on, a line for each."""
     if config.backend == "megatron":
         return _freeze_problems(config) + megatron.switch_problems(config)
     train, moe, par, problems = config.train, config.moe, config.parallel, []
@@ -263,7 +263,7 @@ def _split_problems(config: TrainerConfig) -> list[str]:
 
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
-    """Switches that would be in the configuration of a run and do nothing in it."""
+    """Settings that would have no effect in this run, a line for each."""
     train, moe, par, problems = config.train, config.moe, config.parallel, []
     if not config.model.num_experts:
         problems += megatron.dense_problems(

@@ -20,7 +20,7 @@ GROUPED_GEMM = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 _HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 DOMAIN: Mapping[Platform, int] = {"cpu": 1, "hopper": 8, "blackwell": 8, "nvl72": 72}
-"""GPUs that NVLink connects."""
+"""Number of GPUs that NVLink connects on each platform."""
 
 _BLACKWELL = 10
 _QUERY_S = 20

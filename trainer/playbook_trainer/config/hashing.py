@@ -14,7 +14,7 @@ from playbook_trainer.config.neutral import neutral
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 _WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
-"""Where results are written, and who watches: nothing that is computed depends on them."""
+"""Keys that the hash leaves out: they say where results go and what observes the run, and change nothing that is computed."""
 
 
 def config_sha(config: TrainerConfig, target: Target) -> str:

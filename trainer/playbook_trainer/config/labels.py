@@ -1,4 +1,4 @@
-"""The names that lists of the configuration take, and what is meant by others that people write."""
+"""The names that are allowed in lists of the configuration, such as `train.recompute_modules`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MEANT = {
 
 
 def known(values: list[str], names: tuple[str, ...]) -> list[str]:
-    """The values, each a name of `names` and none twice."""
+    """The values, refused unless each is one of `names` and none stands twice."""
     for value in values:
         if value not in names:
             meant = _MEANT.get(value)

@@ -8,7 +8,7 @@ import pytest
 from test_verdict import STEPS, make_case, make_run
 
 from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
-from playbook.records.evidence import Baseline, CollectiveCount, Gate, Observed, Run, Sample
+from playbook.records.evidence import Baseline, CollectiveCount, Condition, Observed, Run, Sample
 from playbook_bench.judge import guards, metrics, receipt
 from playbook_bench.judge.rules import Rules
 
@@ -22,7 +22,7 @@ def pair(baseline: dict | None = None, candidate: dict | None = None) -> list[tu
     return [(make_run("baseline", **(baseline or {})), make_run("candidate", position=1, **(candidate or {})))]
 
 
-def said(gate: Gate) -> tuple[bool, str]:
+def said(gate: Condition) -> tuple[bool, str]:
     return gate.ok, gate.detail
 
 
