@@ -157,15 +157,12 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
     if max((r.evidence for r in ranked), default=0.0) < _LEAST_EVIDENCE:
         return Answer([], "no card covers this question", nearest, pages)
     run = (stated or Facts()).over(facts(query))
-    hits: list[Hit] = []
-    enough = False
+    hits, enough = [], False
     for r in (r for r in ranked if r.evidence >= _BESIDE):
         hit = _hit(found, r.card, r.passages, run, only)
         if hit is not None:
             hits.append(hit)
             enough |= hit.applies and r.evidence >= _LEAST_EVIDENCE
-        if sum(h.applies for h in hits) == limit:
-            break
     if enough:
         return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
@@ -251,9 +248,10 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
 
 
 def _weights(found: Index, words: list[str]) -> dict[str, float]:
-    """The information of each word. Whole identifiers have none, since their words are there too."""
+    """The information of each word. Whole identifiers have none, since their words are there too, nor have figures that no card has."""
     unknown = UNKNOWN * max(found.weights.values())
-    return {w: found.weights.get(w, unknown) for w in words if w.startswith("=") or "_" not in w}
+    counted = [w for w in words if w.startswith("=") or "_" not in w]
+    return {w: found.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
 def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run: Facts, only: frozenset[str] | None) -> Hit | None:

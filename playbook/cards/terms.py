@@ -24,7 +24,10 @@ _STOP_WORDS = "stopwords.txt"
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])")
 _THOUSANDS = re.compile(r"(?<=\d)[,_](?=\d{3}(?!\d))")
+_DEGREE = re.compile(r"\b(tp|pp|ep|cp|dp|sp|vpp|etp|edp|fsdp|mbs|gbs)=?(\d{1,5})\b")
 _TOKENS = re.compile(r"\b(\d{1,4})\s?([km])\b(?!\s?(?:tokens?|tok)?\s?/|\s?(?:tok|tokens?) per s)")
+_GAP = r"(?: [^ ]+){0,5}? "
+"""Up to five words, where a phrase of the table has ` * `."""
 _WORD = re.compile(r"[a-z0-9]+(?:\.[0-9]+)?")
 _IDENTIFIER = re.compile(r"(?<![a-z0-9])[a-z0-9]++(?:_[a-z0-9]+)+")
 _COUNT = re.compile(r"\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b")
@@ -80,10 +83,10 @@ class Facts:
 
 
 def normal(text: str) -> str:
-    """Lower case, compatible characters as one, no control characters, 128k as 131072 and 131,072 as 131072."""
+    """Lower case, compatible characters as one, no control characters, 128k and 131,072 as 131072, EP4 as ep 4."""
     plain = (c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     line = "".join(c if c.isprintable() else " " for c in plain)
-    return _TOKENS.sub(_power, _THOUSANDS.sub("", line.lower()))
+    return _DEGREE.sub(r"\1 \2", _TOKENS.sub(_power, _THOUSANDS.sub("", line.lower())))
 
 
 def _power(match: re.Match[str]) -> str:
@@ -106,8 +109,9 @@ def phrases(text: str) -> list[tuple[str, str]]:
 
 
 def _phrases(spaced: str) -> list[tuple[str, str]]:
-    table, pattern = _synonyms()
-    return [(m.group(0), term) for m in pattern.finditer(spaced) for term in table[m.group(0)]]
+    table, pattern, gapped, named = _synonyms()
+    exact = [(m.group(0), term) for m in pattern.finditer(spaced) for term in table[m.group(0)]]
+    return exact + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
 
 
 def foreign_share(text: str) -> float:
@@ -162,15 +166,26 @@ def _model(line: str) -> str | None:
 
 
 @cache
-def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str]]:
-    """The names of each phrase, and a pattern that finds the longest phrase at each place."""
+def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str], re.Pattern[str], Mapping[str, str]]:
+    """The names of each phrase, a pattern that finds the longest phrase at each place, and one for phrases with a gap, its groups with their names."""
     groups: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"))
     table: dict[str, list[str]] = {}
+    gapped: dict[str, tuple[str, str]] = {}
     for name, phrases in groups.items():
-        for phrase in dict.fromkeys(" ".join(_WORD.findall(normal(p))) for p in [name.replace("_", " "), *phrases]):
-            table.setdefault(phrase, []).append(f"={name}")
+        for phrase in [name.replace("_", " "), *phrases]:
+            parts = [" ".join(_WORD.findall(normal(part))) for part in phrase.split(" * ")]
+            if len(parts) == 1:
+                names = table.setdefault(parts[0], [])
+                names += [] if f"={name}" in names else [f"={name}"]
+            else:
+                gapped[f"g{len(gapped)}"] = (f"={name}", _GAP.join(map(re.escape, parts)))
     longest = sorted(table, key=len, reverse=True)
-    return table, re.compile(r"(?<![^ ])(?:" + "|".join(map(re.escape, longest)) + r")(?![^ ])")
+    return (
+        table,
+        re.compile(r"(?<![^ ])(?:" + "|".join(map(re.escape, longest)) + r")(?![^ ])"),
+        re.compile(r"(?<![^ ])(?:" + "|".join(f"(?P<{g}>{pattern})" for g, (_, pattern) in gapped.items()) + r")(?![^ ])"),
+        {g: name for g, (name, _) in gapped.items()},
+    )
 
 
 @cache

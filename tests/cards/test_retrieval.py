@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from playbook.cards import search
 from playbook.cards.load import load_all
 from playbook.cards.pages import load_pages
-from playbook.cards.terms import Facts, facts, stated, terms
+from playbook.cards.terms import Facts, facts, phrases, stated, terms
 from playbook.cli import app
 from playbook.errors import PlaybookError
 from playbook.paths import repo_root
@@ -221,6 +221,28 @@ def test_the_same_thing_in_other_words_is_the_same_term() -> None:
         assert set(terms(one)) & set(terms(other)), (one, other)
     assert "launch" in terms("cudaLaunchKernel")
     assert "moe_token_dispatcher_type" in terms("moe_token_dispatcher_type=flex")
+
+
+def test_degrees_are_read_as_people_write_them() -> None:
+    for written in ("EP4", "ep=4", "EP 4"):
+        assert {"ep", "4", "=expert_parallel"} <= set(terms(written)), written
+
+
+@pytest.mark.parametrize(
+    ("ask", "found"),
+    [
+        ("convert the DeepSeek-V3 checkpoint", ["convert the deepseek v3 checkpoint"]),
+        ("we convert slowly, and after six or seven other words comes the checkpoint", []),
+    ],
+)
+def test_a_phrase_with_a_gap_allows_a_few_words(ask: str, found: list[str]) -> None:
+    assert [words for words, name in phrases(ask) if name == "=weight_conversion"] == found
+
+
+def test_whether_there_is_an_answer_does_not_hang_on_how_many_are_asked_for(index: search.Index) -> None:
+    for question in threads()[:60]:
+        one, many = (search.search(index, question.ask, limit=n).hits for n in (1, TOP))
+        assert [h.id for h in one] == [h.id for h in many][:1], question
 
 
 def test_a_hit_says_where_it_does_not_apply(index: search.Index) -> None:
