@@ -15,6 +15,7 @@ from ranks import free_port, steps, summary
 from safetensors.torch import load_file, save_file
 
 from playbook.paths import data_root
+from playbook_bench.launch import outcome
 from playbook_trainer.__main__ import main
 from playbook_trainer.config.tree import load
 from playbook_trainer.huggingface import weights
@@ -73,19 +74,24 @@ engine.forward_backward = lambda *args: torch.empty(2**55)
 
 
 @pytest.mark.parametrize(
-    ("plant", "more", "code", "expected"),
+    ("plant", "more", "code", "expected", "ended"),
     [
-        (KILLED_WORKER, ["data.num_workers=1"], 1, "error: a data worker died: "),
-        (NO_MEMORY, [], 4, "rank 0: out of memory: "),
+        (KILLED_WORKER, ["data.num_workers=1"], 1, "error: a data worker died: ", "crash"),
+        (NO_MEMORY, [], 4, "rank 0: out of memory: ", "oom"),
     ],
     ids=["killed worker", "no memory"],
 )
-def test_one_line_and_the_documented_code(plant: str, more: list[str], code: int, expected: str, forks: Forks, tmp_path: Path) -> None:
+def test_one_line_and_the_documented_code(
+    plant: str, more: list[str], code: int, expected: str, ended: str, forks: Forks, tmp_path: Path
+) -> None:
+    """The harness took a killed worker for a run that does not fit, since the message guessed at the host's memory."""
     before = length(forks, 0)
     assert forks.run([TEXT, *QUICK, "train.steps=40", *more, f"output={tmp_path}"], 1, free_port(), plant) == [code]
     lines = [line for line in said(forks, 0, before) if not line.startswith("step ")]
     assert len(lines) == 1
     assert lines[0].startswith(expected)
+    (tmp_path / "log").write_text(lines[0])
+    assert outcome.judge([outcome.Ended(0, code, tmp_path / "log")], tmp_path, 0.0, 1.0).outcome == ended
 
 
 def test_a_port_in_use_is_said(forks: Forks, tmp_path: Path) -> None:

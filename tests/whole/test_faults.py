@@ -369,19 +369,20 @@ def test_a_stopped_series_goes_on_without_having_asked_for_a_journal(case, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("log", "code", "says"),
+    ("log", "code", "ended", "says"),
     [
         (
             "step 1\nTraceback (most recent call last):\n  x\nValueError: planted\n[W] c10d\n",
             1,
+            "crash",
             "rank 0 ended with exit code 1: ValueError: planted",
         ),
-        ("Traceback:\nMemoryError\n", 1, "rank 0 ended with exit code 1: MemoryError"),
-        ("error: a data worker died: DataLoader worker (pid 7) is killed by signal: Killed.\n", 2, "error: a data worker died"),
-        ("step 1\n", -9, "rank 0 ended with SIGKILL (most often the host was out of memory"),
+        ("Traceback:\nMemoryError\n", 1, "oom", "rank 0 ended with exit code 1: MemoryError"),
+        ("error: a data worker died: DataLoader worker (pid 7) is killed by signal: Killed.\n", 1, "crash", "error: a data worker died"),
+        ("step 1\n", -9, "killed", "rank 0 ended with SIGKILL (most often the host was out of memory"),
     ],
 )
-def test_the_first_line_of_a_failure_names_its_cause(tmp_path, log, code, says):
+def test_the_first_line_of_a_failure_names_its_cause(tmp_path, log, code, ended, says):
     (tmp_path / "rank0.log").write_text(log)
     found = outcome.judge([outcome.Ended(0, code, tmp_path / "rank0.log")], tmp_path, 0.0, 1.0)
-    assert says in found.message.splitlines()[0]
+    assert (found.outcome, says in found.message.splitlines()[0]) == (ended, True)

@@ -88,7 +88,8 @@ def worker_death(e: BaseException) -> RunError | None:
     if "DataLoader worker" not in str(e):
         return None
     return RunError(
-        f"a data worker died: {str(e).splitlines()[0]} Most often it ran out of memory: lower data.num_workers or data.cache_gib; "
+        # The harness takes a log that says "out of memory" for a run that does not fit, which nobody knows here.
+        f"a data worker died: {str(e).splitlines()[0]} Most often the host's memory was full: lower data.num_workers or data.cache_gib; "
         "a checkpoint resumes where the run stood"
     )
 
