@@ -7,7 +7,6 @@ claim and what makes its verdict stale. A record with `problems` is `altered`: i
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -373,7 +372,7 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
         raw = read_bytes(path, MAX_BYTES)
         if len(raw) > MAX_BYTES:
             raise ValueError(f"is too large; at most {MAX_BYTES} bytes are read")
-        data = json.loads(raw, parse_float=_finite, parse_constant=_finite)
+        data = json.loads(raw, parse_constant=_not_finite)
     except (RecursionError, ValueError) as e:
         raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e
     version = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
@@ -393,11 +392,9 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
     return content, sha
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
-    return value
+def _not_finite(text: str) -> float:
+    """Refuse NaN and Infinity. A number too large for a float is refused by the model, or when the content is hashed."""
+    raise ValueError(f"{text} is not a finite number")
 
 
 def _with_memory(records: Iterable[Record]) -> list[Record]:

@@ -10,7 +10,7 @@ from stored import long_run, record
 
 from playbook.errors import FileError
 from playbook.records import read as read_module
-from playbook.records.evidence import seal
+from playbook.records.evidence import Sample, seal
 from playbook.records.read import Present, Reader, read, verdicts
 from playbook.records.staleness import Here
 from playbook_bench.run import store
@@ -152,3 +152,19 @@ def test_a_server_reads_a_file_again_only_once_it_has_changed(tmp_path, monkeypa
     path.write_text(path.read_text().replace("playbook confirm c", "playbook confirm other"))
     assert {r.status for r in reader.read([tmp_path])} == {"altered", "refuted"}
     assert seen == [first.evidence_id, second.evidence_id, first.evidence_id]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("place", ["loss", "context"])
+def test_a_record_holds_finite_numbers_alone(tmp_path, number, place):
+    """Also where its model lets anything be, as in the context of the runs."""
+    sample = Sample(step=1, timed=True, seconds=1.0, useful_tokens=1, raw_tokens=1)
+    path = store.write(record(runs=[long_run().model_copy(update={"samples": [sample]})]), tmp_path)
+    data = json.loads(path.read_text())
+    if place == "context":
+        data["measured"]["context"] = {"x": 12.345678}
+    else:
+        data["measured"]["runs"][0]["samples"][0]["loss"] = 12.345678
+    path.write_text(json.dumps(data).replace("12.345678", number))
+    with pytest.raises(FileError, match=r"finite|not JSON compliant"):
+        read([tmp_path])

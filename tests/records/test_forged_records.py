@@ -84,6 +84,14 @@ def swap_order(measured):
     measured["plan"]["order"][0] = measured["plan"]["order"][0][::-1]
 
 
+def of_another_configuration(measured, **more):
+    """An A/A that says it is of the neighbourhood: of the same place, and of a configuration that no run of the series has."""
+    shared = next(iter(measured["configs"].values()))
+    measured["aa"].update(place="here", config={**shared, **more})
+    for run in measured["aa"]["runs"]:
+        run.update(config_sha="0" * 16, started="2020-01-01T00:00:00Z")
+
+
 FORGERIES = {
     "candidate times halved": (halve, "timed window"),
     "error rate": (lambda m: m["plan"].update(alpha=0.9), "error rate"),
@@ -94,6 +102,11 @@ FORGERIES = {
     "noiseless A/A": (noiseless, "same step times"),
     "A/A of another machine": (lambda m: m["aa"].update(machine="h200x4"), "the A/A is of h200x4"),
     "A/A of another environment": (lambda m: m["aa"].update(noise_key="0" * 16), "noise key"),
+    "A/A of another workload": (
+        lambda m: of_another_configuration(m, backend="megatron"),
+        "another environment, backend or number of ranks",
+    ),
+    "A/A of another year": (of_another_configuration, "was not measured within"),
     "another machine's name": (lambda m: m["machine"].update(name="h200x4"), "is called h200x4"),
     "another machine": (lambda m: m["machine"].update(cpu="Another CPU"), "another machine: cpu"),
     "rules that see less": (lambda m: m["plan"].update(rules=1), "rules of version 1"),

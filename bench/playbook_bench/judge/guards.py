@@ -184,7 +184,7 @@ def noise(metric: Metric, runs: Sequence[Run], aa: Baseline | None, balanced: bo
     bad = statistics.contaminated(fresh, deviation, len(stored)) if fresh else statistics.contaminated(stored, None)
     mean = math.fsum(shown) / len(shown)
     text = f"same configuration against itself: {100 * mean:+.2f} % over {len(shown)} pairs, deviation {100 * deviation:.2f} %"
-    if aa is not None and not {r.config_sha for r in aa.runs} & {r.config_sha for r in runs}:
+    if aa is not None and runs and not {r.config_sha for r in aa.runs} & {r.config_sha for r in runs}:
         text += f"; measured for {aa.case}, in the same place shortly before"
     return Condition(name=name, ok=not bad, detail=text), stored
 

@@ -8,6 +8,7 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 
 from playbook.errors import ConfigError
@@ -53,11 +54,17 @@ def evaluate(formula: str, numbers: Mapping[str, float]) -> float:
     if len(formula) > _MAX_FORMULA:
         raise ConfigError(f"count formula has {len(formula)} characters; at most {_MAX_FORMULA} are read")
     try:
-        return _value(ast.parse(formula, mode="eval").body, numbers, formula)
+        return _value(_parsed(formula), numbers, formula)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise ConfigError(f"count formula '{formula}' is not arithmetic; write for example 4 * layers * microbatches") from e
     except ZeroDivisionError as e:
         raise ConfigError(f"count formula '{formula}' divides by zero with {dict(numbers)}") from e
+
+
+@cache
+def _parsed(formula: str) -> ast.expr:
+    """The formula as a syntax tree; a list of all records evaluates the same few formulas for each launch."""
+    return ast.parse(formula, mode="eval").body
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float], formula: str) -> float:

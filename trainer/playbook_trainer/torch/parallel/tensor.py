@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if need:
                 torch.mm(probs, weight_WD, out=grad)
             if grad_w is not None:
-                add_product(grad_w, probs.t(), x)
+                _add_product(grad_w, probs.t(), x)
         if need:
             ctx.save_for_backward(grad_x, grad_w)
         return loss
@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, None if grad_w is None else (grad_w * scale).to(grad_x.dtype), None, None, None, None
 
 
-def add_product(sum_WD: Tensor, a_WN: Tensor, b_ND: Tensor) -> None:
+def _add_product(sum_WD: Tensor, a_WN: Tensor, b_ND: Tensor) -> None:
     """Add `a @ b` to float32 sums in place; on a GPU the product of 16-bit factors adds to them itself, unrounded."""
     if a_WN.is_cuda and a_WN.dtype == b_ND.dtype == torch.bfloat16:
         torch.addmm(sum_WD, a_WN, b_ND, out_dtype=torch.float32, out=sum_WD)
