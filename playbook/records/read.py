@@ -64,8 +64,6 @@ class Record:
 
     path: Path
     content: Evidence | TraceResult
-    expected_sha: str
-    """The hash of its content, as computed here."""
     problems: tuple[str, ...] = ()
     """Why the record counts for nothing: its content does not match its hash, or contradicts itself. Empty for a sound record."""
     present: Present = field(default_factory=Present)
@@ -358,7 +356,7 @@ def _record(path: Path, thorough: bool = False) -> Record | None:
     problems = [] if content.sha256 == sha else [f"its content has the hash {sha[:16]}, and carries {content.sha256[:16] or 'none'}"]
     if isinstance(content, Evidence):
         problems += contradictions(content)
-    return Record(path, content, sha, tuple(problems))
+    return Record(path, content, tuple(problems))
 
 
 def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:

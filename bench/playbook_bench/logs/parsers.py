@@ -31,7 +31,6 @@ _MONITORED = {"train/time": "elapsed", "train|time": "elapsed"}
 _TITAN = re.compile(r"(?<!validate )\bstep:\s*\d")
 _TITAN_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\b")
 _TITAN_MEMORY = re.compile(r"([\d.]{1,20})GiB\([\d.]{1,20}%\)")
-_TITAN_PERCENT = re.compile(r"([\d.]{1,20})%")
 
 
 class _Twice(ValueError):
