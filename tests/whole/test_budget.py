@@ -107,7 +107,9 @@ def test_launches_that_a_journal_holds_need_no_time(case, tmp_path, plant, monke
         line["run"]["wall_s"] = 14.0
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = bench(path, tmp_path, budget_s=80.0, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
-    assert own(noting.notes) == ["the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"]
+    assert own(noting.notes) == [
+        "planted: the budget does not hold the 6 launches to the first look; the same command goes on where this one stops"
+    ]
     assert len(found.evidence.measured.plan.order) == 4
 
 
@@ -235,7 +237,7 @@ def test_minutes_of_the_case_that_are_spent_are_not_had_again(case, tmp_path, pl
     cut = bench(path, tmp_path, launcher=Stretched, progress=noting, journal=Journal(tmp_path / "journal", ["here"]))
     assert cut.evidence.derived.verdict.reason == "budget"
     assert own(noting.notes) == [
-        "the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"
+        "planted: the 5 minutes of the case do not hold the 16 launches to the first look; its budget.minutes says how many it has"
     ]
     assert bench(path, tmp_path, launcher=Stretched, journal=Journal(tmp_path / "journal", ["here"])).path == cut.path
     with Path(path).open("r+") as f:

@@ -213,7 +213,7 @@ def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0)
         launches = f"the {len(running.to_come(specs))} launches to the first look"
         if running.own_time:
             running.progress.note(
-                f"the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
+                f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
             )
             return
         later = (
@@ -221,7 +221,7 @@ def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0)
             if running.journal
             else "with `playbook confirm --journal FOLDER` a second one goes on"
         )
-        running.progress.note(f"the budget does not hold {launches}; {later}")
+        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {later}")
 
 
 def _contradicts(fresh: Sequence[Run], running: Series) -> bool:
