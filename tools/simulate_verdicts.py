@@ -17,18 +17,21 @@ from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
 from playbook_bench.judge.curve_rules import Question, decide
-from playbook_bench.judge.rules import Rules
+from playbook_bench.judge.rules import VERSION, Rules
 from playbook_bench.judge.verdict import RULES
 
 ALPHA, AA_PAIRS = 0.05, 4
 PAIR = [(-1.0, 1.0)]
 LAUNCHES = 4
+TENS = 10
 
 
-def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, margin: float) -> tuple[bool | None, int]:
-    """A claim `>= margin` on one series: its answer, and the pairs that it took."""
+def settle(
+    rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, margin: float, last: int | None = None
+) -> tuple[bool | None, int]:
+    """A claim `>= margin` on one series: its answer, and the pairs that it took; no look after `last`."""
     question = Question(">=", ["baseline", "candidate"], margin)
-    for look in looks:
+    for look in looks[: looks.index(last) + 1 if last else None]:
         rows = np.column_stack([np.zeros(look), differences[:look]])
         (found,) = rules.intervals(rows.tolist(), PAIR, rules.level(looks, ALPHA, look), noise.tolist())
         if (status := decide(question, [(found.low, found.high)])) is not None:
@@ -54,6 +57,31 @@ def series(
     found = [settle(RULES[version], looks, d, n, 0.0) for d, n in zip(differences, noise, strict=True)]
     statuses = [s for s, _ in found]
     return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in found]))
+
+
+def neighbourhood(looks: Sequence[int], effect: float, count: int, spread: float, shared: bool) -> tuple[float, float, float, float]:
+    """Of series that come in tens, each with a noise of its own: shares confirmed and refuted at a margin of zero, the mean number of launches
+    for pairs and A/A, and the share of tens in which two or more are decided.
+
+    Noises are log-normal with `spread`; the effect is in standard deviations of the series' own pairs. Where it is `shared`, the A/A of the
+    first of each ten serves the others at their first look, and who is undecided then measures one of its own and goes on with that.
+    """
+    rng = np.random.default_rng(3)
+    found: list[list[tuple[bool | None, int]]] = []
+    for _ in range(count // TENS):
+        scales = np.exp(rng.normal(0, spread, TENS))[:, None]
+        noise = rng.normal(0, 1, (TENS, AA_PAIRS)) * scales
+        rows = (rng.normal(0, 1, (TENS, looks[-1])) + effect) * scales
+        ten = []
+        for i in range(TENS):
+            early = settle(RULES[VERSION], looks, rows[i], noise[0], 0.0, last=looks[0])[0] if shared and i else None
+            answer, taken = (early, looks[0]) if early is not None else settle(RULES[VERSION], looks, rows[i], noise[i], 0.0)
+            ten.append((answer, 2 * taken + (0 if early is not None else 2 * AA_PAIRS)))
+        found.append(ten)
+    every = [each for ten in found for each in ten]
+    statuses = [s for s, _ in every]
+    twice = sum(sum(s is not None for s, _ in ten) >= 2 for ten in found) / len(found)
+    return statuses.count(True) / len(every), statuses.count(False) / len(every), float(np.mean([n for _, n in every])), twice
 
 
 def steps(rng: np.random.Generator, count: int, number: int, rho: float, shared: float, spread: float = 0.03) -> np.ndarray:
@@ -121,6 +149,18 @@ def main() -> None:
     head = ["looks", "beyond the margin", "launches off by 5 s", *(f"v{v}: {what}" for v in RULES for what in ("confirmed, %", "pairs"))]
     settings = [(looks, effect, 0.0) for looks in (three, two) for effect in (0.75, 1.0, 1.25, 1.5, 2.0)] + [(three, 1.0, 0.05)]
     table("The claim is true: confirmed, and pairs on average", head, (power(*s) for s in settings))
+
+    def tens(looks: tuple[int, ...], spread: float, effect: float) -> list[str]:
+        out = [", ".join(map(str, looks)), f"{spread:g}", f"{effect:g} s"]
+        for shared in (False, True):
+            confirmed, refuted, launches, twice = neighbourhood(looks, effect, count, spread, shared)
+            out += [percent(confirmed), percent(refuted), f"{launches:.1f}", percent(twice)]
+        return out
+
+    head = ["looks", "spread of noises (log)", "beyond the margin"]
+    head += [f"{aa}: {what}" for aa in ("own A/A", "shared A/A") for what in ("confirmed", "refuted", "launches", "tens with two decided")]
+    settings = [(looks, spread, effect) for looks in (three, two) for spread in (0.0, 0.5, 1.0) for effect in (0.0, 1.0, 1.5, 2.0, 4.0)]
+    table("One A/A for ten series of a neighbourhood: verdicts in % of series", head, (tens(*s) for s in settings))
 
     few = max(100, count // 5)
     table(

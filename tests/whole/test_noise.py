@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from playbook.cli.app import app
 from playbook.records.consistency import contradictions
 from playbook_bench.launch import local
-from playbook_bench.run import aa, replay, report, store
+from playbook_bench.run import aa, confirm, replay, report, store
 from playbook_bench.run import options as defaults
 
 
@@ -39,6 +39,23 @@ def test_series_of_one_workload_share_the_noise_of_their_neighbourhood(case, tmp
     assert "measured for planted, in the same place" in second.evidence.derived.gates[-2].detail
     assert store.load_checked(second.path)[1] == []
     assert replay.replay(second.path) == (True, [])
+
+
+@pytest.mark.full
+def test_what_the_neighbourhood_does_not_settle_gets_a_noise_of_its_own(case, tmp_path, plant, monkeypatch):
+    """The neighbour is ten times as noisy as this workload: at the first look its noise says nothing of an effect of 3 %."""
+    monkeypatch.setattr(aa, "LEAST_GPUS", 0)
+    plant(baseline={"noise": 0.05}, candidate={"slower": 0.5})
+    noisy = bench(case(), tmp_path).evidence.measured.aa
+    plant(candidate={"slower": 0.03})
+    found = confirm.bench_run(case(steps=13), options(tmp_path, profile="cpu", settles=lambda d: d.comparison.high < 0))[0]
+    measured = found.evidence.measured
+    assert measured.aa.noise_key != noisy.noise_key
+    assert {r.config_sha for r in measured.aa.runs} <= {r.config_sha for r in measured.runs}
+    assert Counter(r.role for r in measured.runs) == Counter(burn_in=2, measure=8)
+    assert found.evidence.derived.comparison.high < 0
+    assert store.load_checked(found.path)[1] == []
+    assert replay.replay(found.path) == (True, [])
 
 
 @pytest.mark.full

@@ -129,7 +129,6 @@ def ensure(running: Series, folder: Path) -> bool:
     """
     first = next(r for r in running.runs if r.variant == running.alive[0])
     key, metric = noise_key(first, running.strict), metrics.get(running.case.metric or "")
-    before = len(running.runs)
     found = store.find_baseline([folder, data_root("baselines")], running.machine, key, detect.surroundings(running.machine))
     if found is not None and running.journal and running.journal.holds(found.runs):
         return _adopt(running, found, first.variant)
@@ -151,13 +150,31 @@ def ensure(running: Series, folder: Path) -> bool:
             running.progress.note("the machine differs more from itself than the stored A/A says; measuring it anew")
         elif _quieter(fresh, running):
             running.progress.note("the machine differs less from itself than the stored A/A says; measuring it anew")
-            fresh = []
+            running.runs, fresh = running.runs[: -len(fresh)], []
         elif guards.odd_pair(running.aa.runs, metric) is not None:
             running.progress.note("one launch of the stored A/A is unlike the others; measuring it anew")
         else:
             return True
         running.expected += 2 * schedule.AA_PAIRS
-    runs = measure(running, metric, schedule.AA_PAIRS, len(fresh) // 2, first.variant)
+    return _measure(running, folder, fresh)
+
+
+def borrowed(running: Series) -> bool:
+    """Whether the series relies on the A/A of another configuration."""
+    return running.aa is not None and not {r.config_sha for r in running.aa.runs} & {r.config_sha for r in running.runs}
+
+
+def own(running: Series, folder: Path) -> bool:
+    """Give a series that its neighbour's A/A has not settled at the first look one of its own; False as `ensure`."""
+    running.expected += 2 * schedule.AA_PAIRS
+    running.progress.note("not settled by the noise of its neighbourhood; measuring its own")
+    return _measure(running, folder, [])
+
+
+def _measure(running: Series, folder: Path, fresh: Sequence[Run]) -> bool:
+    """Measure the A/A of a series and store it; `fresh` are its last runs, which stay in it."""
+    before, metric = len(running.runs) - len(fresh), metrics.get(running.case.metric or "")
+    runs = measure(running, metric, schedule.AA_PAIRS, len(fresh) // 2, running.alive[0])
     if len(runs) < 2 * schedule.AA_PAIRS or _problem(runs, running):
         return False
     running.runs = running.runs[:before]
@@ -173,7 +190,7 @@ def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
     """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD`; None where there is none to rely on.
 
     Its noise is that of another configuration. No verdict is wrong more often for it: pairs that vary more than the A/A says are held to their
-    own deviation (`statistics.intervals`). Only where ratios are compared.
+    own deviation (`statistics.intervals`), and what it does not settle at the first look gets an A/A of its own (`own`). Only where ratios are compared.
     """
     metric = metrics.get(running.case.metric or "")
     if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio":

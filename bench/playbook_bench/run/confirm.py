@@ -396,13 +396,16 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
         return len(settled) == len(records)
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no A/A or pair is spent on them.
-    if not _burn_in(running) or judged() or not aa.ensure(running, options.results / "baselines"):
+    baselines = options.results / "baselines"
+    if not _burn_in(running) or judged() or not aa.ensure(running, baselines):
         return
 
     def enough(s: Series, pairs: int) -> bool:
         if pairs not in looks:
             return False
-        return (pairs == looks[0] and not s.plan.extended and not _steady(s)) or judged()
+        if (pairs == looks[0] and not s.plan.extended and not _steady(s)) or judged():
+            return True
+        return aa.borrowed(s) and aa.own(s, baselines) and judged()
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
