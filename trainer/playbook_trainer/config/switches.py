@@ -173,11 +173,6 @@ def has_vision(at: At) -> bool:
     return "model.vision.hidden_size" in at
 
 
-def is_asked(at: At, key: str) -> bool:
-    """Whether the fast value of a switch is set."""
-    return bool(at[key] == SWITCHES[key].fast)
-
-
 def problems(at: At) -> list[str]:
     """A line for each rule that a fast value in this configuration breaks."""
-    return [line for key, switch in SWITCHES.items() if is_asked(at, key) for line in switch.refusals(key, at)]
+    return [line for key, switch in SWITCHES.items() if at[key] == switch.fast for line in switch.refusals(key, at)]
