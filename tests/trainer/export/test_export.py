@@ -95,12 +95,12 @@ def alternatives(config, key):
         node = getattr(node, part)
     field, value = type(node).model_fields[key.rsplit(".", 1)[-1]], getattr(node, key.rsplit(".", 1)[-1])
     words = [w for w in get_args(field.annotation) if isinstance(w, str)]
+    if words == ["auto"]:
+        return [True]
     if words:
         return [w for w in words if w != value and (key, w) not in ALIKE]
     if isinstance(value, bool):
         return [not value]
-    if bool in get_args(field.annotation):
-        return [True]
     if isinstance(value, int | float):
         return [2 * value + 1]
     if key in NAMES:

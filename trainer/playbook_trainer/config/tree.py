@@ -31,7 +31,7 @@ from playbook_trainer.huggingface.config import fields_of
 
 TORCH_ONLY: JsonDict = {"backend": "torch"}
 """Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""
-Switch = Literal["auto"] | bool
+Switch = Literal["auto", True, False]
 """A fast path, or the plain one that is its reference. auto: fast where the device, the shapes and the layout allow it (`config/switches.py`)."""
 
 
