@@ -205,7 +205,7 @@ def _finding(error: Any, marks: Marks, model: type[BaseModel], name: str) -> Fin
         message += f" in '{outer}'; add it" if outer else "; add it"
     elif kind == "literal_error":
         expected = str(error["ctx"]["expected"])
-        options = re.findall(r"'([^']*)'", expected)
+        options = [w[1:-1] if w.startswith("'") else w.lower() for w in re.findall(r"'[^']*'|True|False", expected)]
         hint = did_you_mean(str(error["input"]), options) if options else f"; expected {expected}"
         # The nearest spelling may be far from what was meant: 'gpu' is nearest to 'cpu'.
         rest = f" There are {', '.join(options)}" if hint.endswith("?") else ""

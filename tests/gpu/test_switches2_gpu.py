@@ -12,6 +12,7 @@ import torch
 from measures import milliseconds, relative
 from ranks import run, steps, summary
 
+from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.torch.model import fp8
 from playbook_trainer.torch.model.offload import Trip
 
@@ -178,8 +179,11 @@ def test_offloaded_activations_equal_kept_ones_to_the_last_bit() -> None:
     assert low < 0.6 * high
 
 
+PLAIN = [f"{key}={str(switch.plain).lower()}" for key, switch in SWITCHES.items()]
+"""What is not named in a row stays plain."""
 COMMON = [
     "trainer/configs/qwen3_30b_a3b_24l.yaml",
+    *PLAIN,
     "model.num_layers=6",
     "model.num_experts=32",
     "parallel.ep=1",
@@ -276,7 +280,7 @@ def test_offloaded_optimizer_in_float32_is_the_plain_one(tmp_path: Path) -> None
 def test_weights_in_two_halves_train_as_whole_ones_do(words: list[str], batch: int, tmp_path: Path) -> None:
     """Five steps of the tiny model, of one micro-batch or two: losses and gradient norms to the last bit, if whole weights repeat their own."""
     common = ["trainer/configs/qwen3_moe_tiny.yaml", "train.device=cuda", "train.dtype=bf16", "parallel.reduce_dtype=bf16", "train.steps=5"]
-    common += ["train.warmup_steps=1", "train.receipt=false", f"train.global_batch_size={batch}", "train.attention=plain", *words]
+    common += ["train.warmup_steps=1", "train.receipt=false", f"train.global_batch_size={batch}", "train.attention=plain", *PLAIN, *words]
 
     def curve(name: str) -> list[dict[str, Any]]:
         master = "remainder" if name == "split" else "fp32"

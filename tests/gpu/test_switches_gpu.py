@@ -9,6 +9,7 @@ import torch
 from measures import milliseconds, relative
 from ranks import run, steps, summary
 
+from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.data.batch import IGNORE
 from playbook_trainer.torch.model import attention
 from playbook_trainer.torch.parallel import dispatch
@@ -152,8 +153,11 @@ def test_attention_backends_are_timed(name: str, lengths: list[int]) -> None:
     print(f"{name} {lengths[:3]}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s forward and backward")
 
 
+PLAIN = [f"{key}={str(switch.plain).lower()}" for key, switch in SWITCHES.items()]
+"""What is not named in a row stays plain."""
 COMMON = [
     "trainer/configs/qwen3_30b_a3b_24l.yaml",
+    *PLAIN,
     "model.num_layers=4",
     "parallel.ep=1",
     "train.steps=9",
@@ -164,7 +168,7 @@ COMMON = [
     "optimizer.lr=1e-5",
 ]
 SELECTIVE = ["train.recompute=selective"]
-SWITCHES: dict[str, list[str]] = {
+ROWS: dict[str, list[str]] = {
     "plain": ["train.attention=flash"],
     "attention auto": [],
     "attention cudnn": ["train.attention=cudnn"],
@@ -176,6 +180,7 @@ SWITCHES: dict[str, list[str]] = {
     "recompute full": ["train.recompute=full"],
     "bf16 moments": ["optimizer.moments_dtype=bf16"],
     "narrow router": ["moe.router_dtype=bf16"],
+    "auto": [f"{key}=auto" for key in SWITCHES],
     "fused permutation": ["moe.fused_permutation=true"],
     "fused router": ["moe.fused_router=true"],
     "fused loss": ["train.fused_loss=true"],
@@ -193,7 +198,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 def measured(name: str, out: Path) -> dict[str, float]:
     """Last loss, first gradient norm and recompiles of a run; its row of the table is printed."""
-    code, _, errors = run([*COMMON, *SWITCHES[name], f"output={out}"], timeout=230)[0]
+    code, _, errors = run([*COMMON, *ROWS[name], f"output={out}"], timeout=230)[0]
     assert code == 0, errors[-2000:]
     rows, s = steps(out), summary(out)
     seconds = sorted(r["seconds"] for r in rows if r["timed"])[2]
@@ -207,7 +212,7 @@ def measured(name: str, out: Path) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [n for n in SWITCHES if n != "plain"])
+@pytest.mark.parametrize("name", [n for n in ROWS if n != "plain"])
 def test_table_of_switches(name: str, plain: dict[str, float], tmp_path: Path) -> None:
     """Each switch on four layers of Qwen3-30B-A3B: step time, peak memory, saved activations, recompiles, and loss and norm beside the plain run's."""
     found = measured(name, tmp_path)

@@ -49,7 +49,7 @@ def test_a_rehearsal_writes_each_launch_down_and_goes_on_where_it_was_cut(tmp_pa
     def call(*words: str) -> tuple[int, str]:
         command = [sys.executable, "tools/beside_plain.py", "--out", str(tmp_path), "--rehearse", "--only", "tiny-text", "--steps", "3"]
         done = subprocess.run(
-            [*command, "--sides", "auto", "off", *words, "data.seq_len=64"],
+            [*command, "data.seq_len=64", *words, "--sides", "auto", "off"],
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=190, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr

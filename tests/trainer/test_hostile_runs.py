@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 import playbook_trainer.loop  # noqa: F401  what has to be imported first is no part of the three seconds
 from playbook.paths import data_root
 from playbook_trainer.__main__ import main
-from playbook_trainer.config.hashing import flatten
-from playbook_trainer.config.tree import TrainerConfig, dump, load
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten, load
 from playbook_trainer.huggingface import weights
 
 CONFIGS = data_root("configs")

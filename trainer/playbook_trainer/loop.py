@@ -19,7 +19,7 @@ from torch import Tensor
 
 from playbook.errors import ConfigError, PlaybookError
 from playbook_trainer.checkpoint_files import Best
-from playbook_trainer.config import checks
+from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.tree import DataConfig, TrainerConfig
 from playbook_trainer.data.batch import Batch
 from playbook_trainer.data.loader import Loader, build_loader, data_sha, merge_states, worker_death
@@ -68,8 +68,11 @@ class Trainer:
 
 def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
-    # Device and process group, then the model, then the newest checkpoint, then the data from where that stands.
+    # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint, then the data from where that stands.
     device = start(config, rank, world)
+    target = automatic.here(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    said, config = automatic.told(config, target), automatic.resolved(config, target)
+    _prepare_compiler(config)
     engine = _make_engine(config, rank, world, device)
     axes = engine.axes
     resumed = engine.saver.restore()
@@ -82,7 +85,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
 
     # From here rank 0 writes; what the user should know is said before the first step.
     recorder = Recorder(config, axes, device, first_step=trainer.step)
-    for line in _opening(trainer, resumed=resumed is not None):
+    for line in filter(None, (said, *_opening(trainer, resumed=resumed is not None))):
         recorder.say(line)
 
     # All steps; a checkpoint that is being written is waited for, however they end.
@@ -160,13 +163,6 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
         torch.use_deterministic_algorithms(True)
     # 32-bit runs are references: no reduced-precision shortcuts inside them.
     torch.backends.cuda.matmul.allow_tf32 = False
-    regions = config.train.compile
-    if regions.vision or regions.decoder or regions.loss or config.precision.fp8 != "none":
-        from torch._dynamo import config as dynamo
-
-        # Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible.
-        dynamo.recompile_limit = 1_000_000
-        dynamo.accumulated_recompile_limit = 1_000_000
     if dist.is_initialized():
         return device
     if world > 1:
@@ -178,6 +174,16 @@ def start(config: TrainerConfig, rank: int, world: int) -> torch.device:
     elif config.train.dtype == "bf16" or config.offload.optimizer or config.backend == "megatron":
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def _prepare_compiler(config: TrainerConfig) -> None:
+    """Past its limit dynamo falls back to eager in silence; recompiling for ever is slow, but it is visible."""
+    regions = config.train.compile
+    if any((regions.vision, regions.decoder, regions.loss)) or config.precision.fp8 != "none":
+        from torch._dynamo import config as dynamo
+
+        dynamo.recompile_limit = 1_000_000
+        dynamo.accumulated_recompile_limit = 1_000_000
 
 
 def run_steps(trainer: Trainer, recorder: Recorder) -> str:

@@ -12,7 +12,7 @@ from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
 from playbook_bench.judge.rules import Rules
 from playbook_bench.run.variants import undeclared
-from playbook_trainer.config.hashing import flatten
+from playbook_trainer.config.tree import flatten
 
 WORK_TOLERANCE = 1e-9
 SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")

@@ -32,7 +32,7 @@ from playbook_bench.run.journal import Journal
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import Runnable, differing, overrides, resolve, resolve_variant, trainer_path
-from playbook_trainer.config.hashing import flatten
+from playbook_trainer.config.tree import flatten
 
 EXIT_CODES = {"pass": 0, "regression": 1, "undecided": 3, "too_noisy": 3, "error": 5}
 Status = Literal["pass", "regression", "undecided", "too_noisy", "error"]

@@ -19,8 +19,9 @@ from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
 from playbook_trainer.config import tree as trainer_config
 from playbook_trainer.config.automatic import Target
-from playbook_trainer.config.hashing import config_sha, flatten
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.hashing import config_sha
+from playbook_trainer.config.neutral import torch_only
+from playbook_trainer.config.tree import TrainerConfig, flatten
 
 _CONFIG_PREFIX = "trainer/configs/"
 _NOT_COMPARED = frozenset({"output"})
@@ -231,7 +232,9 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
         FileError: the configuration does not fit the trainer's tree.
     """
     merged, ranks = overrides(case, variant, profile)
-    config, target = trainer_config.load(trainer_path(case), merged), automatic.here(None if profile == "cpu" else profile)
+    target = automatic.meant_for(profile)
+    # What is compared, kept and launched says which switches were on.
+    config = automatic.switched(trainer_config.load(trainer_path(case), merged), target)
     if config.train.epochs is not None:
         raise ConfigError(f"case '{case.id}', profile '{profile}': train.epochs leaves open how many steps are compared; set train.steps")
     return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
@@ -274,6 +277,8 @@ def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """Dotted keys in which two resolved configurations differ without the case saying so."""
     declared = {name for delta in case.variants.values() for key in delta for name in (key, modern_key(key))}
+    if baseline.get("backend") != candidate.get("backend"):
+        declared |= set(torch_only())
     return [k for k in differing(baseline, candidate) if not _covered(k, declared)]
 
 

@@ -138,8 +138,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         ConfigError: this trainer does not train the model, or has no such recompute.
     """
     from playbook.planner.models import MODELS
-    from playbook_trainer.config.hashing import flatten
-    from playbook_trainer.config.tree import dump, load, model_names
+    from playbook_trainer.config.tree import dump, flatten, load, model_names
 
     o, cut = plan.options, plan.shape
     if plan.model not in model_names() or cut.vision is not None:

@@ -70,8 +70,10 @@ NAMES = {
     "train.freeze": ["vision"], "train.recompute_modules": ["moe"], "train.cuda_graphs": ["attn"], "megatron.offload_modules": ["moe_act"]
 }  # fmt: skip
 """Other values of lists that take names."""
-ALIKE = {("moe.experts", "grouped"), ("megatron.kernels", "transformer_engine"), ("train.recompute", "selective")}
-"""Values that are the same on a GPU as `auto`; and a selective recompute that names no modules, which no configuration may have."""
+ALIKE = {
+    ("moe.experts", "grouped"), ("megatron.kernels", "transformer_engine"), ("train.recompute", "selective"), ("optimizer.master_weights", "fp32")
+}  # fmt: skip
+"""Values that are the same elsewhere as `auto`; and a selective recompute that names no modules, which no configuration may have."""
 
 
 def changed(config, key, value):
@@ -93,6 +95,8 @@ def alternatives(config, key):
         node = getattr(node, part)
     field, value = type(node).model_fields[key.rsplit(".", 1)[-1]], getattr(node, key.rsplit(".", 1)[-1])
     words = [w for w in get_args(field.annotation) if isinstance(w, str)]
+    if words == ["auto"]:
+        return [True]
     if words:
         return [w for w in words if w != value and (key, w) not in ALIKE]
     if isinstance(value, bool):

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from playbook_trainer.config.neutral import torch_only
+from playbook_trainer.config.switches import SWITCHES, At, has_vision
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 """H100, H200, H20, B200, GB200 and their kin, in the driver's name of a GPU or in that of a profile such as h200x4."""
+_CUDNN_WIDTH = 128
+"""The largest head for which cuDNN over packed documents has been held against flash."""
+_Part = TypeVar("_Part", bound=BaseModel)
+_EITHER = "cudnn or flash"
+"""No value of the key: it differs between micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,18 @@ class Target:
     """Name of its GPU, such as `NVIDIA H200`; None where ranks have no GPU."""
     transformer_engine: bool = False
     """Whether Transformer Engine is installed."""
+    triton: bool = True
+    """Whether Triton is installed; torch brings it wherever it is built for GPUs."""
 
 
 def here(gpu: str | None) -> Target:
     """This machine, with that GPU."""
-    return Target(gpu, importlib.util.find_spec("transformer_engine") is not None)
+    return Target(gpu, importlib.util.find_spec("transformer_engine") is not None, importlib.util.find_spec("triton") is not None)
+
+
+def meant_for(profile: str) -> Target:
+    """The machine of a case's profile, such as `h200x4`: Triton comes with its torch, whatever there is here."""
+    return Target(None if profile == "cpu" else profile, importlib.util.find_spec("transformer_engine") is not None)
 
 
 def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -40,9 +58,60 @@ def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
         "train.device": "cuda" if has_gpu else "cpu",
         "megatron.kernels": layers,
         "moe.experts": "grouped" if grouped else "loop",
-        "train.attention": attention(flat["train.dtype"], target.gpu if has_gpu else None),
+        "train.attention": attention(flat, target) if has_gpu else "plain",
     }
-    return {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
+    found = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
+    can = has_gpu and target.triton and flat["backend"] == "torch"
+    for key, switch in SWITCHES.items():
+        if found[key] == "auto":
+            takes = can and switch.chosen(found) and not any(switch.refusals(key, found))
+            found[key] = switch.fast if takes else switch.plain
+    return found
+
+
+def resolved(config: TrainerConfig, target: Target) -> TrainerConfig:
+    """The configuration as it is run there: switches, attention and expert products have a value instead of `auto`, as far as one value says it."""
+    return _with(config, decided(config), target)
+
+
+def switched(config: TrainerConfig, target: Target) -> TrainerConfig:
+    """The configuration in which every switch has its value for that machine; with `Target()`, the plain one."""
+    return _with(config, SWITCHES, target)
+
+
+def _with(config: TrainerConfig, keys: Iterable[str], target: Target) -> TrainerConfig:
+    flat = resolve(flatten(dump(config)), target)
+    for key in keys:
+        if flat[key] != _EITHER:
+            config = _replaced(config, key.split("."), flat[key])
+    return config
+
+
+def _replaced(part: _Part, path: Sequence[str], value: Any) -> _Part:
+    name, *rest = path
+    return part.model_copy(update={name: _replaced(getattr(part, name), rest, value) if rest else value})
+
+
+def decided(config: TrainerConfig) -> list[str]:
+    """Keys at `auto` that this configuration's backend and model read, and whose choice is this trainer's."""
+    flat = flatten(dump(config))
+    own = [*SWITCHES, "train.attention", *(["moe.experts"] if config.model.num_experts else [])]
+    keys = own if config.backend == "torch" else [key for key in SWITCHES if key not in torch_only()]
+    return [key for key in keys if flat[key] == "auto"]
+
+
+def told(config: TrainerConfig, target: Target) -> str:
+    """One line on what `auto` stands for there; empty where nothing is left to it."""
+    flat, keys = resolve(flatten(dump(config)), target), decided(config) if config.backend == "torch" else []
+    idle = () if config.model.num_experts else ("moe.",)
+    idle = idle if config.model.vision is not None else (*idle, "train.compile.vision")
+    keys = [key for key in keys if not key.startswith(idle)]
+    fast = [key for key in keys if key in SWITCHES and flat[key] == SWITCHES[key].fast]
+    slow = [key for key in keys if key in SWITCHES and key not in fast]
+    parts = [f"{key} {flat[key]}" for key in keys if key not in SWITCHES]
+    parts += [f"fast {', '.join(fast)}"] if fast else []
+    parts += [f"plain {', '.join(slow) if fast else 'all switches'}"] if slow else []
+    return f"auto on {target.gpu or 'the CPU'}: {'; '.join(parts)}" if parts else ""
 
 
 def grouped_experts(backend: str, layers: str, dtype: str, *, has_gpu: bool) -> bool:
@@ -50,8 +119,21 @@ def grouped_experts(backend: str, layers: str, dtype: str, *, has_gpu: bool) -> 
     return layers == "transformer_engine" if backend == "megatron" else has_gpu and dtype == "bf16"
 
 
-def attention(dtype: str, gpu: str | None) -> str:
-    """What `train.attention: auto` is. On a Hopper or later it differs between micro-batches: cuDNN where all documents have one length, else flash."""
-    if gpu is None or dtype != "bf16":
+def attention(at: At, target: Target) -> str:
+    """What `train.attention: auto` is on a GPU.
+
+    On a Hopper or later cuDNN, where documents of a micro-batch have unequal lengths through Transformer Engine; without it, flash for those.
+    """
+    if at["train.dtype"] != "bf16":
         return "plain"
-    return "cudnn or flash" if _HOPPER_OR_LATER.search(gpu) else "flash"
+    if not _HOPPER_OR_LATER.search(target.gpu or ""):
+        return "flash"
+    unequal = at["data.pack"] or at["data.pad"] or has_vision(at)
+    serves = at["backend"] == "torch" and target.transformer_engine and not at["train.deterministic"]
+    across = at["parallel.cp"] > 1 and at["parallel.cp_comm"] != "ulysses"
+    return "cudnn" if unequal and serves and not across and _widest_head(at) <= _CUDNN_WIDTH else _EITHER
+
+
+def _widest_head(at: At) -> int:
+    tower = at["model.vision.hidden_size"] // at["model.vision.num_heads"] if has_vision(at) else 0
+    return max(at["model.head_dim"], tower)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from playbook.errors import ConfigError
 from playbook.planner import layout
 from playbook.planner.parameters import total
+from playbook_trainer.config import switches
 from playbook_trainer.config.labels import FREEZABLE
 from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.shape import shape_of
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 from playbook_trainer.megatron import checks as megatron
 
 
@@ -209,57 +210,22 @@ def switch_problems(config: TrainerConfig) -> list[str]:
     """Settings of memory and speed that exclude each other or have nothing to act on, a line for each."""
     if config.backend == "megatron":
         return _freeze_problems(config) + megatron.switch_problems(config)
-    train, moe, par, problems = config.train, config.moe, config.parallel, []
+    train, par, problems = config.train, config.parallel, list[str]()
     problems += _recompute_problems(config) + _freeze_problems(config) + _fp8_problems(config) + _graph_problems(config)
     if config.optimizer.moments_dtype == "bf16" and config.optimizer.betas[1] > 1 - 2**-8:
         problems.append(
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
             "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
         )
-    if train.compile.loss and par.tp > 1:
-        problems.append("train.compile.loss compiles no collectives: set it to false where parallel.tp is above 1")
-    if train.compile.loss and train.fused_loss:
-        problems.append("train.compile.loss and train.fused_loss are two ways to do one thing: choose one of them")
-    if train.fused_norms and config.model.head_dim & (config.model.head_dim - 1):
-        problems.append(f"train.fused_norms takes heads of a power of two, not model.head_dim {config.model.head_dim}: set it to false")
-    if train.fused_loss and train.dtype == "fp32":
-        problems.append("train.fused_loss works in place on 16-bit logits: set train.dtype: bf16")
-    if moe.fused_permutation and par.ep > 1 and moe.dispatcher != "alltoall":
-        problems.append(f"moe.fused_permutation serves the dispatcher alltoall, not {moe.dispatcher}")
+    problems += switches.problems(flatten(dump(config)))
     problems += _router_problems(config) + _idle_problems(config)
-    if moe.apply_probs_on == "activation" and par.ep > 1 and moe.dispatcher not in ("alltoall", "allgather"):
-        problems.append(f"moe.apply_probs_on activation serves the dispatchers alltoall and allgather, not {moe.dispatcher}")
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")
     if config.offload.optimizer and par.pp > 1 and config.model.tie_word_embeddings:
         problems.append(
             "offload.optimizer: two stages add their gradients of the tied embedding on the GPU, where they no longer are; set it to false"
         )
-    problems += _split_problems(config)
-    if config.optimizer.fused and config.offload.optimizer:
-        problems.append("optimizer.fused is a kernel of the GPU, and offload.optimizer keeps the state on the host: choose one of them")
-    needs_gpu = {
-        "moe.fused_permutation": moe.fused_permutation,
-        "moe.fused_router": moe.fused_router,
-        "train.fused_loss": train.fused_loss,
-        "train.fused_activation": train.fused_activation,
-        "train.fused_norms": train.fused_norms,
-        "optimizer.fused": config.optimizer.fused,
-    }
-    problems += [f"{name} needs a GPU: its kernel is Triton's" for name, on in needs_gpu.items() if on and train.device == "cpu"]
     return problems
-
-
-def _split_problems(config: TrainerConfig) -> list[str]:
-    if config.optimizer.master_weights == "fp32":
-        return []
-    rules = {
-        "its upper halves are the 16-bit weights of the computation: set train.dtype: bf16": config.train.dtype != "bf16",
-        "gradients are kept as FSDP reduces them: set parallel.reduce_dtype: bf16": config.parallel.reduce_dtype != "bf16",
-        "halves are of FSDP's shards: set parallel.fsdp: true": not config.parallel.fsdp,
-        "the state on the host is in float32: set offload.optimizer: false": config.offload.optimizer,
-    }
-    return [f"optimizer.master_weights remainder: {rule}" for rule, broken in rules.items() if broken]
 
 
 def _idle_problems(config: TrainerConfig) -> list[str]:
@@ -269,8 +235,6 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
         problems += megatron.dense_problems(
             config,
             {
-                "moe.fused_permutation": moe.fused_permutation,
-                "moe.apply_probs_on": moe.apply_probs_on != "output",
                 "moe.bias_update_rate": moe.bias_update_rate > 0,
                 "moe.load_every": moe.load_every > 0,
             },
@@ -279,8 +243,6 @@ def _idle_problems(config: TrainerConfig) -> list[str]:
         problems.append(
             "moe.router_dtype bf16 leaves the router in train.dtype, which is fp32: set train.dtype: bf16, or router_dtype: fp32"
         )
-    if train.compile.vision and config.model.vision is None:
-        problems.append("train.compile.vision: the model has no vision tower: set it to false")
     if train.attention == "cudnn" and par.cp > 1 and par.cp_comm != "ulysses" and config.model.vision is None:
         problems.append(f"train.attention 'cudnn' does not serve cp_comm {par.cp_comm}, whose kernel is flash: set it to auto")
     return problems
@@ -294,8 +256,8 @@ def notes(config: TrainerConfig) -> list[str]:
 
 
 def _router_problems(config: TrainerConfig) -> list[str]:
-    """Where the router's kernel has nothing to do, would compute something else, or would not fit into registers, and what balances beside it."""
-    model, moe, problems = config.model, config.moe, []
+    """What evens out the experts' load beside graphs and exports."""
+    moe, problems = config.moe, list[str]()
     if "moe_router" in config.train.cuda_graphs and (moe.aux_loss_coeff or moe.bias_update_rate or moe.load_every):
         problems.append(
             "train.cuda_graphs moe_router hides the scores that moe.aux_loss_coeff, bias_update_rate and load_every read: leave it out"
@@ -305,16 +267,6 @@ def _router_problems(config: TrainerConfig) -> list[str]:
             "moe.bias_update_rate: Hugging Face's model has no such bias, so exported weights would route otherwise: "
             "set moe.aux_loss_coeff instead, or leave out checkpoint.export"
         )
-    if not moe.fused_router:
-        return problems
-    if not model.num_experts:
-        return ["moe.fused_router is a kernel of the router, and the model is dense: set it to false"]
-    if moe.bias_update_rate:
-        problems.append("moe.fused_router chooses by score alone: set it to false, or moe.bias_update_rate to 0")
-    if config.moe.router_dtype == "bf16":
-        problems.append("moe.fused_router reads scores in float32: set moe.router_dtype: fp32, or fused_router: false")
-    if model.num_experts > 512 or model.top_k > 16:
-        problems.append(f"moe.fused_router chooses up to 16 of 512 experts, not {model.top_k} of {model.num_experts}: set it to false")
     return problems
 
 
@@ -372,7 +324,7 @@ def _graph_problems(config: TrainerConfig) -> list[str]:
         "graphs read the 16-bit weights that FSDP hands out: set train.dtype: bf16": train.dtype == "fp32",
         "collectives are not captured, and passes must alternate: set parallel.tp, pp and cp to 1": max(par.tp, par.pp, par.cp) > 1,
         "what a graph keeps lives in its own memory, so nothing could leave: set offload.activations: false": config.offload.activations,
-        "train.compile.decoder fuses the same operators: choose one of them": train.compile.decoder,
+        "train.compile.decoder fuses the same operators: choose one of them": train.compile.decoder is True,
         "8-bit casts are compiled: leave out attn, or take linear out of precision.fp8_modules": config.precision.fp8 != "none"
         and "linear" in config.precision.fp8_modules
         and "attn" in names,

@@ -17,7 +17,7 @@ from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook.planner.time.cluster import cluster
 from playbook.planner.time.step import StepTime, step_time
-from playbook_trainer.config import checks
+from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
 from playbook_trainer.config.tree import TrainerConfig
@@ -51,6 +51,7 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
     problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config)
     if problems:
         raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}: {'; '.join(problems)}")
+    config = automatic.switched(config, automatic.Target(gpu="a GPU"))
     plan = plan_of(config, world)
     keys = ("gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "gbs", "seq_len", "microbatches")
     layout = {"model": plan.model, **{k: getattr(plan, k) for k in keys}}

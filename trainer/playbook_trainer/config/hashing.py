@@ -11,7 +11,7 @@ from playbook.renamed_keys import first_name, modern
 from playbook_trainer.config import automatic
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.neutral import neutral
-from playbook_trainer.config.tree import TrainerConfig, dump
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 _WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
 """Keys that the hash leaves out: they say where results go and what observes the run, and change nothing that is computed."""
@@ -37,14 +37,3 @@ def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
     return dict(
         first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])
     )
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            out.update(flatten(value, f"{prefix}{key}."))
-        else:
-            out[f"{prefix}{key}"] = value
-    return out

@@ -30,7 +30,9 @@ from playbook_trainer.config.model import VisionConfig as VisionConfig
 from playbook_trainer.huggingface.config import fields_of
 
 TORCH_ONLY: JsonDict = {"backend": "torch"}
-"""Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral."""
+"""Marks the field of a key that the megatron backend does not read, and therefore refuses unless it is neutral or auto."""
+Switch = Literal["auto", True, False]
+"""A fast path, or the plain one that is its reference. auto: fast where the device, the shapes and the layout allow it (`config/switches.py`)."""
 
 
 class ParallelConfig(Strict):
@@ -91,12 +93,13 @@ class MoeConfig(Strict):
     """Steps between measurements of the experts' load, which go into the step's line of the metrics; 0 means never."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Tokens that an expert takes, over their even share; what is beyond is dropped. None drops nothing. Of the megatron backend."""
-    apply_probs_on: Literal["output", "activation"] = Field(default="output", json_schema_extra=TORCH_ONLY)
+    apply_probs_on: Literal["auto", "output", "activation"] = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Where an expert's rows are multiplied by their routing probabilities: after its second product (output), or before it (activation), where the
-    outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. Megatron-core always takes activation."""
-    fused_permutation: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    outputs of experts need not be kept for the backward pass. The dispatcher dedup takes output alone. auto takes activation beside
+    train.fused_activation. Megatron-core always takes activation."""
+    fused_permutation: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Sort rows by expert, and sum each token's rows times their probabilities, in one Triton kernel each instead of gathers and sums; needs a GPU."""
-    fused_router: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    fused_router: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Softmax over the experts, choice of the best and division by their sum in one Triton kernel, their gradient in another; needs a GPU, and
     scores in float32."""
 
@@ -125,12 +128,12 @@ class OptimizerConfig(Strict):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
-    master_weights: Literal["fp32", "remainder"] = Field(default="fp32", json_schema_extra=TORCH_ONLY)
+    master_weights: Literal["auto", "fp32", "remainder"] = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16 bits that
     complete each to its float32 master weight (Megatron's store_param_remainders). Gathers and reductions then cast nothing, and gradients stay in
     16 bits, or in float32 where a step adds to them after the reduction. Updates are bit-identical to fp32 with parallel.reduce_dtype bf16, which
-    remainder needs, as it needs train.dtype bf16."""
-    fused: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    remainder needs, as it needs train.dtype bf16; auto takes it where that is so, beside optimizer.fused."""
+    fused: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
 
@@ -163,12 +166,12 @@ class OffloadConfig(Strict):
 
 
 class CompileConfig(Strict):
-    """torch.compile, per region."""
+    """torch.compile, per region. auto leaves all of them out: beside the Triton kernels no step got shorter, and compiling takes seconds."""
 
-    vision: bool = False
-    decoder: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    vision: Switch = "auto"
+    decoder: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Norms, rotary embedding, router and expert activation of each layer; not the matrix products and collectives between them."""
-    loss: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    loss: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """The softmax of the loss, from logits to their gradient."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     dynamic: Literal["auto", "static", "marked"] = "auto"
@@ -200,14 +203,14 @@ class TrainConfig(Strict):
     """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
-    """auto: cuDNN where all documents of a micro-batch have one length and the GPU is a Hopper or later, else flash; plain off the GPU."""
+    """auto: plain off the GPU, flash before Hopper; else cuDNN, for documents of unequal lengths too where Transformer Engine is installed."""
     loss_chunk: int = Field(default=4096, gt=0, le=2**31, json_schema_extra=TORCH_ONLY)
     """Tokens whose logits exist at once."""
-    fused_loss: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    fused_loss: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Softmax, loss and gradient of the logits in one Triton kernel, in place on 16-bit logits; needs a GPU."""
-    fused_activation: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    fused_activation: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """SwiGLU and its gradient in one Triton kernel each; needs a GPU."""
-    fused_norms: bool = Field(default=False, json_schema_extra=TORCH_ONLY)
+    fused_norms: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """The decoder's norms, its per-head norms with the rotary embedding, and the vision tower's rotary embedding, in one Triton kernel each, their
     gradients likewise; needs a GPU."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
@@ -403,6 +406,17 @@ def model_names() -> list[str]:
 def dump(config: TrainerConfig) -> dict[str, Any]:
     """The resolved configuration as plain data."""
     return config.model_dump(mode="json")
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out.update(flatten(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
 
 
 def _set(data: dict[str, Any], key: str, value: Any, file: str) -> None:

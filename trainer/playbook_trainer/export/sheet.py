@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from playbook_trainer.config import automatic
 from playbook_trainer.config.neutral import neutral
+from playbook_trainer.config.switches import SWITCHES
 from playbook_trainer.config.tree import TrainerConfig, dump
 
 Target = Literal["megatron-lm", "megatron-bridge", "torchtitan"]
@@ -56,14 +58,18 @@ class Sheet:
     """Collects what becomes of each key of a configuration."""
 
     def __init__(self, config: TrainerConfig, target: Target) -> None:
-        self.config, self.target = config, target
+        self.config, self.target = automatic.switched(config, automatic.Target()), target
         self.values = dict(leaves(dump(config)))
+        self.auto = {key for key in SWITCHES if self.values[key] == "auto"}
+        """Switches that leave the choice to the target."""
         self.settings: list[Setting] = []
         self.missing: list[Remark] = []
         self.irrelevant: list[Remark] = []
 
     def put(self, keys: str, section: str, field: str, value: Any) -> None:
-        """A setting that says these keys, given as words."""
+        """A setting that says these keys, given as words; none where all of them leave the choice to the target."""
+        if keys and set(keys.split()) <= self.auto:
+            return
         self.settings.append(Setting(tuple(keys.split()), section, field, value))
 
     def lack(self, keys: str, why: str) -> None:
@@ -85,7 +91,11 @@ class Sheet:
         """Keys of which nothing was said: each asks for nothing at its neutral value, and cannot be said at any other; `reasons` tell why by key."""
         said = {key for setting in self.settings for key in setting.keys} | {r.key for r in (*self.missing, *self.irrelevant)}
         for key in self.values:
-            if not any(_covers(word, key) for word in said):
+            if any(_covers(word, key) for word in said):
+                continue
+            if key in self.auto:
+                self.skip(key, "auto: the target chooses")
+            else:
                 self.plain(key, neutral().get(key, _NO_VALUE), reasons.get(key, "this version of the export does not know it"))
 
 

@@ -125,7 +125,7 @@ def feature_problems(config: TrainerConfig) -> list[str]:
     par, mg, problems = config.parallel, config.megatron, []
     for key in torch_only():
         value, default = _get(config, key), neutral()[key]
-        if value != default:
+        if value not in (default, "auto"):
             problems.append(f"{key} {_text(value)} belongs to the torch backend; leave it at {_text(default)}")
     if config.moe.dispatcher == "dedup":
         problems.append("moe.dispatcher 'dedup' belongs to the torch backend; here there are allgather, alltoall, deepep and hybridep")

@@ -51,8 +51,8 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
         graphs=frozenset(train.cuda_graphs),
         attention=train.attention,
         router_wide=config.moe.router_dtype == "fp32",
-        fused_permutation=config.moe.fused_permutation,
-        fused_vision=train.fused_norms,
+        fused_permutation=config.moe.fused_permutation is True,
+        fused_vision=train.fused_norms is True,
         early_probs=config.moe.apply_probs_on == "activation",
         loss_chunk=train.loss_chunk,
         loss_rows=loss_rows(train),
@@ -70,7 +70,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if _wants_fsdp(config, axes):
         shard(model, config, axes, device)
     model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
-    if config.optimizer.master_weights == "fp32":
+    if config.optimizer.master_weights != "remainder":
         initialise(model, config, axes, device)
     if train.cuda_graphs:
         graphs.capture(model.layers.values(), config.model, model.activation_dtype, train.micro_batch_size * config.data.seq_len, device)
@@ -131,7 +131,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     if device.type != "cuda":
         if train.cuda_graphs:
             problems.append(f"train.cuda_graphs {train.cuda_graphs} needs a GPU, and there is none: set it to []")
-        problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on]
+        problems += [f"{name} needs a GPU, and there is none: set it to false" for name, on in fused.items() if on is True]
         if config.parallel.comm_sms:
             problems.append("parallel.comm_sms needs a GPU, and there is none: set it to 0")
         if train.attention in ("flash", "cudnn"):
@@ -153,18 +153,18 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
 
 
 def operators(config: TrainerConfig) -> Ops:
-    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says."""
+    """The element-wise functions of a layer: plain, compiled, or Triton kernels, as the configuration says; an `auto` that is left in it is plain."""
     train = config.train
-    ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder else Ops()
-    if train.fused_activation:
+    ops = compiled(partial(_compiled, config=train.compile)) if train.compile.decoder is True else Ops()
+    if train.fused_activation is True:
         from playbook_trainer.torch.kernels.swiglu import swiglu, weighted_swiglu
 
         ops = replace(ops, swiglu=swiglu, weighted_swiglu=weighted_swiglu)
-    if train.fused_norms:
+    if train.fused_norms is True:
         from playbook_trainer.torch.kernels.norm import norm, norm_rotate
 
         ops = replace(ops, norm=norm, norm_rotate=norm_rotate)
-    if config.moe.fused_router:
+    if config.moe.fused_router is True:
         from playbook_trainer.torch.kernels.route import route
 
         ops = replace(ops, route=route)
@@ -173,11 +173,11 @@ def operators(config: TrainerConfig) -> Ops:
 
 def loss_rows(train: TrainConfig) -> LossRows:
     """The function that turns a chunk of logits into loss and gradient: plain, compiled, or a Triton kernel."""
-    if train.fused_loss:
+    if train.fused_loss is True:
         from playbook_trainer.torch.kernels.cross_entropy import fused_rows
 
         return fused_rows
-    return _compiled(plain_rows, config=train.compile) if train.compile.loss else plain_rows
+    return _compiled(plain_rows, config=train.compile) if train.compile.loss is True else plain_rows
 
 
 def meet(axes: Axes, device: torch.device) -> None:
@@ -258,7 +258,7 @@ def _group(axis: Axis) -> Any:
 
 def compile_regions(model: Decoder, config: CompileConfig) -> None:
     """torch.compile, block by block; attention and collectives stay outside the compiled parts."""
-    if config.vision and hasattr(model, "vision"):
+    if config.vision is True and hasattr(model, "vision"):
         for block in model.vision.blocks:
             _compile(block, ("projected", "before", "after"), config)
 

@@ -70,10 +70,10 @@ def make(parts: list[Shard], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
     how: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
-    split = config.master_weights == "remainder"
-    if config.moments_dtype == "bf16" or config.fused or split:
+    split, fused = config.master_weights == "remainder", config.fused is True
+    if config.moments_dtype == "bf16" or fused or split:
         moments = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.moments_dtype]
-        return AdamW(groups, moments=moments, fused=config.fused, split=split, **how)
+        return AdamW(groups, moments=moments, fused=fused, split=split, **how)
     return torch.optim.AdamW(groups, fused=True, **how)
 
 
