@@ -120,7 +120,7 @@ def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: i
     Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
     stay until the backward pass. One rank whose weights have that precision has no copies. Source: `playbook_trainer.torch.build.shard` and `_wants_fsdp`.
     """
-    cast = config.train.dtype == "bf16" and (config.optimizer.master_weights == "fp32" or bool(config.train.freeze))
+    cast = config.train.dtype == "bf16" and (config.optimizer.master_weights != "remainder" or bool(config.train.freeze))
     if not (plan.dp * plan.cp > 1 or plan.edp > 1 or cast or config.offload.optimizer):
         return 0.0
     again = config.parallel.reshard_after_forward

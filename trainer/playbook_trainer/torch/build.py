@@ -204,7 +204,7 @@ def _wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
     """
     if axes.dp_cp.size > 1 or axes.edp.size > 1 or config.offload.optimizer:
         return True
-    return config.train.dtype == "bf16" and (config.optimizer.master_weights == "fp32" or bool(config.train.freeze))
+    return config.train.dtype == "bf16" and (config.optimizer.master_weights != "remainder" or bool(config.train.freeze))
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:
