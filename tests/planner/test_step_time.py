@@ -87,4 +87,6 @@ def test_the_bound_of_the_search_is_never_above_a_time(each, gpu, pp):
     staged = replace(each, pp=pp, vpp=1, gbs=0, options=replace(each.options, ep_overlap=False))
     if staged.gpus % (staged.tp * staged.cp * pp) == 0 and staged.gpus % (staged.ep * staged.etp * pp) == 0:
         assert least_seconds(staged, cluster(gpu)) <= step_time(staged, cluster(gpu)).seconds.value
-    assert 0.3 * step_time(each, cluster(gpu)).seconds.value < least_seconds(each, cluster(gpu)) <= step_time(each, cluster(gpu)).seconds.value
+    assert (
+        0.3 * step_time(each, cluster(gpu)).seconds.value < least_seconds(each, cluster(gpu)) <= step_time(each, cluster(gpu)).seconds.value
+    )
