@@ -6,6 +6,7 @@ Source: Megatron-LM, `megatron/core/parallel_state.py` and `megatron/training/ar
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 
 from playbook.planner import rules
@@ -16,6 +17,16 @@ from playbook.planner.shapes import Shape
 
 CP_SHARD_TOKENS = 4096
 """Tokens per CP rank that the sizing rule aims at. Source: Megatron Bridge, long-context guidance for MoE training."""
+
+
+_ALL = (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *EXCLUSIONS)
+_KNOWN = tuple(rule for rule in _ALL if rule not in rules.LABEL)
+
+
+@lru_cache(maxsize=4096)
+def _all_known(options: Options) -> bool:
+    """Whether no option has a name that is not known; few sets of options come with many layouts."""
+    return not rules.broken(Case(o=options), rules.LABEL)
 
 
 def check(
@@ -61,7 +72,7 @@ def check(
         shape,
         options or Options(uneven=False),
     )
-    table = rules.LAYOUT if options is None else (*rules.LAYOUT, *rules.LABEL, *rules.FEATURES, *EXCLUSIONS)
+    table = rules.LAYOUT if options is None else _KNOWN if _all_known(options) else _ALL
     if options is None and shape is not None:
         table = (*table, *rules.WIDTHS)
     return rules.broken(case, rules.COUNTS, words=words) or rules.broken(case, table, words=words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from playbook.errors import ConfigError
@@ -83,7 +84,7 @@ class Plan:
         return layout.check(
             gpus=self.gpus, heads=shape.heads, kv_heads=shape.kv_heads, layers=shape.layers, experts=shape.experts, seq_len=self.seq_len,
             micro_batch_size=self.mbs, global_batch_size=self.global_batch, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp,
-            vpp=self.vpp, shape=shape, options=o if o.sp is self.sequence_parallel else replace(o, sp=self.sequence_parallel),
+            vpp=self.vpp, shape=shape, options=_split(o, self.sequence_parallel),
         )  # fmt: skip
 
     def require(self) -> Plan:
@@ -96,6 +97,11 @@ class Plan:
         if found:
             raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in found))
         return self
+
+
+@lru_cache(maxsize=4096)
+def _split(options: Options, sequence_parallel: bool) -> Options:
+    return replace(options, sp=sequence_parallel)
 
 
 _NEEDED: Mapping[str, tuple[str, Callable[[Plan], bool]]] = {

@@ -7,7 +7,7 @@ import pytest
 from playbook.planner import flops
 from playbook.planner.plan import parse
 from playbook.planner.time.cluster import cluster, clusters
-from playbook.planner.time.step import step_time
+from playbook.planner.time.step import least_seconds, step_time
 
 PLANS = {
     "moe": ("qwen3_30b_a3b", "gpus=16 ep=16 gbs=1024"),
@@ -79,3 +79,14 @@ def test_an_a800_is_an_a100_with_a_slower_link():
     assert (cut.name, cut.link_bytes_per_s) == ("a800", 200e9)
     split = parse("llama3_70b", ["gpus=8", "tp=8", "gbs=8"])
     assert step_time(split, cut).parts["tp"] > 1.3 * step_time(split, whole).parts["tp"]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200", "gb200"])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_bound_of_the_search_is_never_above_a_time(each, gpu, pp):
+    staged = replace(each, pp=pp, vpp=1, gbs=0, options=replace(each.options, ep_overlap=False))
+    if staged.gpus % (staged.tp * staged.cp * pp) == 0 and staged.gpus % (staged.ep * staged.etp * pp) == 0:
+        assert least_seconds(staged, cluster(gpu)) <= step_time(staged, cluster(gpu)).seconds.value
+    assert (
+        0.3 * step_time(each, cluster(gpu)).seconds.value < least_seconds(each, cluster(gpu)) <= step_time(each, cluster(gpu)).seconds.value
+    )

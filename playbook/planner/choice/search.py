@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from playbook.planner import memory
 from playbook.planner.choice import space
@@ -11,7 +12,10 @@ from playbook.planner.choice.space import Question
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.time.step import StepTime, step_time
+from playbook.planner.time.step import StepTime, least_seconds, step_time
+
+_OVER = 1 + 1e-6
+"""So that the order of sums keeps no layout out."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +106,36 @@ class _Timer:
 def _pruned(timer: _Timer, fitting: Iterable[Plan], count: int) -> list[Choice]:
     """The best of the layouts, those with the best bound first; a layout whose bound is under the worst of the best is not looked into.
 
-    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so its fastest switches
-    bound the layout, and are its best options where they fit too.
+    Each layout comes with the least recompute, and the least on the host, that fits. More of either is slower, so the layers alone with its fastest
+    switches bound the layout, and its time with them does so closer; they are its best options where they fit too.
     """
-    bounds = []
+    question, bounds = timer.question, []
     for i, layout in enumerate(fitting):
-        timed = _timed(timer, [_with(layout, _carry(o, layout.options)) for o in space.switches(timer.question, layout)])
-        bounds.append((_rounded(timed[0][0].tokens_per_s_per_gpu.value) if timed else 0.0, i, layout, timed))
+        plans = [_with(layout, _carry(o, layout.options)) for o in space.switches(question, layout)]
+        least = min(least_seconds(plan, question.cluster) for plan in plans)
+        bounds.append((layout.global_batch * layout.seq_len / layout.gpus / least, i, layout, plans))
     found: list[Choice] = []
-    for bound, _, layout, timed in sorted(bounds, key=lambda b: (-b[0], b[1])):
-        if len(found) >= count and bound < _rounded(found[count - 1].speed):
+    for bound, _, layout, plans in sorted(bounds, key=lambda b: (-b[0], b[1])):
+        worst = _rounded(found[count - 1].speed) if len(found) >= count else 0.0
+        if bound * _OVER < worst:
             break
-        best = _first_fit(timer.question, timed[:1]) or _best(timer, layout)
+        fastest = next(_timed(timer, plans), None)
+        if fastest and _rounded(fastest[0].tokens_per_s_per_gpu.value) < worst:
+            continue
+        best = _first_fit(question, [fastest] if fastest else []) or _best(timer, layout)
         if best:
             found = sorted([*found, best], key=_order)[: count + 1]
     return found
 
 
 def _carry(switched: Options, layout: Options) -> Options:
-    return replace(switched, recompute=layout.recompute, optimizer_offload=layout.optimizer_offload)
+    return _held(switched, layout.recompute, layout.optimizer_offload)
+
+
+@lru_cache(maxsize=4096)
+def _held(options: Options, recompute: tuple[str, ...], host: int) -> Options:
+    """Options with another recompute, and so many percent of the optimizer on the host."""
+    return replace(options, recompute=recompute, optimizer_offload=host)
 
 
 def _best(timer: _Timer, layout: Plan) -> Choice | None:
@@ -128,12 +143,13 @@ def _best(timer: _Timer, layout: Plan) -> Choice | None:
     return _first_fit(timer.question, _timed(timer, list(_options(timer.question, layout))))
 
 
-def _timed(timer: _Timer, plans: list[Plan]) -> list[tuple[StepTime, Plan]]:
-    """Legal plans with their times, the fastest first."""
-    return sorted(((timer(plan), plan) for plan in plans if not plan.broken()), key=lambda t: -_rounded(t[0].tokens_per_s_per_gpu.value))
+def _timed(timer: _Timer, plans: list[Plan]) -> Iterator[tuple[StepTime, Plan]]:
+    """Legal plans with their times, the fastest first. Rules are checked last: they take as long as a time does, and the first is often all that is asked for."""
+    timed = sorted(((timer(plan), plan) for plan in plans), key=lambda t: -_rounded(t[0].tokens_per_s_per_gpu.value))
+    return ((time, plan) for time, plan in timed if not plan.broken())
 
 
-def _first_fit(question: Question, timed: list[tuple[StepTime, Plan]]) -> Choice | None:
+def _first_fit(question: Question, timed: Iterable[tuple[StepTime, Plan]]) -> Choice | None:
     for time, plan in timed:
         stages = _fitting_stages(plan, question.capacity)
         if stages:
@@ -159,14 +175,14 @@ def _options(question: Question, layout: Plan) -> Iterator[Plan]:
     for o in space.switches(question, layout):
         for rung in space.ladder(question):
             for host in space.hosts(question):
-                yield _with(layout, replace(o, recompute=rung, optimizer_offload=host))
+                yield _with(layout, _held(o, rung, host))
 
 
 def _rungs(question: Question, layout: Plan) -> Iterator[Plan]:
     """A layout with the optimizer where it may be and each kind of recompute, the fastest first."""
     for host in space.hosts(question):
         for rung in space.ladder(question):
-            yield _with(layout, replace(layout.options, recompute=rung, optimizer_offload=host))
+            yield _with(layout, _held(layout.options, rung, host))
 
 
 def _fitting(question: Question, legal: Iterable[Plan]) -> Iterator[Plan]:

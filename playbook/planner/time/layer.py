@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import repeat
+from operator import add, mul
 from typing import NamedTuple
 
 from playbook.planner.options import FLEX
@@ -82,7 +84,7 @@ class Parts(NamedTuple):
 
     def plus(self, other: Parts, times: float = 1.0) -> Parts:
         """The sum with so many of another."""
-        return Parts(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return Parts(*map(add, self, map(mul, other, repeat(times))))
 
 
 class Cost(NamedTuple):

@@ -99,6 +99,22 @@ def step_time(plan: Plan, cluster: Cluster) -> StepTime:
     )
 
 
+def least_seconds(plan: Plan, cluster: Cluster) -> float:
+    """What a step takes at least: its layers and its output layer, as if spread evenly over the stages, with the pipeline's wait and that for the slowest rank."""
+    whole = _whole(cluster, plan.shape, layer.work(plan))
+    passes = plan.microbatches / plan.pp + (1 - 1 / plan.pp) / plan.vpp
+    return whole * passes * (1 + STRAGGLERS.value if plan.gpus > 1 else 1.0)
+
+
+@lru_cache(maxsize=65536)
+def _whole(cluster: Cluster, shape: Shape, work: Work) -> float:
+    """Seconds of one micro-batch in all stages together."""
+    (counts,) = _chunks(shape, 1, 1)
+    depths = [(layer.kind(shape, shape.layers), shape.mtp)] if shape.mtp else []
+    costs = ((layer.cost(cluster, shape, kind, work), number) for kind, number in (*counts, *depths))
+    return sum(number * (sum(cost.forward) + sum(cost.backward)) for cost, number in costs) + _head(cluster, shape, work)
+
+
 @lru_cache(maxsize=4096)
 def _chunks(shape: Shape, pp: int, vpp: int) -> tuple[tuple[tuple[Kind, int], ...], ...]:
     """How many layers of each kind each stage has."""
