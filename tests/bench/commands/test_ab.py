@@ -61,6 +61,7 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
     code, found, err = run("--", *COMMAND, "--slower", "0.2", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (0, "faster"), err
     assert found["effect_percent"]["low"] < 20 < found["effect_percent"]["high"]
+    assert list(found) == ["schema", "verdict", "metric", "effect_percent", "pairs", "aa_percent", "record"]
     assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
     assert 0 < found["aa_percent"] < 2
     assert replay.replay(Path(found["record"])) == (True, [])
@@ -108,9 +109,28 @@ def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noi
 @pytest.mark.sample("ends early")
 def test_a_launch_that_fails_is_an_error(run, fault):
     candidate = [sys.executable, "-c", "raise RuntimeError('broken')"] if fault == "crash" else [*COMMAND, "--fault", fault]
-    code, found, _ = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
+    code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
     assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
-    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"], found["sentence"]
+    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in err, err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--log", "megatron-lm", "no adapter 'megatron-lm'"),
+        ("--log", "regex:(", "no regular expression"),
+        ("--steps", "1", "--steps"),
+        ("--warm-up", "-1", "--warm-up"),
+        ("--timeout", "0s", "--timeout is 0"),
+        ("--timeout", "soon", "--timeout is 'soon'"),
+        ("--loss", "0%", "--loss is 0 %"),
+    ],
+)
+def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, option, value, said):
+    code, found, err = run(option, value, "--", *COMMAND, "--vs", *COMMAND)
+    assert (code, found) == (2, None)
+    assert said in err
+    assert "launch 1" not in err
 
 
 def test_a_command_that_does_not_exist_is_an_error(run):
