@@ -86,10 +86,9 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
     if name is not None:
         return named(name)
     if isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):
-        found = binary[0]
-    else:
-        whole = text.load(content) if isinstance(content, Path) else content
-        found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
+        return binary[0]
+    whole = text.load(content) if isinstance(content, Path) else content
+    found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
     if found is None:
         raise LogError(
             f"no adapter knows a line of this log; expected one of {_KNOWN}. JSON lines with step, seconds, loss and tokens are read without options"

@@ -95,6 +95,16 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
     assert (code, found["verdict"]) == (3, "undecided")
 
 
+def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
+    script = (
+        "import json\nfor i in range(1, 21): print(json.dumps({'step': 10 * i, 'seconds': 1 + i % 3 / 1000, 'loss': 1.0, 'tokens': 4}))"
+    )
+    words = [sys.executable, "-c", script]
+    _, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
+    verdict = json.loads(Path(found["record"]).read_text())["derived"]["verdict"]
+    assert "single steps (a line covers 10)" in verdict["sentence"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("noise", [0.003, 0.03])
 def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noise, tmp_path):
