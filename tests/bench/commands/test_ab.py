@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,19 @@ def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, optio
     assert (code, found) == (2, None)
     assert said in err
     assert "launch 1" not in err
+
+
+def test_two_pythons_are_what_is_compared_where_the_commands_name_them(run, tmp_path):
+    """Versions of packages are in the record; where one Python runs both, other versions are a fault of the comparison."""
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", bare, *COMMAND[1:])
+    assert found["pairs"] == 2, err
+    strict = json.loads(Path(found["record"]).read_text())["measured"]["strict"].values()
+    assert sorted(bool(each["packages"].get("numpy")) for each in strict) == [False, True]
+    code, found, err = run("--pairs", "2", "--env", f"PATH={Path(bare).parent}", "--", "python", *COMMAND[1:])
+    assert (code, found["pairs"]) == (3, 0)
+    assert "packages.numpy" in err
 
 
 def test_a_command_that_does_not_exist_is_an_error(run):
