@@ -59,9 +59,14 @@ def folders(kind: str) -> list[Path]:
     return [data_root(kind), *([Path(own)] if own and Path(own).resolve() != data_root(kind).resolve() else [])]
 
 
-def _named_in_file(kind: str) -> Path | None:
+def own_file() -> Path | None:
+    """The nearest `playbook.toml`, from the working folder upwards."""
     here = Path.cwd()
-    path = next((f / OWN_FILE for f in (here, *here.parents) if (f / OWN_FILE).is_file()), None)
+    return next((f / OWN_FILE for f in (here, *here.parents) if (f / OWN_FILE).is_file()), None)
+
+
+def _named_in_file(kind: str) -> Path | None:
+    path = own_file()
     if path is None:
         return None
     try:

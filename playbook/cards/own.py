@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
 from playbook import files
 from playbook.errors import ConfigError
-from playbook.paths import OWN_FILE
+from playbook.paths import OWN_FILE, own_file
 
 _CARD = """\
 id: {name}
@@ -49,7 +50,9 @@ profiles: {{cpu: {{}}}}  # and h200x8, or what your machines are
 
 
 def begin(folder: Path, name: str, claims: Collection[str]) -> list[Path]:
-    """Write `cards/NAME.yaml`, `cases/NAME.yaml` and, where there is none, `playbook.toml`; `claims` are the ids that are taken.
+    """Write `cards/NAME.yaml` and `cases/NAME.yaml` there; where no `playbook.toml` tells of own cards yet, one in the working folder that does.
+
+    `claims` are the ids that are taken.
 
     Raises:
         ConfigError: one of the two files is there already.
@@ -62,8 +65,8 @@ def begin(folder: Path, name: str, claims: Collection[str]) -> list[Path]:
     for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         files.create(path, text.format(**words))
-    own = folder / OWN_FILE
-    if own.exists():
+    if own_file() is not None:
         return [*written]
-    files.create(own, 'cards = "cards"\ncases = "cases"\n')
+    own = Path(OWN_FILE)
+    files.create(own, "".join(f"{kind} = {json.dumps((folder / kind).as_posix())}\n" for kind in ("cards", "cases")))
     return [*written, own]

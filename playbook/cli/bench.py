@@ -217,8 +217,10 @@ def ab(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the candidate: another value of KEY or --KEY.")
     ] = None,
     variable: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Of the candidate: a variable.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps that each launch makes; as many as the first, if not given.")] = None,
-    warm_up: Annotated[int | None, typer.Option("--warm-up", help="Steps that are not timed; the first fifth, if not given.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps that each launch makes; as many as the first, if not given.")] = None,
+    warm_up: Annotated[
+        int | None, typer.Option("--warm-up", min=0, help="Steps that are not timed; the first fifth, if not given.")
+    ] = None,
     loss: Annotated[str, typer.Option(metavar="PERCENT", help="How far mean losses may differ; any, if they may differ at all.")] = "1%",
     timeout: Annotated[str, typer.Option(help="The longest that a launch may take.")] = "1h",
     trace: Annotated[
@@ -248,7 +250,7 @@ def ab(
         margin=to_share(margin, "--margin"),
         steps=Steps(log=log, file=log_file, count=steps, warm_up=warm_up),
         loss=None if loss == "any" else to_share(loss, "--loss"),
-        timeout_s=to_seconds(timeout) or 0.0,
+        timeout_s=to_seconds(timeout, "--timeout") or 0.0,
     )
     machine = detect.detect()
     out = report.console(sys.stderr if as_json else None)
@@ -268,7 +270,7 @@ def ab(
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
-            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
+            print_json(two_commands.as_json(asked, two_commands.Answer("error"), ""))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
@@ -277,7 +279,7 @@ def ab(
     report.print_summary([outcome], out)
     walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
     if as_json:
-        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
+        answered = two_commands.as_json(asked, found, str(outcome.path))
         print_json(answered | ({"walls": walls} if walls else {}))
     for variant, each in [] if as_json else walls.items():
         say(f"\n{variant}")

@@ -16,6 +16,7 @@ from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, complain, print_findings, print_json, print_table, say
 from playbook.errors import PlaybookError
+from playbook.paths import folders
 from playbook.records.read import Record
 from playbook.text import count
 from playbook.yaml_files import did_you_mean
@@ -166,7 +167,9 @@ def cards_init(
     taken = {claim.id for card in load.load_all().values() for claim in card.claims}
     for path in begin(folder, name, taken):
         say(f"wrote {path}")
-    say(f"next: change them, then playbook cards check {folder / 'cards'} and playbook confirm {name}")
+    found = any(own.resolve() == (folder / "cards").resolve() for own in folders("cards"))
+    playbook = "playbook" if found else f"playbook --cards {folder / 'cards'} --cases {folder / 'cases'}"
+    say(f"next: change them, then {playbook} cards check {folder / 'cards'} and {playbook} confirm {name}")
 
 
 @_cards_app.command("rules")

@@ -44,8 +44,8 @@ def commands() -> typer.Typer:
     return typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
-def seconds(budget: str | None) -> float | None:
-    """A budget such as `90s`, `10m` or `1h` in seconds.
+def seconds(budget: str | None, option: str = "--budget") -> float | None:
+    """A time such as `90s`, `10m` or `1h` in seconds.
 
     Raises:
         PlaybookError: it is none of these.
@@ -54,7 +54,7 @@ def seconds(budget: str | None) -> float | None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", budget)
     if match is None:
-        raise PlaybookError(f"--budget is '{budget}'; expected a number and s, m or h, such as 10m")
+        raise PlaybookError(f"{option} is '{budget}'; expected a number and s, m or h, such as 10m")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 

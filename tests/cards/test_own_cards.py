@@ -43,6 +43,14 @@ def test_a_playbook_of_ones_own_is_begun_checked_and_found(run, tmp_path):
     assert run("cards", "init", "Our Loader")[0] == 2
 
 
+def test_one_in_a_folder_of_its_own_is_found_from_where_it_was_begun(run, tmp_path):
+    """There the case's command runs too; what is printed to do next works as it stands."""
+    told = run("cards", "init", "our-loader", "--folder", "perf")[1]
+    assert "then playbook cards check perf/cards and playbook confirm our-loader" in told
+    assert run("cards", "check", "perf/cards")[0] == 0
+    assert "our-loader" in load_all()
+
+
 def test_a_second_card_takes_the_next_claim(run):
     run("cards", "init", "first")
     run("cards", "init", "second")
@@ -50,7 +58,9 @@ def test_a_second_card_takes_the_next_claim(run):
 
 
 def test_folders_are_named_on_the_command_line_too(run, tmp_path):
-    run("cards", "init", "ours", "--folder", "elsewhere")
+    run("cards", "init", "first")
+    told = run("cards", "init", "ours", "--folder", "elsewhere")[1]
+    assert "playbook --cards elsewhere/cards --cases elsewhere/cases confirm ours" in told
     assert "ours" not in load_all()
     code, told = run("--cards", "elsewhere/cards", "--cases", "elsewhere/cases", "cards", "show", "ours")
     assert code == 0, told

@@ -59,7 +59,7 @@ def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[
     """A question from the words of a command line: CMD_A, with `--vs` and CMD_B, or with settings or variables of the candidate.
 
     Raises:
-        ConfigError: there is no second command, or a setting or variable is not NAME=VALUE.
+        ConfigError: there is no second command, a setting or variable is not NAME=VALUE, or a limit leaves room for nothing.
     """
     split = words.index("--vs") if "--vs" in words else len(words)
     first, second = list(words[:split]), list(words[split + 1 :])
@@ -73,7 +73,12 @@ def question(words: Sequence[str], settings: Sequence[str], variables: Sequence[
     environment = dict(_pair(text, "--env") for text in variables)
     if secret := next(filter(is_secret, environment), None):
         raise ConfigError(f"--env {secret} looks like a secret and would be kept in the record; export it for both commands instead")
-    return Question(first, candidate, environment, **more)
+    asked = Question(first, candidate, environment, **more)
+    if asked.loss == 0:
+        raise ConfigError("--loss is 0 %, which no two launches keep; expected more, or any")
+    if asked.timeout_s <= 0:
+        raise ConfigError("--timeout is 0; expected the seconds that a launch may take")
+    return asked
 
 
 def case_of(asked: Question, profile: str) -> Case:
@@ -124,8 +129,8 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
     return "faster" if low > 0 else "slower" if high < -margin else "undecided"
 
 
-def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:
-    """The answer as plain data."""
+def as_json(asked: Question, found: Answer, record: str) -> dict[str, Any]:
+    """The answer as plain data. The reason of an error is in the record, and what the verdict does not vouch for."""
 
     def percent(share: float | None) -> float | None:
         return None if share is None else round(100 * share, 4)
@@ -138,7 +143,6 @@ def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[
         "pairs": found.pairs,
         "aa_percent": percent(found.noise),
         "record": record,
-        "sentence": sentence,
     }
 
 

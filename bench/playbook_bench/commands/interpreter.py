@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -62,7 +63,9 @@ def _ask(python: str, import_path: str) -> dict[str, Any]:
     """What one interpreter says; asked once, since it does not change within a command."""
     words = [python, "-c", _ASK, *PACKAGES, *_MORE]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={"PYTHONPATH": import_path})
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={**os.environ, "PYTHONPATH": import_path}
+        )
         found: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {"packages": {}}

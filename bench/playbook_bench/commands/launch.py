@@ -1,15 +1,17 @@
 """Launching a command, and writing the files of a run from its log: those of our trainer, as `docs/trainer-files.md` describes them.
 
-The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness. What it prints is kept up to a
-limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
+The command is started without a shell and leads a session of its own, like a rank of ours; it ends with the harness, and whatever it started ends
+with it, in sessions of their own too: a variable marks them. What it prints is kept up to a limit. Its exit code alone says nothing: steps that its log does not tell, or tells twice, or as NaN, make the launch a crash.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import secrets
 import select
 import signal
 import threading
@@ -30,8 +32,10 @@ from playbook_bench.logs import StepLog
 
 _POLL_S = 0.25
 _DRAIN_S = 10.0
+_ROUNDS = 40
 _MOST_BYTES = 256 << 20
 """Of what a command prints; more ends it."""
+_MARK = "PLAYBOOK_LAUNCH"
 _LONG_LINE = 10_000
 """Characters of a line in which patterns are looked for."""
 
@@ -59,7 +63,8 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     Raises:
         LaunchError: it cannot be started, or the run's folder cannot be written.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment}
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment, _MARK: mark}
     printed = _Printed(folder / "rank0.log")
     began, clock = time.time(), time.monotonic()
     stopped, process = "", None
@@ -71,6 +76,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     finally:
         with held() as came:
             end([process] if process else [], GRACE_S, came)
+            _end_marked(f"{_MARK}={mark}".encode())
         printed.finish()
     wall = time.monotonic() - clock
     if stopped:
@@ -138,6 +144,20 @@ def _wait(process: Rank, printed: _Printed, timeout_s: float, on_step: Callable[
         if time.monotonic() > deadline:
             return f"did not end within {timeout_s:g} s"
     return ""
+
+
+def _end_marked(mark: bytes) -> None:
+    """Kill what has left the command's session and lives on, such as a daemon; it would share the machine with the launches to come."""
+    for _ in range(_ROUNDS):  # one that was just being forked shows in the next round
+        found = False
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in entry.read_bytes().split(b"\0"):
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(_POLL_S / 10)
 
 
 def _failed(code: int, log: Path, began: float, wall: float) -> Result:

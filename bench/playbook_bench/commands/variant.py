@@ -16,6 +16,7 @@ from playbook_bench.commands import proof, trees
 from playbook_bench.commands.launch import Program, start
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.outcome import Result
+from playbook_bench.logs import reading
 from playbook_bench.machine import requirements
 from playbook_bench.run import checkout
 
@@ -49,7 +50,10 @@ class Command:
 
         Raises:
             ConfigError: its revision is no commit of the repository here, or the gate has chosen another one.
+            LogError: no adapter has the name that its steps give.
         """
+        if case.steps and case.steps.log:
+            reading.named(case.steps.log)
         overlay, revision = dict(values.get("files", {})), values.get("revision")
         if tree and revision:
             raise ConfigError(f"case '{case.id}': '{variant}' names a revision; the gate chooses commits by itself, leave it out there")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from playbook.records.case import Case
+from playbook.records.commands import fill
 from playbook.records.evidence import Baseline, Condition, Run, Variant
 from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
@@ -16,6 +17,8 @@ from playbook_trainer.config.tree import flatten
 
 WORK_TOLERANCE = 1e-9
 SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
+_INTERPRETER = ("python", "packages")
+"""What a Python brings along."""
 """What two commits may differ in; the regression gate allows these."""
 
 Pair = tuple[Run, Run]
@@ -89,7 +92,10 @@ def configurations(case: Case, configs: Mapping[str, Mapping[str, Any]], pairs: 
 
 
 def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], allowed: Collection[str] = ()) -> Condition:
-    """The strict environment is equal in all runs but for declared variables, and the whole series, A/A included, started its ranks in one way."""
+    """The strict environment is equal in all runs but for declared variables, and the whole series, A/A included, started its ranks in one way.
+
+    Variants that name different programs, such as the Python of two virtual environments, compare what these have installed.
+    """
     name = "environment"
     ways = {str(s.get("launch", "fresh processes")) for s in strict.values()}
     if len(ways) > 1 or "mixed" in ways:
@@ -98,13 +104,15 @@ def environment(case: Case, strict: Mapping[str, Mapping[str, Any]], runs: Seque
     for delta in case.variants.values() if case.command else ():
         free |= {f"env.{name}" for name in delta.get("environment", {})}
         free |= set(SOURCE_KEYS) if delta.keys() & {"revision", "files"} else set()
+    packages = len({fill(case.command[0], delta) for delta in case.variants.values()}) > 1 if case.command else False
     if case.delta.ranks:
         free |= {"env.OMP_NUM_THREADS", "trainer.world_size", "trainer.threads", "trainer.collectives"}
     views = []
     for run in runs:
         if run.strict_sha not in strict:
             return Condition(name=name, ok=False, detail=f"run {run.run_id} does not say in which environment it ran")
-        views.append({k: v for k, v in flatten(strict[run.strict_sha]).items() if k not in free})
+        seen = flatten(strict[run.strict_sha])
+        views.append({k: v for k, v in seen.items() if k not in free and not (packages and k.split(".")[0] in _INTERPRETER)})
     keys = sorted({k for view in views[1:] for k in view.keys() | views[0].keys() if view.get(k) != views[0].get(k)})
     return Condition(name=name, ok=not keys, detail=f"differs in {', '.join(keys)}" if keys else "")
 

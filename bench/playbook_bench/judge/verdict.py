@@ -170,7 +170,9 @@ class _Series:
 
     def _not_vouched_for(self, conditions: Sequence[Condition]) -> str:
         """In words, what a command's launches do not show, such as equal work or an activated path; the verdict is about time alone."""
-        missing = ", ".join({"work": "equal work"}.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared"))
+        names = [{"work": "equal work"}.get(g.name, g.name) for g in conditions if g.ok and g.detail.startswith("not compared")]
+        every = max((strict.get("trainer", {}).get("log_every", 1) for strict in self.measured.strict.values()), default=1)
+        missing = ", ".join([*names, *([f"single steps (a line covers {every})"] if every > 1 else [])])
         return "; ".join(filter(None, (f"not vouched for: {missing}" if missing else "", "" if self.checks else "activation not proven")))
 
     def _verdict(self, curve: Curve, shown: str, needed: int | None) -> Verdict:

@@ -43,7 +43,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     ),
     Adapter(
         "megatron",
-        "iteration lines of Megatron-LM, Megatron-DeepSpeed and Megatron-Bridge",
+        "iteration lines of Megatron-LM, Megatron-DeepSpeed, Megatron-Bridge and Primus",
         (),
         parsers.megatron,
         "`--log-interval 1`; Megatron-Bridge: `logger.log_interval=1`",

@@ -163,13 +163,16 @@ def _moment(text: str) -> float | None:
 
 
 def megatron(text: str) -> Iterator[Row]:
-    """Iteration lines of Megatron-LM since 2020, of Megatron-DeepSpeed and of Megatron-Bridge: `name: value` between bars."""
+    """Iteration lines of Megatron-LM since 2020, of Megatron-DeepSpeed, Megatron-Bridge and Primus: `name: value` between bars.
+
+    Primus puts the mean so far behind an iteration's own figure: `elapsed time per iteration (ms): 1200.0/1250.3`.
+    """
     for number, line in lines(text):
         start = _MEGATRON.search(line)
         if start is None or _MEGATRON_TIME not in line:
             continue
         parts = [part.partition(":") for part in line[start.end() :].split("|") if part.strip()]
-        row: dict[str, Any] = {name.strip(): value.strip() for name, _, value in parts}
+        row: dict[str, Any] = {name.strip(): value.strip().partition("/")[0] for name, _, value in parts}
         if len(row) == len(parts):
             yield number, {"iteration": start[1], "train_iters": start[2], **row}
 

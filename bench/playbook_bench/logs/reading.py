@@ -12,6 +12,7 @@ from playbook_bench.logs.checks import Wanted, step_log
 from playbook_bench.logs.model import StepLog
 
 _PATTERN = "regex:"
+_KNOWN = ", ".join([*(each.name for each in ADAPTERS), f"{_PATTERN}PATTERN"])
 
 
 def read(
@@ -65,22 +66,33 @@ def _source(adapter: Adapter, content: str | Path) -> str:
     return found
 
 
-def _chosen(name: str | None, content: str | Path) -> Adapter:
-    """The adapter of that name; without a name, the one that reads files of this name, or the first that knows a line."""
-    if name is not None and name.startswith(_PATTERN):
+def named(name: str) -> Adapter:
+    """The adapter of that name, or for `regex:PATTERN`.
+
+    Raises:
+        LogError: there is none, or the pattern is no regular expression.
+    """
+    if name.startswith(_PATTERN):
         parse = parsers.by_pattern(name.removeprefix(_PATTERN))
         return Adapter("regex", "lines that a pattern finds", (), parse, "one line printed for each step", "Name a group `seconds` or `ms`")
-    if name is not None:
-        found = next((each for each in ADAPTERS if each.name == name), None)
-    elif isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):
-        found = binary[0]
-    else:
-        whole = text.load(content) if isinstance(content, Path) else content
-        found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
+    found = next((each for each in ADAPTERS if each.name == name), None)
     if found is None:
-        known = ", ".join([*(each.name for each in ADAPTERS), f"{_PATTERN}PATTERN"])
-        what = "no adapter knows a line of this log" if name is None else f"there is no adapter {text.shown(name)}"
-        raise LogError(f"{what}; expected one of {known}. JSON lines with step, seconds, loss and tokens are read without options")
+        raise LogError(f"there is no adapter {text.shown(name)}; expected one of {_KNOWN}")
+    return found
+
+
+def _chosen(name: str | None, content: str | Path) -> Adapter:
+    """The adapter of that name; without a name, the one that reads files of this name, or the first that knows a line."""
+    if name is not None:
+        return named(name)
+    if isinstance(content, Path) and (binary := [a for a in ADAPTERS if a.binary and any(content.match(p) for p in a.files)]):
+        return binary[0]
+    whole = text.load(content) if isinstance(content, Path) else content
+    found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
+    if found is None:
+        raise LogError(
+            f"no adapter knows a line of this log; expected one of {_KNOWN}. JSON lines with step, seconds, loss and tokens are read without options"
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
     code, found, err = run("--", *COMMAND, "--slower", "0.2", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (0, "faster"), err
     assert found["effect_percent"]["low"] < 20 < found["effect_percent"]["high"]
+    assert list(found) == ["schema", "verdict", "metric", "effect_percent", "pairs", "aa_percent", "record"]
     assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
     assert 0 < found["aa_percent"] < 2
     assert replay.replay(Path(found["record"])) == (True, [])
@@ -94,6 +96,16 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
     assert (code, found["verdict"]) == (3, "undecided")
 
 
+def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
+    script = (
+        "import json\nfor i in range(1, 21): print(json.dumps({'step': 10 * i, 'seconds': 1 + i % 3 / 1000, 'loss': 1.0, 'tokens': 4}))"
+    )
+    words = [sys.executable, "-c", script]
+    _, found, _ = run("--pairs", "1", "--", *words, "--vs", *words)
+    verdict = json.loads(Path(found["record"]).read_text())["derived"]["verdict"]
+    assert "single steps (a line covers 10)" in verdict["sentence"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("noise", [0.003, 0.03])
 def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noise, tmp_path):
@@ -108,9 +120,41 @@ def test_equal_commands_are_told_apart_at_most_once_in_twenty(run, invented, noi
 @pytest.mark.sample("ends early")
 def test_a_launch_that_fails_is_an_error(run, fault):
     candidate = [sys.executable, "-c", "raise RuntimeError('broken')"] if fault == "crash" else [*COMMAND, "--fault", fault]
-    code, found, _ = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
+    code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
     assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
-    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"], found["sentence"]
+    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in err, err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--log", "megatron-lm", "no adapter 'megatron-lm'"),
+        ("--log", "regex:(", "no regular expression"),
+        ("--steps", "1", "--steps"),
+        ("--warm-up", "-1", "--warm-up"),
+        ("--timeout", "0s", "--timeout is 0"),
+        ("--timeout", "soon", "--timeout is 'soon'"),
+        ("--loss", "0%", "--loss is 0 %"),
+    ],
+)
+def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, option, value, said):
+    code, found, err = run(option, value, "--", *COMMAND, "--vs", *COMMAND)
+    assert (code, found) == (2, None)
+    assert said in err
+    assert "launch 1" not in err
+
+
+def test_two_pythons_are_what_is_compared_where_the_commands_name_them(run, tmp_path):
+    """Versions of packages are in the record; where one Python runs both, other versions are a fault of the comparison."""
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", bare, *COMMAND[1:])
+    assert found["pairs"] == 2, err
+    strict = json.loads(Path(found["record"]).read_text())["measured"]["strict"].values()
+    assert sorted(bool(each["packages"].get("numpy")) for each in strict) == [False, True]
+    code, found, err = run("--pairs", "2", "--env", f"PATH={Path(bare).parent}", "--", "python", *COMMAND[1:])
+    assert (code, found["pairs"]) == (3, 0)
+    assert "packages.numpy" in err
 
 
 def test_a_command_that_does_not_exist_is_an_error(run):

@@ -141,6 +141,29 @@ def _running(folder):
     return found
 
 
+def test_what_a_command_leaves_behind_in_a_session_of_its_own_ends_with_the_launch(tmp_path):
+    """It would take its share of the machine from every later launch, and holds the pipe that its output goes into."""
+    started = tmp_path / "started"
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import json, subprocess, sys\n"
+        "left = [subprocess.Popen(['sleep', '600'], start_new_session=True).pid]\n"
+        f"print(*left, file=open({str(started)!r}, 'a'))\n"
+        "for i in range(10): print(json.dumps({'step': i, 'seconds': 1 + i % 3 / 100, 'loss': 1.0, 'tokens': 1}))\n"
+    )
+    path = tmp_path / "leaves.yaml"
+    path.write_text(
+        f"id: leaves\nkind: command\nsummary: A daemon.\ncommand: [{sys.executable}, {script}]\nbaseline: {{}}\n"
+        "candidate: {arguments: [x]}\nmetric: step_seconds\nprofiles: {cpu: {}}\n"
+    )
+    began = time.monotonic()
+    assert [proof.outcome for proof in prove.prove([str(path)], profile="cpu")] == ["ok", "ok"]
+    assert time.monotonic() - began < 15  # and not twice as long as is waited for a pipe that stays open
+    left = started.read_text().split()
+    assert len(left) == 2
+    assert not [pid for pid in left if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()]
+
+
 @pytest.mark.full
 def test_steps_are_read_from_a_file_of_the_launch(case, tmp_path):
     found = bench(

@@ -19,6 +19,7 @@ LOGS: dict[str, tuple[str, str | None]] = {
     "playbook": (logs.playbook(), None),
     "megatron": (logs.megatron(skipped=(2,)), None),
     "bridge": (logs.megatron_bridge(), None),
+    "primus": (logs.primus(), None),
     "torchtitan": (logs.torchtitan(), None),
     "state": (logs.trainer_state(), None),
     "console": (logs.trainer_console(), None),

@@ -17,6 +17,7 @@ ALL: dict[str, tuple[Callable[[], str], str | None, str]] = {
     "megatron": (logs.megatron, None, "logged"),
     "megatron 2020": (logs.megatron_2020, None, "logged"),
     "megatron bridge": (logs.megatron_bridge, None, "logged"),
+    "megatron primus": (logs.primus, None, "logged"),
     "torchtitan": (logs.torchtitan, None, "differences"),
     "torchtitan plain": (lambda: logs.torchtitan(colours=False, prefix=""), None, "differences"),
     "hf": (logs.trainer_state, None, "differences"),

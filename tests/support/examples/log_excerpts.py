@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 LOSSES = (2.5, 2.41, 2.37, 2.3, 2.26, 2.21, 2.18, 2.14)
 SECONDS = (0.75, 0.5, 0.52, 0.49, 0.51, 0.5, 0.53, 0.5)
@@ -64,6 +65,11 @@ def megatron_bridge() -> str:
         else f"{line}\n"
         for line in megatron().splitlines()
     )
+
+
+def primus() -> str:
+    """Primus: no date, and the mean so far behind time and throughput."""
+    return re.sub(r" \[2026[^]]*\]|(?<=: )(\d+\.\d)(?= \| (?:throughput|learning))", lambda m: f"{m[1]}/555.5" if m[1] else "", megatron())
 
 
 def torchtitan(colours: bool = True, every: int = 1, prefix: str = "[rank0]:") -> str:
