@@ -17,8 +17,8 @@ from math import log, sqrt
 from typing import Any
 
 from playbook.cards.model import Card
-from playbook.cards.pages import Page
 from playbook.cards.scope import unmet
+from playbook.cards.sections import Section
 from playbook.cards.terms import Facts, facts, foreign_share, phrases, terms
 from playbook.errors import PlaybookError
 
@@ -69,7 +69,7 @@ class Answer:
     """Why no card answers; empty where one does."""
     nearest: list[str] = field(default_factory=list)
     """Ids of the cards that come nearest where none answers; they may be of no use."""
-    pages: list[Page] = field(default_factory=list)
+    pages: list[Section] = field(default_factory=list)
     """Sections of guides and skills that speak of it, best first."""
 
     def as_row(self) -> dict[str, Any]:
@@ -100,12 +100,12 @@ class Index:
     named: frozenset[str]
     """Terms in the title, the aliases, the symptoms or the pitfalls of some card."""
     weights: Mapping[str, float]
-    pages: Sequence[Page]
+    pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
 
 
-def index(cards: Mapping[str, Card], pages: Sequence[Page] = ()) -> Index:
+def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     """The cards prepared for search, and sections of guides and skills to name beside them."""
     passages = [p for card in cards.values() for p in _passages(card)]
     tokens = [terms(p.text) for p in passages]
@@ -226,7 +226,7 @@ def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
     return sorted(out, key=lambda r: -r.score)
 
 
-def _pages(found: Index, words: list[str]) -> list[Page]:
+def _pages(found: Index, words: list[str]) -> list[Section]:
     """The sections that match best, one of each page."""
     if found.sections is None:
         return []

@@ -47,14 +47,14 @@ def search(
 ) -> None:
     """Find the cards that answer a question; where they do not cover it or none applies to the stated machine, why, and what is nearest."""
     from playbook.cards import search as engine
-    from playbook.cards.pages import load_pages
+    from playbook.cards.sections import load_sections
     from playbook.cards.terms import stated
     from playbook.diagnosis.question import diagnosis_of
 
     run = stated(hardware, model, gpus)
     cards = load.load_all()
     only = None if status is None else _with_status(cards, status)
-    found = engine.search(engine.index(cards, load_pages()), query, run, only=only, limit=limit)
+    found = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
     if as_json:
         print_json(found.as_row())
         return

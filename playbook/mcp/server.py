@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from playbook.cards import search as engine
 from playbook.cards.model import Card
-from playbook.cards.pages import load_pages
+from playbook.cards.sections import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.answer import Exporter
 from playbook.diagnosis.claims import Knowledge
@@ -167,7 +167,7 @@ def server(library: Library) -> MCPServer[Any]:
 def _search(out: MCPServer[Any], library: Library) -> None:
     @cache
     def index() -> engine.Index:
-        return engine.index(library.cards, load_pages())
+        return engine.index(library.cards, load_sections())
 
     @out.tool(title="Search the cards", annotations=ToolAnnotations(**_READ_ONLY))
     def search(

@@ -9,7 +9,7 @@ from playbook.planner.memory import GIB
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
 from playbook_bench.statements import Statement
-from playbook_bench.statements.shapes import shape
+from playbook_bench.statements.presets import shape
 
 
 def offload_makes_it_fit(

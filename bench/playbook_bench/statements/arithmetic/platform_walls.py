@@ -9,7 +9,7 @@ from playbook.planner import flops, traffic
 from playbook.planner.activations import tokens
 from playbook.planner.plan import Plan
 from playbook_bench.statements import Statement
-from playbook_bench.statements.shapes import shape
+from playbook_bench.statements.presets import shape
 
 
 def platform_walls(

@@ -14,7 +14,7 @@ _NOT_SEARCHED = frozenset({"glossary", "architecture"})
 
 
 @dataclass(frozen=True)
-class Page:
+class Section:
     """One section of a guide or skill."""
 
     source: str
@@ -24,14 +24,14 @@ class Page:
     text: str
 
 
-def load_pages() -> list[Page]:
+def load_sections() -> list[Section]:
     """Every section of the guides and skills that ship."""
     guides = [(f"docs/guide/{p.name}", p) for p in sorted(data_root("guide").glob("*.md")) if p.stem not in _NOT_SEARCHED]
     skills = [(f"skills/{p.parent.name}/SKILL.md", p) for p in sorted(data_root("skills").glob("*/SKILL.md"))]
     return [page for source, path in [*guides, *skills] for page in sections(source, path.read_text(encoding="utf-8"))]
 
 
-def sections(source: str, text: str) -> list[Page]:
+def sections(source: str, text: str) -> list[Section]:
     """A file's sections; what stands before its first heading belongs to that."""
     prose = _FENCE.sub("", text)
     found = list(_HEADING.finditer(prose))
@@ -39,5 +39,5 @@ def sections(source: str, text: str) -> list[Page]:
         return []
     top = found[0][2]
     ends = [m.start() for m in found[1:]] + [len(prose)]
-    out = [Page(source, m[2] if m[2] == top else f"{top}: {m[2]}", prose[m.end() : end]) for m, end in zip(found, ends, strict=True)]
-    return [Page(source, out[0].title, prose[: found[0].start()] + out[0].text), *out[1:]]
+    out = [Section(source, m[2] if m[2] == top else f"{top}: {m[2]}", prose[m.end() : end]) for m, end in zip(found, ends, strict=True)]
+    return [Section(source, out[0].title, prose[: found[0].start()] + out[0].text), *out[1:]]
