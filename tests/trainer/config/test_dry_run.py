@@ -15,7 +15,7 @@ from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root
 from playbook.records.case import load_case
 from playbook_bench.statements import table
-from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.config.dry_run import dry_run, predicted
 from playbook_trainer.config.tree import load
 from playbook_trainer.export.render import TARGETS
 from playbook_trainer.torch.model.decoder import Decoder, Options
@@ -257,3 +257,18 @@ def test_the_claim_fails_where_a_fault_is_none():
     assert len(figures["refused"]) == len(case.arguments["illegal"])
     wrong = case.model_copy(update={"arguments": {**case.arguments, "illegal": [{"train.steps": 30}]}})
     assert not table.run(wrong)[0]
+
+
+def test_the_speed_of_attention_is_that_of_the_kernel_that_runs():
+    """Rows that are one document each take cuDNN; documents of unequal lengths, and a configuration that says so, take flash."""
+    told = {"train.dtype": "bf16", "parallel.ep": 1, "model.num_layers": 4}
+    whole, packed, flash = (
+        predicted(load(LARGE, told | more), 1, "h200")
+        for more in (
+            {"data.kind": "mock", "data.pack": False},
+            {"data.pack": True, "train.attention": "flash"},
+            {"data.kind": "mock", "data.pack": False, "train.attention": "flash"},
+        )
+    )
+    assert whole.seconds.value < 0.95 * flash.seconds.value
+    assert packed.seconds.value == flash.seconds.value

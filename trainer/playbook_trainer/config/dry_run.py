@@ -20,7 +20,7 @@ from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.stage_memory import WIDTH, vision
-from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 from playbook_trainer.megatron import memory as arithmetic
 
 MASTER_BYTES = 4
@@ -97,9 +97,18 @@ def predicted(config: TrainerConfig, world: int, hardware: str) -> StepTime | No
     sent = {"dedup": "alltoall"}.get(config.moe.dispatcher, config.moe.dispatcher) if routed else ""
     sharding = "fsdp2" if config.parallel.fsdp else "none"
     options = replace(
-        plan.options, backend="torch", sharding=sharding, dispatcher=sent, optimizer_offload=100 if config.offload.optimizer else 0
-    )
+        plan.options, backend="torch", sharding=sharding, dispatcher=sent, attention=_attention(config, hardware),
+        optimizer_offload=100 if config.offload.optimizer else 0,
+    )  # fmt: skip
     return step_time(replace(plan, options=options, moment_bytes=moments), found)
+
+
+def _attention(config: TrainerConfig, hardware: str) -> str:
+    """The kernel of attention as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it."""
+    flat = flatten(dump(config))
+    kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
+    one_length = config.data.kind == "mock" and not config.data.pack
+    return {"plain": "unfused", "flash": "flash2", "cudnn": "cudnn"}.get(kernel, "cudnn" if one_length else "flash2")
 
 
 def _options(config: TrainerConfig) -> Options:
