@@ -164,6 +164,8 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def _predicted(plan: Plan, found: Answer) -> dict[str, float]:
     from playbook.planner.time.step import step_time
 
+    if plan.options.backend == "torch" and not plan.options.attention:  # the case's rows are one document each, which cuDNN serves
+        plan = replace(plan, options=replace(plan.options, attention="cudnn"))
     speed = step_time(plan, found.question.cluster).tokens_per_s_per_gpu
     return {k: float(f"{getattr(speed, k):.4g}") for k in ("value", "low", "high")}
 
