@@ -1,7 +1,7 @@
 """Making the site's pages from cards and evidence, before the site is built. No figure on a page is typed by hand.
 
 Written below the docs folder: `cards/` (index and one page per card), `evidence/` (one page and one copy per record) and
-`_generated/` (claims, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
+`_generated/` (claims, one H200, calculator, families, recipes, models, metrics, commands, configuration), `llms.txt`, `llms-measured.txt` and `llms-full.txt`. A page whose source is gone is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from playbook.site.calculator import calculator_page
 from playbook.site.cards import card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
 from playbook.site.home import commands_shown, coverage, example_of_verdicts
-from playbook.site.lists import by_phase, index_page, matrix_page, phases, summary
+from playbook.site.lists import by_phase, index_page, matrix_page, one_gpu_page, phases, summary
 from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
@@ -91,6 +91,7 @@ def generate(
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),
+        "_generated/one-h200.md": one_gpu_page(shelf),
         "_generated/calculator.md": calculator_page(),
         "_generated/families.md": families_page(shelf),
         "_generated/models.md": models_page(data_root("configs")),

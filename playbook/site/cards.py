@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from playbook.cards.model import Card, Claim, Decision, Expect, MechanismCheck, Source, by_claim, expectation
 from playbook.records.read import UNTESTED, Record, earlier, traces, verdicts
@@ -12,7 +13,7 @@ from playbook.records.standing import basis, in_words
 from playbook.site.figures import curves
 from playbook.site.figures.svg import effect_axis
 from playbook.site.pages import markdown, render
-from playbook.site.shelf import TARGETS, Shelf, anchor, margin, verdict_forest
+from playbook.site.shelf import TARGETS, Shelf, anchor, current, margin, verdict_forest
 from playbook.site.text import (
     NBSP,
     badge,
@@ -88,10 +89,56 @@ def card_page(shelf: Shelf, card: Card) -> str:
         about=lambda claim: _about(shelf, claim),
         verdicts=lambda claim: markdown(_verdicts(shelf, card, claim)),
         traces=lambda claim: [markdown(_trace(r)) for r in traces(shelf.records, claim.case)],
+        changes=changes(shelf, card),
         claim_link=lambda claim: markdown(_claim_link(shelf, claim)),
         families=_families(card),
         related=_related(shelf, card),
     )
+
+
+_SOFTWARE = ("torch", "megatron-core", "transformer-engine")
+_SIZES = {"hidden_size": "{} columns", "expert_ffn_size": "experts of {}", "num_experts": "{} experts", "num_layers": "{} layers"}
+
+
+def changes(shelf: Shelf, card: Card) -> list[list[str]]:
+    """What the current verdicts of a card from GPUs rest on, kind by kind: another machine, model or release asks the claims again."""
+    found = [(claim, r) for claim in card.claims for r in current(shelf, claim)]
+    rows: dict[str, dict[str, list[str]]] = {}
+    for claim, record in found:
+        packages: Mapping[str, Any] = next((v.get("packages", {}) for v in record.get("measured", "strict", default={}).values()), {})
+        runs_on = [
+            f"{name} {packages[name]}" for name in _SOFTWARE if name in packages and (name == "torch" or "megatron" in record.backends)
+        ]
+        kinds = {
+            "Hardware": [_in_one_word(record)],
+            "Model": sorted({_model(c) for c in record.get("measured", "configs", default={}).values()}),
+            "Software": [", ".join(runs_on)],
+        }
+        for kind, values in kinds.items():
+            for value in values:
+                rows.setdefault(kind, {}).setdefault(value, []).append(claim.id)
+    out = [
+        [kind, text(value), " ".join(_claim_link(shelf, i) for i in dict.fromkeys(ids))]
+        for kind, values in rows.items()
+        for value, ids in values.items()
+        if value
+    ]
+    known = {claim.id for claim, _ in found}
+    computed = [c.id for c in card.claims if c.kind in ("arithmetic", "invariant")]
+    open_ = [c.id for c in card.claims if c.id not in known and c.id not in computed]
+    left = {"No current verdict from a GPU": open_, "Computed, or a check of the software: only its inputs change it": computed}
+    return [*out, *([text(words), "", " ".join(_claim_link(shelf, i) for i in ids)] for words, ids in left.items() if ids)]
+
+
+def _in_one_word(record: Record) -> str:
+    return in_words(record).removeprefix(record.status.replace("_", " ") + ", ")
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """The sizes of a run's model that its speed depends on; the name is in front where it has one."""
+    model = config.get("model", {})
+    sizes = [words.format(model[key]) for key, words in _SIZES.items() if model.get(key)]
+    return f"{model.get('name', 'a model')}: {', '.join(sizes)}"
 
 
 def _decisions(shelf: Shelf, decisions: Sequence[Decision]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from playbook.cards.model import by_claim
 from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
 from playbook.records.evidence import Evidence
-from playbook.records.read import EVIDENCE, TRACE, Record
+from playbook.records.read import EVIDENCE, TRACE, Record, traces
 from playbook.records.table import to_frame
+from playbook.records.trace import TraceResult, waterfall
 from playbook.site.cards import coverage, effect
 from playbook.site.figures import curves
+from playbook.site.figures.strips import part
 from playbook.site.figures.svg import samples
 from playbook.site.pages import markdown, render
 from playbook.site.shelf import Shelf, anchor
@@ -60,6 +63,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         curve_tables=markdown(curves.tables(record)),
         receipts=_receipts(record),
         spent=markdown(spent),
+        traced=_traced(shelf, record),
         gates=_gates(record),
         missing=record.get("measured", "missing", default=[]),
         steps=markdown(samples(launches, steps)),
@@ -67,6 +71,41 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
         figures=[[text(str(k).replace("_", " ")), _figure(v)] for k, v in record.get("derived", "figures", default={}).items()],
         environment=_environment(record),
     )
+
+
+_LEAST_MS = 0.005
+
+
+def _waterfall(found: TraceResult) -> list[list[str]]:
+    """Rows of what makes up the difference between the first variant's traced step and each other's; the parts add up to the last row."""
+    tables = {name: each.table.model_dump() for name, each in found.variants.items() if each.table}
+    first, *others = tables or [""]
+    rows = []
+    for other in others:
+        parts = waterfall(tables[first], tables[other])
+        whole = sum(ms for _, ms in parts)
+        small = sum(ms for _, ms in parts if abs(ms) < _LEAST_MS)
+        shown = [(name, ms) for name, ms in parts if abs(ms) >= _LEAST_MS] + ([("everything else", small)] if small else [])
+        ends = list(itertools.accumulate((ms for _, ms in shown), initial=0.0))
+        for (name, ms), start, end in zip(shown, ends, ends[1:], strict=False):
+            rows.append([text(other), code(name), _signed(ms), part(start, end, min(ends), max(ends))])
+        rows.append([text(other), "**the step**", f"**{_signed(whole)}**", part(0.0, whole, min(ends), max(ends))])
+    return rows
+
+
+def _signed(ms: float) -> str:
+    return ("+" if ms > 0 else "−" if ms < 0 else "") + milliseconds(abs(ms))
+
+
+def _traced(shelf: Shelf, record: Record) -> tuple[str, list[list[str]]]:
+    """A link to the trace of this record's configurations, and the waterfall of it; empty where there is none."""
+    shas = {r.config_sha for r in record.runs}
+    case = record.get("measured", "case", "id")
+    for each in traces(shelf.records, case):
+        found = each.content
+        if isinstance(found, TraceResult) and {v.config_sha for v in found.variants.values()} <= shas:
+            return markdown(link("the trace", f"{each.id}.md")), _waterfall(found)
+    return "", []
 
 
 def _statement(shelf: Shelf, record: Record) -> str:
@@ -337,6 +376,7 @@ def trace_page(record: Record) -> str:
         about=about,
         command=" ".join(str(record.get("command", default="")).split()),
         variants=variants,
+        waterfall=_waterfall(record.content) if isinstance(record.content, TraceResult) and not record.altered else [],
         outside={name: _outside(traced) for name, traced in variants.items()},
     )
 
@@ -349,7 +389,7 @@ def _outside(traced: Mapping[str, Any]) -> list[list[str]]:
 
 def list_page(shelf: Shelf) -> str:
     """Every record, newest first."""
-    traces = [
+    found_traces = [
         [
             link(day(r.created), f"{r.id}.md"),
             *(text(r.get(k)) for k in ("case", "profile", "collector")),
@@ -359,4 +399,4 @@ def list_page(shelf: Shelf) -> str:
         if r.schema == TRACE
     ]
     found = [r for r in shelf.records if r.schema == EVIDENCE]
-    return render("evidence_list.md", verdicts=found, traces=traces, effect=lambda r: markdown(effect(r)))
+    return render("evidence_list.md", verdicts=found, traces=found_traces, effect=lambda r: markdown(effect(r)))

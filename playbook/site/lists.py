@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck
+from playbook.cards.scope import unmet
 from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
+from playbook.records.standing import in_words
 from playbook.site.cards import PHASES, badges, effect
-from playbook.site.pages import render
-from playbook.site.shelf import DECIDED, Shelf, anchor
+from playbook.site.pages import markdown, render
+from playbook.site.shelf import DECIDED, Shelf, anchor, verdict_forest
 from playbook.site.text import attribute, badge, link, text
 
 
@@ -68,6 +70,42 @@ def matrix_page(shelf: Shelf) -> str:
 
 _ON_GPUS, _ELSEWHERE, _OLD, _NONE = "Current, on GPUs", "Current, by arithmetic, by a rule or on a CPU", "No current verdict", "Untested"
 _PARTS = (_ON_GPUS, _ELSEWHERE, _OLD, _NONE)
+
+
+def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
+    """What is true on one H200 today: every current verdict from it with its interval, margin and price, and what is not settled there."""
+    cards = sorted(shelf.cards.values(), key=lambda c: c.title)
+    settled: list[list[str]] = []
+    waiting: list[list[str]] = []
+    for card, claim in [(shelf_card, claim) for shelf_card in cards for claim in each(shelf_card)]:
+        found = [r for r in verdicts(shelf.records, claim.id) if r.machine == machine]
+        name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
+        if now := [r for r in found if r.status in DECIDED and not r.stale(shelf.today, claim)]:
+            settled += [[name, text(claim.statement), *_priced(r)] for r in now]
+        elif found or _speaks_for_one(claim):
+            waiting.append([name, text(claim.statement), "; ".join(_open(shelf, r, claim) for r in found) or UNTESTED])
+    drawn = verdict_forest(shelf, cards, "../", machine)
+    return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
+
+
+def _priced(record: Record) -> list[str]:
+    """The cells of a current verdict: in words, its effect, and what it cost."""
+    seconds = record.get("seconds", "total")
+    price = f"{seconds:.0f}" if isinstance(seconds, int | float) and record.runs else ""
+    page = f"../evidence/{record.id}.md"
+    return [link(badge(record.status, in_words(record)), page), effect(record), price]
+
+
+def _speaks_for_one(claim: Claim | MechanismCheck) -> bool:
+    scope = claim.scope if isinstance(claim, Claim) else {}
+    return claim.case is not None and "gpus" in scope and not unmet({"gpus": scope["gpus"]}, {"gpus": 1})
+
+
+def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
+    """Why an older or undecided verdict settles nothing."""
+    why = record.stale(shelf.today, claim)
+    words = text(f"{record.status.replace('_', ' ')}, stale: {why}" if why else record.sentence)
+    return link(words, f"../evidence/{record.id}.md")
 
 
 def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:

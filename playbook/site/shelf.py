@@ -47,13 +47,15 @@ def margin(expect: Expect) -> float | None:
     return {"percent": expect.margin.value / 100, "ratio": expect.margin.value - 1}.get(expect.margin.unit)
 
 
-def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "") -> str:
-    """Current verdicts from GPUs on the cards' claims, of those that have an interval; `up` leads to the site's root."""
-    return forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up)])
+def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: str | None = None) -> str:
+    """Current verdicts from GPUs, or from one kind of machine, on the cards' claims, of those that have an interval; `up` leads to the site's root."""
+    return forest([b for card in cards for claim in card.claims for b in _bars(shelf, card, claim, up, machine)])
 
 
-def _bars(shelf: Shelf, card: Card, claim: Claim, up: str) -> Iterator[Bar]:
+def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:
     for r in current(shelf, claim):
+        if machine not in (None, r.machine):
+            continue
         found = r.get("derived", "comparison", default={})
         low, value, high = (found.get(k) for k in ("low", "effect", "high"))
         if found.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):

@@ -12,8 +12,13 @@ import pytest
 from site_tree import ID, LENGTHS, SWEEP, add_sweep
 
 from playbook.cards.load import load_all
+from playbook.paths import data_root
 from playbook.planner.models import MODELS
+from playbook.records.read import read
 from playbook.site import build
+from playbook.site.cards import changes
+from playbook.site.evidence import trace_page
+from playbook.site.lists import one_gpu_page
 from playbook.site.llms import llms
 from playbook.site.models import plan_of, settings
 from playbook.site.shelf import Shelf
@@ -175,3 +180,43 @@ def test_the_calculator_carries_every_model(tree: Path) -> None:
     held = re.search(r'id="pb-tables">(.*?)</script>', page(tree, "_generated/calculator.md"))
     assert held
     assert set(json.loads(held[1])["models"]) == set(MODELS)
+
+
+def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_others_are_not() -> None:
+    cards = load_all()
+    shelf = Shelf(
+        cards, read([data_root("results")], cards), date(2026, 11, 24), {c.id: card.id for card in cards.values() for c in card.claims}
+    )
+    shown = one_gpu_page(shelf).replace(NBSP, " ")
+    settled, waiting = shown.split("## Not settled")
+    row = next(line for line in settled.splitlines() if "#v10-c)" in line)
+    assert "confirmed, one H200, megatron" in row
+    assert row.rstrip(" |").endswith("303")
+    assert '<table class="pb-forest">' in settled
+    assert "<b>V10.c</b>" in settled
+    assert "undecided after all 8 pairs" in next(line for line in waiting.splitlines() if "#v6-u)" in line)
+    assert "#w9)" not in shown, "its scope asks for several GPUs"
+
+
+def test_a_card_says_on_what_its_verdicts_rest_and_what_nobody_has_measured() -> None:
+    cards = load_all()
+    shelf = Shelf(
+        cards, read([data_root("results")], cards), date(2026, 11, 24), {c.id: card.id for card in cards.values() for c in card.claims}
+    )
+    rows = {(kind, value): ids for kind, value, ids in changes(shelf, cards["recompute"])}
+    assert "V10.c" in rows["Hardware", "one H200, megatron"]
+    assert any("experts of 768, 32 experts" in value for _, value in rows)
+    assert any(value.startswith("torch 2.11.0, megatron-core 0.19") for _, value in rows)
+    assert "L3" in rows["No current verdict from a GPU", ""]
+    assert all(changes(shelf, card) for card in cards.values()), "every card has the section"
+
+
+def test_the_page_of_a_trace_says_what_the_difference_of_the_steps_is_made_of() -> None:
+    (trace,) = (r for r in read([data_root("results")], load_all()) if r.get("case") == "vlm-mock-vs-real")
+    shown = trace_page(trace).replace(NBSP, " ").split("## Where the difference lies")[1].split("## Baseline")[0]
+    rows = [line.split(" | ")[1:3] for line in shown.splitlines() if line.startswith("| candidate")]
+    figures = {name: float(re.sub(r"[*+ ]", "", ms).replace("−", "-")) for name, ms in rows}
+    whole = figures.pop("**the step**")
+    assert whole == pytest.approx(-619.3, abs=0.1)
+    assert sum(figures.values()) == pytest.approx(whole, abs=0.5), "each is rounded"
+    assert next(iter(figures)) == "<code>vision</code>"

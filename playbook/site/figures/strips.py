@@ -21,3 +21,12 @@ def bars(values: Sequence[float], capacity: float) -> str:
         for i, v in enumerate(values)
     )
     return f'<svg class="pb-strip pb-stages" aria-hidden="true">{columns}<line class="pb-margin" x1="0" x2="100%" y1="0.5" y2="0.5"/></svg>'
+
+
+def part(start: float, end: float, low: float, high: float) -> str:
+    """One bar of a waterfall: from where the parts before it end to where it ends, on an axis from `low` to `high`."""
+    span = high - low or 1.0
+    left, right, zero = ((value - low) / span for value in (min(start, end), max(start, end), 0.0))
+    line = f'<line class="pb-zero" x1="{zero:.2%}" x2="{zero:.2%}" y1="0" y2="100%"/>'
+    rect = f'<rect class="pb-column" x="{left:.2%}" width="{right - left:.2%}" y="20%" height="60%"/>'
+    return f'<svg class="pb-strip" aria-hidden="true">{line}{rect}</svg>'

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from playbook_trainer.observe.ranges import range_
 from playbook_trainer.observe.receipt import Observer, observing
 
 
@@ -17,6 +18,9 @@ def test_a_product_counts_as_float32_where_its_result_is():
         torch.mm(narrow, narrow, out_dtype=torch.float32)  # 16-bit factors, float32 sums: a router on a GPU
         torch.mm(narrow.float(), narrow.float())
     assert observer.counters["float32_products"] == 2
+    with observing(observer), range_("loss"):
+        torch.mm(narrow, narrow, out_dtype=torch.float32)
+    assert observer.counters["float32_products"] == 2, "the head's gradient is summed in float32 in every run"
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])

@@ -49,7 +49,14 @@ _COUNTED: dict[str, str] = {
     "_scaled_grouped_mm": "scaled_grouped_products",
 }
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_TALLIED = ("graph_replays", "fp8_linear_products", "fp8_expert_products", "offloaded_activation_bytes", "offloaded_gradient_bytes")
+_TALLIED = (
+    "graph_replays",
+    "loss_chunks",
+    "fp8_linear_products",
+    "fp8_expert_products",
+    "offloaded_activation_bytes",
+    "offloaded_gradient_bytes",
+)
 
 
 class Observer:
@@ -92,10 +99,13 @@ class Observer:
         entry[1] += num_bytes
 
     def count(self, name: str, result: Any) -> None:
-        """One operator ran. A product counts as float32 where its result is, since products of 16-bit factors may be summed into float32."""
+        """One operator ran. A product counts as float32 where its result is, since products of 16-bit factors may be summed into float32.
+
+        Those of the loss are left out: the head's gradient is summed in float32 whatever the rest of the model does.
+        """
         if name in _COUNTED:
             self.counters[_COUNTED[name]] += 1
-        elif name in _PRODUCTS and isinstance(result, Tensor) and result.dtype == torch.float32:
+        elif name in _PRODUCTS and isinstance(result, Tensor) and result.dtype == torch.float32 and "loss" not in self.stack:
             self.counters["float32_products"] += 1
 
     def as_dict(self) -> dict[str, Any]:

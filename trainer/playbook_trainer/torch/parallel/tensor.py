@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from playbook_trainer.data.batch import IGNORE
+from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.model.recompute import recomputed
 from playbook_trainer.torch.parallel.axes import Axes, Axis
 from playbook_trainer.torch.parallel.comm import all_gather, copy_to, reduce_from, reduce_scatter
@@ -83,6 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for x, labels, grad in zip(
             x_ND.split(chunk), labels_N.split(chunk), (x_ND if grad_x is None else grad_x).split(chunk), strict=True
         ):
+            tally("loss_chunks")
             target = labels - tp.rank * weight_WD.shape[0]
             part, probs = rows(x @ weight_WD.t(), target, labels != IGNORE, tp, need)
             loss += part
