@@ -147,6 +147,24 @@ def test_an_altered_verdict_is_noticed(record):
     assert not replay.replay(altered(record, change, reseal=True))[0]
 
 
+def test_a_computed_estimate_may_have_moved_a_little_with_the_code_and_a_count_or_a_verdict_may_not(tmp_path):
+    path = next(p for p in RECORDS if (case := FOUND[p].measured.case) and case.id == "published-runs-alone")
+
+    def moved(change):
+        data = json.loads(path.read_text())
+        change(data["derived"])
+        target = tmp_path / f"{store.new_id()}.json"
+        target.write_text(store.render(seal(Evidence.model_validate_json(json.dumps(data)))))
+        return replay.replay(target)
+
+    assert moved(lambda d: d["figures"]["p90_error"].update(value=1.05 * d["figures"]["p90_error"]["value"])) == (True, [])
+    assert not moved(lambda d: d["figures"]["p90_error"].update(value=0.5 * d["figures"]["p90_error"]["value"]))[0]
+    assert not moved(lambda d: d["figures"].update(runs=d["figures"]["runs"] + 1))[0]
+    assert not moved(lambda d: d["verdict"].update(status="refuted"))[0]
+    assert not moved(lambda d: d["verdict"].update(sentence=d["verdict"]["sentence"].replace("published", "measured")))[0]
+    assert not moved(lambda d: d["verdict"].update(sentence=d["verdict"]["sentence"].replace("median_error 0.1", "median_error 0.01")))[0]
+
+
 def test_a_figure_off_by_less_than_the_tolerance_is_the_same(record):
     def change(data):
         data["derived"]["comparison"]["effect"] *= 1 + 1e-12

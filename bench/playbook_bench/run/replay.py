@@ -23,6 +23,9 @@ from playbook_bench.run import store
 from playbook_bench.statements import table as statements
 
 _FIGURE_TOLERANCE = 1e-9
+_COMPUTED_TOLERANCE = 0.1
+"""Relative. An arithmetic statement is computed by today's code, whose estimates may have moved; its counts and its verdict may not."""
+_FRACTION = re.compile(r"\d+\.\d+(e[-+]?\d+)?")
 _ORIGIN = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
@@ -51,7 +54,8 @@ def replay(path: Path) -> tuple[bool, list[str]]:
         if differences:
             return False, differences
         raise
-    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived")
+    tolerance = _FIGURE_TOLERANCE if evidence.measured.runs else _COMPUTED_TOLERANCE
+    differences += _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived", tolerance)
     return not differences, differences
 
 
@@ -82,13 +86,18 @@ def _derive(path: Path, measured: Measured) -> Derived:
         raise StoreError(f"{path} holds runs that cannot be judged: {e}; expected them as the harness wrote them") from e
 
 
-def _differences(a: Any, b: Any, where: str) -> list[str]:
+def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANCE) -> list[str]:
+    """What differs, a line for each value; a fraction, also one inside a text, may be off by the relative `tolerance`."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}")]
+        return [d for k in sorted(a.keys() | b.keys()) for d in _differences(a.get(k), b.get(k), f"{where}.{k}", tolerance)]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]")]
-    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=_FIGURE_TOLERANCE, abs_tol=_FIGURE_TOLERANCE):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in _differences(x, y, f"{where}[{i}]", tolerance)]
+    if isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=tolerance, abs_tol=_FIGURE_TOLERANCE):
         return []
+    if isinstance(a, str) and isinstance(b, str) and a != b and _FRACTION.sub("", a) == _FRACTION.sub("", b):
+        told = [[float(m.group()) for m in _FRACTION.finditer(text)] for text in (a, b)]
+        if not [d for x, y in zip(*told, strict=True) for d in _differences(x, y, where, tolerance)]:
+            return []
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
 
 
