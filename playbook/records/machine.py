@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from typing import Any
 
 from playbook.records.evidence import Machine
 
@@ -36,14 +37,13 @@ def short_gpu(name: str) -> str:
     return next((w for w in words if any(c.isdigit() for c in w) and any(c.isalpha() for c in w)), words[-1] if words else "gpu")
 
 
-def told_apart(machine: Machine, others: Collection[Kind]) -> str:
-    """The machine's name, with what sets it apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
-    own = kind(machine)
+def told_apart(name: str, own: tuple[Any, ...], others: Collection[tuple[Any, ...]]) -> str:
+    """A machine's name, with what sets its kind `own` apart where `others` of that name are of another kind: `cpu-amd-epyc-2-cores`."""
     memory = "unknown-memory" if own[3] is None else f"{own[3]}-gib"
     host = "unknown-host-memory" if own[7] is None else f"{own[7]}-gib-host"
     words = (f"{own[0]}-gpus", _slug(own[1] or "no-gpu"), own[2], memory, f"{own[4]}-nodes", _slug(own[5]), f"{own[6]}-cores", host)
     differing = [word for i, word in enumerate(words) if any(other[i] != own[i] for other in others)]
-    return "-".join([machine.name, *differing])
+    return "-".join([name, *differing])
 
 
 def _slug(text: str) -> str:

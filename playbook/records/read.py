@@ -411,17 +411,13 @@ def _with_memory(records: Iterable[Record]) -> list[Record]:
 
 def _labels(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
     """For each kind of machine, a name that no other kind has."""
-    names: dict[str, dict[tuple[Any, ...], Record]] = {}
+    names: dict[str, dict[tuple[Any, ...], str]] = {}
     for r in records:
         machine = r.content.measured.machine if isinstance(r.content, Evidence) else r.content.machine
-        names.setdefault(machine.name, {})[r.kind] = r
-    out = {}
-    for alike in names.values():
-        own = {k[:-1] for k in alike}
-        for k, r in alike.items():
-            machine = r.content.measured.machine if isinstance(r.content, Evidence) else r.content.machine
-            out[k] = told_apart(machine, own) + (f"{FROM}{r.origin}" if r.origin else "")
-    return out
+        names.setdefault(machine.name, {})[r.kind] = f"{FROM}{r.origin}" if r.origin else ""
+    # By the kind, and not by the machine of one of its records, which may not know the memory that it is taken to have.
+    every = {name: {k[:-1] for k in alike} for name, alike in names.items()}
+    return {k: told_apart(name, k[:-1], every[name]) + by for name, alike in names.items() for k, by in alike.items()}
 
 
 def _foreign(record: Record, claims: Claims | None) -> bool:

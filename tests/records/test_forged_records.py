@@ -267,6 +267,8 @@ def test_hosts_of_other_memory_speak_for_themselves_and_an_older_record_for_the_
     assert [r.problems for r in records] == [(), ()], "its A/A is of the same noise key"
     (only,) = verdicts(records, records[0].claim)
     assert (only.path.stem, only.machine) == ("newer", "cpu")
+    sealed(tmp_path / "cpu", data | {"evidence_id": store.new_id(1.8e9)}, name="read last, of before it was noted")
+    assert {r.machine for r in read([tmp_path])} == {"cpu"}, "whichever of them is read last"
     sealed(tmp_path / "cpu", data | {"evidence_id": store.new_id(1.95e9)}, of_host(251.0), name="larger")
     records = read([tmp_path])
     assert {r.machine for r in verdicts(records, records[0].claim)} == {"cpu-unknown-host-memory", "cpu-64-gib-host", "cpu-256-gib-host"}
