@@ -103,7 +103,9 @@ def check(question: Question) -> None:
         raise ConfigError(f"--memory is {question.memory_share:g}; expected a share of the GPU's memory, such as 0.92")
     if "fp8" in question.allow and not question.cluster.has_fp8:
         raise ConfigError(f"--allow fp8: {question.cluster.name} has no 8-bit products; leave it out")
-    open_degrees: dict[str, Any] = {k: 2 for k in ("tp", "cp", "pp", "ep") if k not in question.kept and (k != "ep" or question.shape.experts)}
+    open_degrees: dict[str, Any] = {
+        k: 2 for k in ("tp", "cp", "pp", "ep") if k not in question.kept and (k != "ep" or question.shape.experts)
+    }
     useless = idle(replace(question.base, **open_degrees), sorted(question.kept))  # what some degree would make useful is not
     if useless:
         raise ConfigError(f"--fix: {'; '.join(useless)}")
