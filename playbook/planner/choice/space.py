@@ -11,7 +11,7 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.planner.memory import GIB
 from playbook.planner.options import FLEX, Options
-from playbook.planner.plan import Plan, parse
+from playbook.planner.plan import Plan, idle, parse
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import Cluster
 
@@ -103,7 +103,12 @@ def check(question: Question) -> None:
         raise ConfigError(f"--memory is {question.memory_share:g}; expected a share of the GPU's memory, such as 0.92")
     if "fp8" in question.allow and not question.cluster.has_fp8:
         raise ConfigError(f"--allow fp8: {question.cluster.name} has no 8-bit products; leave it out")
-    question.base  # noqa: B018  (reads the words that are fixed)
+    open_degrees: dict[str, Any] = {
+        k: 2 for k in ("tp", "cp", "pp", "ep") if k not in question.kept and (k != "ep" or question.shape.experts)
+    }
+    useless = idle(replace(question.base, **open_degrees), sorted(question.kept))  # what some degree would make useful is not
+    if useless:
+        raise ConfigError(f"--fix: {'; '.join(useless)}")
 
 
 def axes(question: Question, *, lean: bool = False) -> dict[str, list[int]]:

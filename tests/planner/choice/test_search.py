@@ -122,6 +122,9 @@ def test_ties_are_told_from_plans_that_lose() -> None:
         ({"memory_share": 92.0}, "a share of the GPU's memory"),
         ({"fixed": ("gbs=4",)}, "--gbs say that"),
         ({"fixed": ("speed=4",)}, "not a setting"),
+        ({"model": "qwen3_8b", "fixed": ("imbalance=2",)}, "imbalance has no effect with a model without experts"),
+        ({"fixed": ("tp=1", "sp=true")}, "sp has no effect with tp 1"),
+        ({"backend": "torch", "fixed": ("precision_aware=true",)}, "precision_aware has no effect with the torch backend"),
     ],
 )
 def test_a_question_that_cannot_be_asked_is_refused(more: dict, says: str) -> None:
