@@ -22,6 +22,7 @@ KERNELS = {"train.fused_activation", "train.fused_norms", "train.fused_loss", "o
 OF_EXPERTS = {"moe.fused_permutation", "moe.fused_router", "moe.apply_probs_on"}
 COMPILED = {"train.compile.vision", "train.compile.decoder", "train.compile.loss"}
 BF16 = {"train.dtype": "bf16"}
+LARGE = {"train.micro_batch_size": 4}
 
 
 def fast(config: TrainerConfig, target: Target) -> set[str]:
@@ -68,17 +69,18 @@ def test_a_switch_is_on_where_device_shapes_and_layout_allow_it(path: Path, word
 @pytest.mark.parametrize(
     ("path", "words", "target", "expected"),
     [
-        (MOE, {}, H200, "cudnn"),
-        (MOE, {}, Target("NVIDIA H200"), "auto"),
-        (MOE, {"data.pack": False, "data.pad": False}, H200, "auto"),
-        (IMAGES, {"data.pack": False, "data.pad": False}, H200, "cudnn"),
+        (MOE, LARGE, H200, "cudnn"),
+        (MOE, {}, H200, "auto"),
+        (MOE, LARGE, Target("NVIDIA H200"), "auto"),
+        (MOE, LARGE | {"data.pack": False, "data.pad": False}, H200, "auto"),
+        (IMAGES, LARGE | {"data.pack": False, "data.pad": False}, H200, "cudnn"),
         (MOE, {}, Target("NVIDIA A100-SXM4-80GB", transformer_engine=True), "flash"),
         (MOE, {"train.dtype": "fp32"}, H200, "plain"),
-        (MOE, {"train.deterministic": True}, H200, "auto"),
-        (MOE, {"model.head_dim": 256}, H200, "auto"),
-        (MOE, {"parallel.cp": 2, "parallel.ep": 1}, H200, "auto"),
-        (MOE, {"parallel.cp": 2, "parallel.ep": 1, "parallel.cp_comm": "ulysses"}, H200, "cudnn"),
-        (MOE, {"backend": "megatron"}, H200, "auto"),
+        (MOE, LARGE | {"train.deterministic": True}, H200, "auto"),
+        (MOE, LARGE | {"model.head_dim": 256}, H200, "auto"),
+        (MOE, LARGE | {"parallel.cp": 2, "parallel.ep": 1}, H200, "auto"),
+        (MOE, LARGE | {"parallel.cp": 2, "parallel.ep": 1, "parallel.cp_comm": "ulysses"}, H200, "cudnn"),
+        (MOE, LARGE | {"backend": "megatron"}, H200, "auto"),
         (MOE, {}, Target(), "plain"),
         (MOE, {"train.attention": "flash"}, H200, "flash"),
     ],
@@ -125,7 +127,7 @@ def test_megatron_takes_auto_and_refuses_a_fast_value_by_hand() -> None:
 def test_one_line_says_what_was_chosen() -> None:
     said = automatic.told(load(DENSE, {"train.dtype": "bf16", "optimizer.fused": False}), H200)
     assert said == (
-        "auto on NVIDIA H200: train.attention cudnn; fast train.fused_activation, train.fused_norms, train.fused_loss; "
+        "auto on NVIDIA H200: train.attention cudnn or flash; fast train.fused_activation, train.fused_norms, train.fused_loss; "
         "plain train.compile.decoder, train.compile.loss, optimizer.master_weights"
     )
     assert automatic.told(load(DENSE), Target()) == "auto on the CPU: train.attention plain; plain all switches"

@@ -18,6 +18,8 @@ _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 """H100, H200, H20, B200, GB200 and their kin, in the driver's name of a GPU or in that of a profile such as h200x4."""
 _CUDNN_WIDTH = 128
 """The largest head for which cuDNN over packed documents has been held against flash."""
+_CUDNN_TOKENS = 16_384
+"""The smallest micro-batch in which it has been the faster one; smaller ones wait for their host, and Transformer Engine's calls take more of it."""
 _Part = TypeVar("_Part", bound=BaseModel)
 _EITHER = "cudnn or flash"
 """No value of the key: it differs between micro-batches."""
@@ -122,7 +124,7 @@ def grouped_experts(backend: str, layers: str, dtype: str, *, has_gpu: bool) -> 
 def attention(at: At, target: Target) -> str:
     """What `train.attention: auto` is on a GPU.
 
-    On a Hopper or later cuDNN, where documents of a micro-batch have unequal lengths through Transformer Engine; without it, flash for those.
+    On a Hopper or later cuDNN; where documents of a large micro-batch have unequal lengths, through Transformer Engine, and flash for those elsewhere.
     """
     if at["train.dtype"] != "bf16":
         return "plain"
@@ -131,7 +133,8 @@ def attention(at: At, target: Target) -> str:
     unequal = at["data.pack"] or at["data.pad"] or has_vision(at)
     serves = at["backend"] == "torch" and target.transformer_engine and not at["train.deterministic"]
     across = at["parallel.cp"] > 1 and at["parallel.cp_comm"] != "ulysses"
-    return "cudnn" if unequal and serves and not across and _widest_head(at) <= _CUDNN_WIDTH else _EITHER
+    large = at["train.micro_batch_size"] * at["data.seq_len"] >= _CUDNN_TOKENS
+    return "cudnn" if unequal and serves and large and not across and _widest_head(at) <= _CUDNN_WIDTH else _EITHER
 
 
 def _widest_head(at: At) -> int:

@@ -203,7 +203,8 @@ class TrainConfig(Strict):
     """layernorm and moe_act are not kept for the matrix product that reads them, but made again; core_attn likewise, from queries, keys and
     values; mlp, moe and vision (its blocks) are run again whole."""
     attention: Literal["auto", "plain", "flash", "cudnn"] = "auto"
-    """auto: plain off the GPU, flash before Hopper; else cuDNN, for documents of unequal lengths too where Transformer Engine is installed."""
+    """auto: plain off the GPU, flash before Hopper; else cuDNN, for documents of unequal lengths too where Transformer Engine is installed and a
+    micro-batch has 16,384 tokens."""
     loss_chunk: int = Field(default=4096, gt=0, le=2**31, json_schema_extra=TORCH_ONLY)
     """Tokens whose logits exist at once."""
     fused_loss: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
