@@ -154,16 +154,16 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _set(words: Sequence[str], key: str, value: str) -> list[str]:
-    """The command with another value of `key`: in `key=`, `--key=`, or the word after `--key`; added where it has none."""
-    names = {key, f"--{key.lstrip('-')}", f"--{key.lstrip('-').replace('_', '-')}"}
+    """The command with another value of `key`: in the last `key=` or `--key=`, or the word after `--key`; added where it has none."""
+    flags = {key} if key.startswith("-") else {f"--{key}", f"--{key.replace('_', '-')}"}
     out = list(words)
-    for i, word in enumerate(out):
-        name, equals, _ = word.partition("=")
-        if i and name in names and equals:
+    for i in range(len(out) - 1, 0, -1):
+        name, equals, _ = out[i].partition("=")
+        if name in {key, *flags} and equals:
             out[i] = f"{name}={value}"
             return out
-        if i and word in names and i + 1 < len(out):
+        if out[i] in flags and i + 1 < len(out):
             out[i + 1] = value
             return out
-    flags = any(word.startswith("--") for word in words[1:]) or key.startswith("-")
-    return [*out, f"--{key.lstrip('-')}={value}" if flags else f"{key}={value}"]
+    long = any(word.startswith("--") for word in words[1:]) or key.startswith("-")
+    return [*out, f"--{key.lstrip('-')}={value}" if long else f"{key}={value}"]

@@ -56,6 +56,11 @@ class Program:
     patterns: Sequence[str] = ()
     trace: Path | None = None
 
+    @property
+    def steps_file(self) -> Path | None:
+        """The file that tells the steps, as seen from where the command runs; None where it prints them."""
+        return self.cwd / self.told.file if self.told.file else None
+
 
 def start(program: Program, folder: Path, on_step: Callable[[int], None] | None = None) -> Result:
     """Run it to its end. `on_step` hears how many lines it has printed.
@@ -66,6 +71,7 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     mark = secrets.token_hex(8)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **program.environment, _MARK: mark}
     printed = _Printed(folder / "rank0.log")
+    left = {path: _state(path) for path in _left(program)}
     began, clock = time.time(), time.monotonic()
     stopped, process = "", None
     try:
@@ -84,6 +90,11 @@ def start(program: Program, folder: Path, on_step: Callable[[int], None] | None 
     if process.own:
         return _failed(process.own, printed.path, began, wall)
     try:
+        for path, before in left.items():
+            if before and _state(path) == before:
+                raise LogError(
+                    f"{path} is as it was before the launch, which has not written it; name it below {{run}}, a new folder of each launch"
+                )
         _write(program, folder, printed, environment, wall)
     except PlaybookError as e:
         return Result("crash", 0, f"it ended with exit code 0, but {e}", began, wall)
@@ -174,7 +185,7 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
     Raises:
         PlaybookError: the log does not tell the steps that it must, or a trace cannot be read.
     """
-    found = _read_steps(program.told, printed)
+    found = _read_steps(program.told, program.steps_file, printed)
     rows = _rows(found, program.told, program.longer)
     warm_up, timed = (math.fsum(r["seconds"] for r in rows if r["timed"] is which) for which in (False, True))
     receipt = {"logs": _count(printed.path, program.patterns)}
@@ -203,14 +214,29 @@ def _write(program: Program, folder: Path, printed: _Printed, environment: Mappi
         raise LaunchError(f"the run folder {folder} cannot be written: {e.strerror or e}; choose another with --results") from e
 
 
-def _read_steps(told: Steps, printed: _Printed) -> StepLog:
+def _left(program: Program) -> list[Path]:
+    """The files that a launch is to leave."""
+    return [path for path in (program.steps_file, program.trace) if path is not None]
+
+
+def _state(path: Path) -> dict[Path, tuple[int, int]]:
+    """When the file, or each of a folder's, was changed, and its size; empty where there is none."""
+    found = {}
+    for each in path.iterdir() if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):
+            stat = each.stat()
+            found[each] = (stat.st_mtime_ns, stat.st_size)
+    return found
+
+
+def _read_steps(told: Steps, file: Path | None, printed: _Printed) -> StepLog:
     """The steps that a launch told, all that were declared.
 
     Raises:
         LogError: there are others, or they cannot be read.
     """
-    if told.file:
-        found = logs.read(Path(told.file), told.log, steps=told.count)
+    if file is not None:
+        found = logs.read(file, told.log, steps=told.count)
     else:
         found = logs.read(printed.path, told.log, steps=told.count, arrivals=printed.arrivals)
     if len(found.steps) <= told.first_timed(len(found.steps), found.every):

@@ -180,6 +180,8 @@ def test_the_candidate_by_a_setting_and_a_variable(run):
         (["a.py", "--micro-batch=1"], "micro_batch", "2", ["a.py", "--micro-batch=2"]),
         (["a.py", "--x"], "lr", "2", ["a.py", "--x", "--lr=2"]),
         (["a.py"], "train.lr", "2", ["a.py", "train.lr=2"]),
+        (["a.py", "--task", "lr", "--lr", "1"], "lr", "2", ["a.py", "--task", "lr", "--lr", "2"]),
+        (["a.py", "--lr", "1", "--lr", "3"], "lr", "2", ["a.py", "--lr", "1", "--lr", "2"]),
     ],
 )
 def test_a_setting_takes_the_place_of_the_one_that_is_there(words, key, value, expected):

@@ -177,6 +177,18 @@ def test_steps_are_read_from_a_file_of_the_launch(case, tmp_path):
     assert {r.steps_wanted for r in found.evidence.measured.runs} == {16}
 
 
+@pytest.mark.parametrize("kept", ["steps", "trace"])
+def test_a_file_that_an_earlier_launch_left_is_no_answer_of_this_one(case, tmp_path, monkeypatch, kept):
+    """The command leaves nothing in these places, where sound files of before lie."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps({"step": i, "seconds": 1 + i % 3 / 100}) + "\n" for i in range(20)))
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    of = {"steps": ("steps: {log: jsonl", "steps: {file: log.jsonl"), "trace": ("budget:", "trace: {file: trace.json}\nbudget:")}
+    (found, _) = prove.prove([case(of[kept])])
+    assert found.outcome == "crash"
+    assert "is as it was before the launch" in found.message
+
+
 @pytest.mark.full
 def test_a_variable_of_a_variant_is_declared_and_a_secret_is_refused(case, tmp_path):
     found = bench(case(("arguments: [--fast]", "arguments: [--fast], environment: {NCCL_ALGO: Ring}")), tmp_path)
@@ -253,7 +265,7 @@ def test_kernels_ranges_and_collectives_are_proven_by_the_trace_of_the_discarded
     rules = "[{kernel: grouped_gemm}, {range: experts}, {collective: all_reduce}, {log: the fast path is on}]"
     changes = [
         ("require: [{log: the fast path is on}]", f"require: {rules}"),
-        ("budget:", f"trace: {{file: {tmp_path}/trace.json}}\nbudget:"),
+        ("budget:", f'trace: {{file: "{{run}}/trace.json", arguments: [--trace-of, {tmp_path}/trace.json]}}\nbudget:'),
     ]
     found = bench(case(*changes), tmp_path)
     assert found.status == "measured", found.evidence.derived.verdict.sentence

@@ -67,6 +67,19 @@ def test_a_slower_commit_fails_and_an_equal_one_passes(repo, slower, status):
     assert found.status == status, found.sentence
 
 
+def test_a_file_of_steps_is_looked_for_where_the_commit_runs(repo):
+    """Not in the user's own folder, whose file would make any commit equal to any other."""
+    case = repo.root / "bench" / "step-time.yaml"
+    case.write_text(case.read_text().replace('"50"]', '"50", --out, log.jsonl]').replace("count: 50", "count: 50, file: log.jsonl"))
+    repo("steps go into a file")
+    repo(slower=0.2)
+    own = "".join(json.dumps({"step": i, "seconds": 0.1, "loss": 4.0 / (1 + i), "tokens": 1024}) + "\n" for i in range(1, 51))
+    (repo.root / "log.jsonl").write_text(own)
+    found = run()
+    assert found.status == "regression", found.sentence
+    assert (repo.root / "log.jsonl").read_text() == own
+
+
 FAULTS = ["nan loss", "nan throughput", "no throughput", "ends early"]
 
 

@@ -19,6 +19,7 @@ def options():
     parser.add_argument("--fault", default="")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace-of", type=Path, help="a trace to leave as trace.json in the launch's folder")
     parser.set_defaults(**(json.loads(PLANTED.read_text()) if PLANTED.is_file() else {}))
     return parser.parse_args()
 
@@ -51,6 +52,8 @@ def main():
     last = int(0.4 * told.steps) if told.fault == "ends early" else told.steps
     lines = [json.dumps(row(told, step, launch * (1 + draw.gauss(0, 0.01)))) for step in range(1, last + 1)]
     text = "\n".join(lines) + "\n"
+    if told.trace_of:
+        (Path(told.launch) / "trace.json").write_bytes(told.trace_of.read_bytes())
     told.out.write_text(text) if told.out else sys.stdout.write(text)
 
 
