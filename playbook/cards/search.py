@@ -265,7 +265,7 @@ def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run:
         return None
     limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
     whole = _limits(card.scope, run)
-    best = next((p for _, p in passages if p.kind != "alias"), passages[0][1])  # an alias says no more than the question
+    best = next((p for _, p in passages if p.kind not in ("alias", "comparison")), passages[0][1])  # neither is a sentence
     return Hit(
         id=card.id,
         title=card.title,
