@@ -38,6 +38,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         else "pip install perf-playbook"
     )
     config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{clone}\n```"}, made.plain
+    config.extra["asked"] = made.asked
     config.extra["records"] = {p.stem for p in made.files if p.parent.name == "evidence"}
     for entry in config.nav or []:
         if "Cards" in entry:
@@ -58,9 +59,10 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Put each card beside its page as plain Markdown, for readers that follow llms.txt, and mend the search."""
+    """Put each card beside its page as plain Markdown, for readers that follow llms.txt, write what the question box asks, and mend the search."""
     for name, content in config.extra["plain"].items():
         (Path(config.site_dir) / name).write_text(content, encoding="utf-8")
+    (Path(config.site_dir) / "search/cards.json").write_text(config.extra["asked"], encoding="utf-8")
     for worker in (Path(config.site_dir) / "assets/javascripts/workers").glob("search.*.min.js"):
         worker.write_text(worker.read_text(encoding="utf-8").replace(*LUNR), encoding="utf-8")
 

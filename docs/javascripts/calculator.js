@@ -1,7 +1,7 @@
 // The layout calculator: form to plan to answer. The address holds the settings, so that a layout can be shared.
 (function () {
   "use strict";
-  const form = document.getElementById("pb-layout"), answer = document.getElementById("pb-answer");
+  const form = document.getElementById("pb-layout"), answer = document.getElementById("pb-answer"), line = document.getElementById("pb-line");
   const tables = JSON.parse(document.getElementById("pb-tables").textContent);
   const controls = [...form.elements].filter((e) => e.name);
   const keys = [...new Set(controls.map((e) => e.name))];
@@ -115,19 +115,22 @@
     return fitting.length ? `It fits ${fitting.join(", ")}.` : "No GPU that is known here has that much.";
   }
 
-  function held(plan) {
+  // The answer in one line, which stays in sight while settings change.
+  function verdict(plan, broken) {
+    let peak = null;
     try {
-      return !holders(Math.max(...PlaybookMemory.estimate(tables, plan).map((s) => s.peak))).startsWith("No GPU");
-    } catch {
-      return true;
-    }
+      peak = Math.max(...PlaybookMemory.estimate(tables, plan).map((s) => s.peak));
+    } catch { /* no estimate, as the section on memory says */ }
+    const fits = broken.length === 0 && (peak === null || !holders(peak).startsWith("No GPU"));
+    const legal = fits ? "This layout can run." : "This layout breaks no rule, and no GPU holds it.";
+    const words = broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}, below.` : legal;
+    const size = broken.length || peak === null ? "" : ` ${(peak / GIB).toFixed(1)} GiB per GPU at the peak. ${fits ? holders(peak) : ""}`;
+    return element("p", [element("strong", words), size], {class: fits ? "pb-confirmed" : "pb-refuted", id: "pb-legal"});
   }
 
-  function verdict(plan, broken, model, given) {
-    const fits = broken.length === 0 && held(plan), legal = fits ? "This layout can run." : "This layout breaks no rule, and no GPU holds it.";
-    const shown = [element("p", element("strong", broken.length ? `${broken.length} broken rule${broken.length > 1 ? "s" : ""}` : legal),
-      {class: fits ? "pb-confirmed" : "pb-refuted", id: "pb-legal"})];
-    if (!broken.length) return shown;
+  function rules(plan, broken, model, given) {
+    if (!broken.length) return [];
+    const shown = [];
     shown.push(element("ul", broken.map((sentence) => element("li", sentence)), {id: "pb-broken"}));
     const offers = PlaybookLayout.nearest(tables, plan);
     if (!offers.length) {
@@ -145,12 +148,14 @@
     try {
       plan = PlaybookLayout.parse(tables, model, given);
     } catch (error) {
-      answer.replaceChildren(element("p", error.message, {class: "pb-refuted", id: "pb-legal"}));
+      line.replaceChildren(element("p", error.message, {class: "pb-refuted", id: "pb-legal"}));
+      answer.replaceChildren();
       return;
     }
     const broken = PlaybookLayout.broken(tables, plan);
     const rest = broken.length ? [] : [element("h2", "What follows"), figures(plan), ...memory(plan)];
-    answer.replaceChildren(...verdict(plan, broken, model, given), element("pre", element("code", command), {class: "pb-command", tabindex: "0"}), ...rest);
+    line.replaceChildren(verdict(plan, broken));
+    answer.replaceChildren(...rules(plan, broken, model, given), element("pre", element("code", command), {class: "pb-command", tabindex: "0"}), ...rest);
     window.history.replaceState(null, "", address(model, given) + window.location.hash);
   }
 

@@ -26,19 +26,21 @@ MAX_QUERY = 2000
 """Characters; a longer question is refused. The longest of the test set has about a hundred."""
 
 FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
-_PASSAGE = 2.0
+PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-_LEAST_EVIDENCE = 0.27
+LEAST_EVIDENCE = 0.27
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
-_BESIDE = 0.16
+BESIDE = 0.16
 """Least evidence of every further card in an answer."""
-_NEAREST = 3
+NEAREST = 3
 _PAGES = 2
 _LEAST_PAGE = 0.15
 """Score that a section must have, as a share of what the question's words weigh."""
-_MOSTLY = 0.5
+MOSTLY = 0.5
 """Share of letters in another script from which on a question is not answered."""
+K1, B = 2.4, 0.6
+"""Of BM25: how soon a repeated word counts no more, and how far long texts are held back."""
 UNKNOWN = 0.6
 """How much a word that no card knows counts against one, as a share of the rarest word's weight."""
 
@@ -144,25 +146,25 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
             f"the question has {len(query)} characters; at most {MAX_QUERY} are read, ask with a few words or one error line"
         )
     words = terms(query)
-    if foreign_share(query) > _MOSTLY:
+    if foreign_share(query) > MOSTLY:
         return Answer(
             [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
         )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
     ranked = _ranked(found, words)
-    nearest, pages = [r.card for r in ranked[:_NEAREST]], _pages(found, words)
+    nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
     if subjects := [phrase for phrase, term in phrases(query) if term not in found.named]:
         return Answer([], f"no card covers '{subjects[0]}'", nearest, pages)
-    if max((r.evidence for r in ranked), default=0.0) < _LEAST_EVIDENCE:
+    if max((r.evidence for r in ranked), default=0.0) < LEAST_EVIDENCE:
         return Answer([], "no card covers this question", nearest, pages)
     run = (stated or Facts()).over(facts(query))
     hits, enough = [], False
-    for r in (r for r in ranked if r.evidence >= _BESIDE):
+    for r in (r for r in ranked if r.evidence >= BESIDE):
         hit = _hit(found, r.card, r.passages, run, only)
         if hit is not None:
             hits.append(hit)
-            enough |= hit.applies and r.evidence >= _LEAST_EVIDENCE
+            enough |= hit.applies and r.evidence >= LEAST_EVIDENCE
     if enough:
         return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
@@ -222,7 +224,7 @@ def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
         if own:
             own.sort(key=lambda m: -m[0])
             best = own[0][0]
-            out.append(_Ranked(card_id, scores[card_id] + _PASSAGE * best, _evidence(found, card_id, words, best), own))
+            out.append(_Ranked(card_id, scores[card_id] + PASSAGE * best, _evidence(found, card_id, words, best), own))
     return sorted(out, key=lambda r: -r.score)
 
 
@@ -263,7 +265,7 @@ def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run:
         return None
     limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
     whole = _limits(card.scope, run)
-    best = next((p for _, p in passages if p.kind != "alias"), passages[0][1])  # an alias says no more than the question
+    best = next((p for _, p in passages if p.kind not in ("alias", "comparison")), passages[0][1])  # neither is a sentence
     return Hit(
         id=card.id,
         title=card.title,
@@ -306,7 +308,7 @@ def _bm25(documents: list[list[str]]) -> Any:
     with _without("numba", "jax", "scipy.sparse", "tqdm"):
         import bm25s
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for every message when it is imported
-    made = bm25s.BM25(method="lucene", k1=2.4, b=0.6, backend="numpy", csc_backend="numpy")
+    made = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy", csc_backend="numpy")
     made.index(documents, show_progress=False)
     return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -112,6 +112,20 @@ def _phrases(spaced: str) -> list[tuple[str, str]]:
     table, pattern, gapped, named = _synonyms()
     exact = [(m.group(0), term) for m in pattern.finditer(spaced) for term in table[m.group(0)]]
     return exact + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
+
+
+def tables(texts: Iterable[str]) -> dict[str, Any]:
+    """What makes terms of a question elsewhere: the table of phrases, stop words, and the stem of each word that texts and phrases have."""
+    table, _, gapped, named = _synonyms()
+    surfaces = {w for text in texts for w in _WORD.findall(normal(text))} | {w for phrase in table for w in phrase.split()}
+    stems = {w: stem for w in sorted(surfaces) if (stem := _stemmer().stemWord(w)) != w}
+    return {
+        "stems": stems,
+        "stop": sorted(_stop_words()),
+        "phrases": table,
+        "gapped": gapped.pattern,
+        "gaps": named,
+    }
 
 
 def foreign_share(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -94,6 +95,7 @@ def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
     return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
 
 
+@lru_cache(maxsize=64)
 def plan_answer(
     model: str,
     gpus: int,
@@ -103,11 +105,11 @@ def plan_answer(
     global_batch_size: int,
     goal: str,
     backend: str,
-    allow: list[str],
-    fix: list[str],
+    allow: frozenset[str],
+    fix: tuple[str, ...],
     top: int,
 ) -> PlanAnswer:
-    """What `playbook plan` says.
+    """What `playbook plan` says. A plan depends on nothing that changes, so the same question is answered from memory.
 
     Raises:
         PlaybookError: the question cannot be asked.
@@ -122,8 +124,8 @@ def plan_answer(
         global_batch_size,
         goal,
         backend=backend,
-        fixed=tuple(fix),
-        allow=frozenset(allow),
+        fixed=fix,
+        allow=allow,
     )
     found = document.document(explain.answer(question, top))
     kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")

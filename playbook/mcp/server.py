@@ -19,7 +19,7 @@ from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.server.mcpserver.resources import FunctionResource
 from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, ToolAnnotations
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from playbook.cards import search as engine
 from playbook.cards.model import Card
@@ -60,6 +60,8 @@ from playbook.yaml_files import did_you_mean
 MAX_CHARS = 60_000
 """Longest answer in characters of JSON, about 15,000 tokens. A longer one is refused with advice on how to ask for less."""
 MAX_ROWS = 100
+_MISTAKES = 4
+"""Wrong arguments that an error names."""
 _MAX_TEXT = 600
 _MAX_LINE = 160
 
@@ -144,11 +146,22 @@ class Strict(MCPServer[Any]):
         unknown = sorted(set(arguments) - set(known)) if known is not None else []
         if known is not None and unknown:
             raise ToolError(f"'{unknown[0][:40]}' is not an argument of {name}; expected some of: {', '.join(known) or 'none'}")
-        result = await super().call_tool(name, arguments, context)
+        try:
+            result = await super().call_tool(name, arguments, context)
+        except ToolError as e:
+            if not isinstance(e.__cause__, ValidationError):
+                raise
+            raise ToolError(_mistakes(name, e.__cause__)) from e
         if name in SUMMARIES and isinstance(result, CallToolResult) and result.structured_content:
             text = SUMMARIES[name](result.structured_content)
             return result.model_copy(update={"content": [TextContent(type="text", text=text)]})
         return result
+
+
+def _mistakes(name: str, found: ValidationError) -> str:
+    """What is wrong with a call's arguments, in one line."""
+    said = [f"{'.'.join(map(str, e['loc']))[:60]}: {e['msg'][:200]}" for e in found.errors(include_url=False)]
+    return f"{name}: {'; '.join(said[:_MISTAKES])}{f'; and {len(said) - _MISTAKES} more' if len(said) > _MISTAKES else ''}"
 
 
 def server(library: Library) -> MCPServer[Any]:
@@ -262,8 +275,8 @@ def _layout(out: MCPServer[Any]) -> None:
         """The fastest layouts that fit: speed with its 80 % interval, memory, settings; or what would fit."""
         with _told():
             found = planning.plan_answer(
-                model, gpus, hardware, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend, allow=[*allow],
-                fix=fix, top=top,
+                model, gpus, hardware, seq_len=seq_len, global_batch_size=global_batch_size, goal=goal, backend=backend,
+                allow=frozenset(allow), fix=tuple(fix), top=top,
             )  # fmt: skip
             return bounded(found, "ask for fewer plans")
 

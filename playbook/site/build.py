@@ -18,6 +18,7 @@ from playbook.cards.model import Card, by_claim
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
+from playbook.site.asking import asked
 from playbook.site.calculator import calculator_page
 from playbook.site.cards import card_page
 from playbook.site.evidence import evidence_page, list_page, trace_page
@@ -26,6 +27,7 @@ from playbook.site.lists import by_phase, index_page, matrix_page, one_gpu_page,
 from playbook.site.llms import llms, llms_full, llms_measured, plain_card
 from playbook.site.models import families_page, models_page
 from playbook.site.parity import parity_page
+from playbook.site.planned.diagnosed import form
 from playbook.site.planned.published import published_page
 from playbook.site.planned.tables import tables_page
 from playbook.site.planned.worked import worked
@@ -67,6 +69,8 @@ class Site:
     """Markdown that replaces a comment of that name on a page, such as `coverage`."""
     plain: dict[str, str]
     """Each card as plain Markdown, by its path in the built site: the page's own path with `.md` added."""
+    asked: str
+    """What the question box searches, for `search/cards.json` of the built site."""
     files: list[Path]
 
 
@@ -101,8 +105,9 @@ def generate(
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
     }
-    if (out / "plans.jsonl").is_file():
-        pages["_generated/plans.md"] = tables_page(out / "plans.jsonl")
+    plans = out / "plans.jsonl"
+    if plans.is_file():
+        pages["_generated/plans.md"] = tables_page(plans)
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
@@ -118,10 +123,11 @@ def generate(
         "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),
         "example of verdicts": example_of_verdicts(shelf),
+        "diagnosis form": form(plans) if plans.is_file() else "",
         **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    return Site(titles, by, summary(shelf.records), inserts, plain, written)
+    return Site(titles, by, summary(shelf.records), inserts, plain, asked(shelf.cards), written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

@@ -159,9 +159,10 @@ def calculator_page() -> str:
         "are those of `playbook layout check` and `playbook layout memory`, computed in this page; nothing is sent anywhere. The address "
         "of the page holds the layout: copy it to share it.",
         "<noscript><p>This page computes in the browser and needs JavaScript. Without it, use <code>playbook layout check</code>.</p></noscript>",
-        f'<form id="pb-layout" class="pb-layout" hidden>\n{groups}\n'
+        '<div id="pb-line" class="pb-line-of-answer" aria-live="polite"></div>',
+        f'<form id="pb-layout" data-search-exclude class="pb-layout" hidden>\n{groups}\n'
         '<p><button type="reset" class="md-button">Start again</button></p>\n</form>',
-        '<div id="pb-answer" class="pb-answer" aria-live="polite"></div>',
+        '<div id="pb-answer" class="pb-answer"></div>',
         _NOTES,
         f'<script type="application/json" id="pb-tables">{data}</script>\n{scripts}',
     ]

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import by_claim
@@ -399,4 +400,14 @@ def list_page(shelf: Shelf) -> str:
         if r.schema == TRACE
     ]
     found = [r for r in shelf.records if r.schema == EVIDENCE]
-    return render("evidence_list.md", verdicts=found, traces=found_traces, effect=lambda r: markdown(effect(r)))
+    claims = [claim for card in shelf.cards.values() for claim in card.claims]
+    statements = {c.id: c.statement for c in claims} | {
+        c.mechanism_check.id: c.mechanism_check.statement for c in claims if c.mechanism_check
+    }
+    return render(
+        "evidence_list.md",
+        verdicts=found,
+        traces=found_traces,
+        effect=lambda r: markdown(effect(r)),
+        says=lambda r: markdown(text(shorten(statements.get(str(r.about), ""), 110, placeholder=" …"))),
+    )

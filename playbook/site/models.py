@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from playbook.cards.model import Card, ConfigFamily
+from playbook.cards.model import Card, ConfigFamily, Quantity
 from playbook.errors import ConfigError
 from playbook.planner import flops, parameters
 from playbook.planner.layout import min_gpus
@@ -31,7 +31,7 @@ def models_page(configs: Path) -> str:
     """Every model that layouts are computed for; `configs` is the trainer's folder of configurations."""
     recipes = _recipes(configs)
     rows = []
-    for name, shape in sorted(MODELS.items(), key=lambda m: parameters.total(m[1])):
+    for name, shape in sorted(MODELS.items(), key=lambda m: -parameters.total(m[1])):
         name_cell = link(code(name), shape.source) if shape.source.startswith("https://") else code(name)
         runs = ", ".join(code(r) for r in recipes.get(name, [])) or ("by name" if name in recipes[""] else "")
         rows.append(
@@ -43,7 +43,7 @@ def models_page(configs: Path) -> str:
                 _labelled(f"{shape.heads} / {shape.kv_heads}", "heads / KV"),
                 _labelled(f"{shape.top_k} of {shape.experts}" if shape.experts else "", "experts"),
                 _kind(shape),
-                _labelled(f"{flops.per_token(shape, _SEQ_LEN) / 1e9:.1f}", "GFLOP per token"),
+                _labelled(f"{flops.per_token(shape, _SEQ_LEN) / 1e9:.3g}", "GFLOP per token"),
                 _labelled(runs, "trainer"),
                 link("layout", address({"model": name})),
             ]
@@ -64,7 +64,7 @@ def _recipes(configs: Path) -> dict[str, list[str]]:
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.0f} M"
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.0f} M" if count >= 1e7 else f"{count / 1e6:,.1f} M"
 
 
 def _kind(shape: Shape) -> str:
@@ -96,9 +96,7 @@ def _entries(cards: Iterable[Card]) -> list[tuple[Card, ConfigFamily]]:
 def _row(card: Card, family: ConfigFamily) -> list[str]:
     words = " ".join([family.name, family.model, family.hardware, str(family.settings), family.note or "", card.title]).lower()
     marks = f'data-text="{attribute(words)}" data-model="{attribute(family.model)}" data-platform="{attribute(family.hardware)}"'
-    published = ", ".join(
-        f"{text(k.replace('_', ' '))} {'about ' if q.approx else ''}{number(q.value)} {text(q.unit)}" for k, q in family.measured.items()
-    )
+    published = "<br>".join(_figure(k, q) for k, q in family.measured.items())
     said = "; ".join(filter(None, [family.note, *(f"{s.title}, {s.origin}, {s.section or 'whole'}, {s.date}" for s in family.sources)]))
     note = f'<br><span class="pb-of">{text(said)}</span>' if said else ""
     return [
@@ -109,6 +107,16 @@ def _row(card: Card, family: ConfigFamily) -> list[str]:
         _labelled(published, "published"),
         _labelled(_check(family), "can it run"),
     ]
+
+
+_UNITS = {"tokens_per_s_per_gpu": "tokens/s/GPU", "model_tflops_per_gpu": "TFLOP/s/GPU", "mfu": "% MFU"}
+
+
+def _figure(name: str, quantity: Quantity) -> str:
+    """A published figure, in the words of the field where it has some."""
+    unit = _UNITS.get(name)
+    value = f"{'about ' if quantity.approx else ''}{number(quantity.value)}"
+    return f"{value} {unit}" if unit else f"{text(name.replace('_', ' '))} {value} {text(quantity.unit)}"
 
 
 def _labelled(cell: str, label: str) -> str:

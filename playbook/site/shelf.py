@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -11,6 +12,8 @@ from playbook.cards.model import Card, Claim, Expect
 from playbook.records.read import Record, verdicts
 from playbook.site.figures.forest import Bar, forest
 
+_SAID = re.compile(r"^(?:train|parallel|megatron|precision)\.")
+"""Parts of a key that its own name says again."""
 DECIDED = ("confirmed", "refuted")
 TARGETS = {"megatron-lm": "Megatron-LM", "megatron-bridge": "Megatron Bridge", "torchtitan": "torchtitan"}
 """Trainers that configurations are exported to, with their names."""
@@ -60,10 +63,10 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
         low, value, high = (found.get(k) for k in ("low", "effect", "high"))
         if found.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
             continue
-        name = (claim.case or card.id).replace("-", " ")
         yield Bar(
             claim=claim.id,
-            name=name,
+            name=compared(claim) or (claim.case or card.id).replace("-", " "),
+            about=card.title,
             statement=claim.statement,
             address=f"{up}cards/{card.id}.html#{anchor(claim.id)}",
             effect=value,
@@ -73,6 +76,22 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
             op=claim.expect.op,
             status=r.status,
         )
+
+
+def compared(claim: Claim) -> str:
+    """What the two sides of a claim set differently, in a few words: `recompute: full → selective`; empty where it compares no settings."""
+    before, after = claim.comparison.baseline, claim.comparison.candidate
+    keys = [k for k in dict.fromkeys([*after, *before]) if before.get(k) != after.get(k)]
+    changed = [f"{_SAID.sub('', k)}: {_set(before.get(k))} → {_set(after.get(k))}" for k in keys]
+    return "; ".join(changed) if len(changed) < 3 else f"{changed[0]}, …"
+
+
+def _set(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "none"
+    return "unset" if value is None else str(value)
 
 
 def current(shelf: Shelf, claim: Claim) -> list[Record]:

@@ -13,13 +13,24 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 from site_browser import watched
+from site_tree import CARD
+
+from playbook.cards import search
+from playbook.cards.load import load_all, read_cards
+from playbook.cards.terms import Facts
+from playbook.diagnosis.published import nearest
+from playbook.diagnosis.question import diagnosis_of
+from playbook.diagnosis.setting import setting
+from playbook.planner.models import MODELS
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 900}
 INSPECT = (Path(__file__).parent / "inspect_page.js").read_text()
+CARDS = Path(__file__).parents[1] / "cards"
 KINDS = ("errors", "phone", "language", "images", "labels", "headings", "names", "ids", "contrast", "tables")
 
 
@@ -107,17 +118,58 @@ def test_search_finds_a_symptom(page: Any, site_root: str, question: str, card: 
     page.wait_for_function(f"name => {first}.some(a => a.href.includes(name))", arg=f"cards/{card}", timeout=20_000)
 
 
-def test_home_shows_every_interval_without_scrolling_and_its_box_asks_the_search(page: Any, site_root: str) -> None:
+def test_home_shows_every_interval_without_scrolling(page: Any, site_root: str) -> None:
     page.goto(f"{site_root}/index.html")
     box = page.locator(".pb-forest").bounding_box()
     assert box["y"] + box["height"] <= DESK["height"]
+
+
+def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root: str, tmp_path: Path) -> None:
+    """The same cards first and the same silence, but for words whose forms the page has no stem of."""
+    (tmp_path / "fixture-card.yaml").write_text(CARD, encoding="utf-8")
+    index = search.index(load_all() | {e.card.id: e.card for e in read_cards([tmp_path]).loaded})
+    asked = [q["ask"] for name in ("issues", "questions") for q in yaml.safe_load((CARDS / f"{name}.yaml").read_text(encoding="utf-8"))]
+    page.goto(f"{site_root}/index.html")
+    found = page.evaluate(
+        "async (all) => { const f = document.querySelector('form.pb-ask'), r = []; for (const q of all) r.push(await f.playbookAsk(q)); return r }",
+        asked,
+    )
+    wrong = []
+    for question, there in zip(asked, found, strict=True):
+        here = search.search(index, question)
+        if there["cards"][:1] != [h.id for h in here.hits][:1] or there["command"] != diagnosis_of(question, Facts()):
+            wrong.append((question, there, [h.id for h in here.hits]))
+    assert len(wrong) <= 0.01 * len(asked), wrong
+
+
+def test_the_question_box_leads_to_cards_and_to_the_diagnosis(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/index.html")
     page.fill("#pb-ask", "my MoE training on 64 H100 is at 25 % MFU")
     page.keyboard.press("Enter")
-    page.wait_for_function(
-        "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 5).some(a => a.href.includes('guide/diagnose'))",
-        timeout=20_000,
-    )
-    assert page.input_value("input.md-search__input") == "my MoE training on 64 H100 is at 25 % MFU"
+    page.wait_for_selector("#pb-asked li")
+    assert "playbook diagnose --model MODEL --gpus 64 --gpu h100 --mfu 25" in page.inner_text("#pb-asked")
+    page.fill("#pb-ask", "LoRA on the experts")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('pb-asked').innerText.includes('No card covers')")
+    page.click("#pb-asked >> text=Search all pages")
+    page.wait_for_selector(".md-search-result__item", timeout=20_000)
+    assert page.input_value("input.md-search__input") == "LoRA on the experts"
+
+
+def test_the_page_of_the_diagnosis_says_what_the_command_says(page: Any, site_root: str) -> None:
+    page.goto(f"{site_root}/guide/diagnose.html")
+    lines = dict(zip(page.locator(".pb-lines dt").all_inner_texts(), page.locator(".pb-lines dd").all_inner_texts(), strict=True))
+    where = setting(MODELS["qwen3_30b_a3b"], "qwen3_30b_a3b", "h100", 64, seq_len=None, gbs=None)
+    runs = nearest(where)
+    assert runs is not None
+    value = 0.25 * where.peak / where.flops_per_token
+    assert lines["you"].startswith(f"{value:,.0f} tokens/s/GPU, 25% MFU, ")
+    assert f"{runs.low:,.0f} to {runs.high:,.0f} tokens/s/GPU" in page.inner_text("#pb-position")
+    assert page.inner_text("#pb-position").startswith("You are where published runs are")
+    page.fill("#pb-diagnose input[name=speed]", "8")
+    assert page.inner_text("#pb-position").startswith("You are below published runs")
+    page.select_option("#pb-diagnose select[name=unit]", "tokens/s per GPU")
+    assert "--tokens-per-s 8" in page.inner_text("#pb-diagnosis")
 
 
 def shown(page: Any, selector: str) -> int:

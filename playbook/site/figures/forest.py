@@ -11,7 +11,9 @@ from playbook.site.text import NBSP, attribute, badge, percent
 _LINEAR = 0.1
 """Effects are drawn in proportion up to about this share, and by their logarithm beyond it."""
 _TICKS = (-0.9, -0.5, -0.2, -0.05, 0.0, 0.05, 0.2, 0.5, 1.0, 3.0, 10.0, 30.0)
-_ROOM = 0.15
+_WHOLE = 10.0
+"""Effects from here on are said without decimals."""
+_ROOM = 0.27
 """Least distance of two labels, as a share of the axis."""
 
 
@@ -21,6 +23,9 @@ class Bar:
 
     claim: str
     name: str
+    """What is compared, such as `pack: off → on`."""
+    about: str
+    """The title of its card."""
     statement: str
     address: str
     effect: float
@@ -45,14 +50,15 @@ def forest(bars: Sequence[Bar]) -> str:
 
 def _row(axis: _Axis, b: Bar) -> str:
     claimed = "" if b.margin is None else {">=": "at least ", "<=": "at most ", "within": "within "}.get(b.op, "") + _tick(b.margin)
-    name = f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a>'
+    name = f'<a href="{attribute(b.address)}" title="{attribute(b.statement)}"><b>{attribute(b.claim)}</b> {attribute(b.name)}</a><span class="pb-of">{attribute(b.about)}</span>'
     interval = f"{_short(b.low)}, {_short(b.high)}"
     words = f'{_short(b.effect)} % [{interval}]<span class="pb-of">{attribute(claimed)}</span>'
     return f"<tr><td>{name}</td><td>{axis.draw(b)}</td><td>{words}</td><td>{badge(b.status)}</td></tr>"
 
 
 def _short(value: float) -> str:
-    return percent(value).removesuffix(NBSP + "%")
+    said = percent(value).removesuffix(NBSP + "%")
+    return said.split(".")[0] if abs(value) >= _WHOLE else said
 
 
 def _bend(value: float) -> float:
@@ -85,7 +91,7 @@ class _Axis:
         places: list[tuple[float, float]] = []
         for value in sorted(_TICKS, key=lambda t: (abs(t) > 0, -abs(t))):
             at = self.at(value)
-            if (not value or 0.07 < at < 0.9) and all(abs(at - other) >= _ROOM for other, _ in places):
+            if (not value or 0.13 < at < 0.87) and all(abs(at - other) >= _ROOM for other, _ in places):
                 places.append((at, value))
         words = "".join(
             f'<text x="{at:.2%}" y="12" text-anchor="{"start" if at < 0.07 else "end" if at > 0.9 else "middle"}">{_tick(value)}</text>'

@@ -1,0 +1,177 @@
+// The question box of the home page: the search of the cards as `playbook search` counts it, over the passages that the build wrote beside this site.
+// Without this script the box opens the search of all pages.
+(function () {
+  "use strict";
+  const form = document.querySelector("form.pb-ask");
+  if (!form) return;
+  const place = new URL("../search/cards.json", document.currentScript.src);
+  const root = new URL("../", document.currentScript.src);
+  const input = form.querySelector("input"), answer = document.getElementById("pb-asked");
+  let loaded;
+
+  const count = (words) => words.reduce((all, word) => all.set(word, (all.get(word) || 0) + 1), new Map());
+
+  // BM25 as Lucene has it, over lists of numbers of terms.
+  function bm25(documents, data) {
+    const held = documents.map(count), lengths = documents.map((d) => d.length);
+    const mean = lengths.reduce((a, b) => a + b, 0) / documents.length, frequency = new Map();
+    held.forEach((h) => h.forEach((_, term) => frequency.set(term, (frequency.get(term) || 0) + 1)));
+    return (words) => documents.map((_, i) => words.reduce((sum, term) => {
+      const times = held[i].get(term);
+      if (!times) return sum;
+      const df = frequency.get(term), rare = Math.log(1 + (documents.length - df + 0.5) / (df + 0.5));
+      return sum + rare * times / (times + data.k1 * (1 - data.b + data.b * lengths[i] / mean));
+    }, 0));
+  }
+
+  function prepare(data) {
+    const numbers = new Map(data.terms.map((term, i) => [term, i]));
+    const of = (wanted) => data.cards.map((_, i) => data.passages.filter((p) => p[0] === i && wanted(p[1])).flatMap((p) => p[2]));
+    const parts = {title: of((k) => k === "t" || k === "a"), signs: of((k) => k === "s" || k === "a"), body: of(() => true)};
+    const frequency = new Map();
+    data.passages.forEach((p) => new Set(p[2]).forEach((t) => frequency.set(t, (frequency.get(t) || 0) + 1)));
+    const weights = new Map([...frequency].map(([t, n]) => [t, Math.log(1 + (data.passages.length - n + 0.5) / (n + 0.5))]));
+    const longest = Object.keys(data.phrases).sort((a, b) => b.length - a.length).map((p) => p.replace(/[.]/g, "\\."));
+    return {
+      ...data, numbers, weights, most: Math.max(...weights.values()),
+      fieldScores: Object.keys(data.fields).map((name) => [data.fields[name], bm25(parts[name], data)]),
+      pieceScores: bm25(data.passages.map((p) => p[2]), data),
+      vocabulary: parts.body.map((words) => new Set(words)),
+      named: new Set([...parts.title, ...parts.signs].flat()),
+      stopWords: new Set(data.stop),
+      phrase: new RegExp("(?<![^ ])(?:" + longest.join("|") + ")(?![^ ])", "g"),
+      gap: new RegExp(data.gapped.replaceAll("(?P<", "(?<"), "g"),
+    };
+  }
+
+  function normal(text) {
+    const line = text.normalize("NFKD").replace(/\p{M}/gu, "").replace(/\p{C}/gu, " ").toLowerCase().replace(/(?<=\d)[,_](?=\d{3}(?!\d))/g, "");
+    return line
+      .replace(/\b(\d{1,4})\s?([km])\b(?!\s?(?:tokens?|tok)?\s?\/|\s?(?:tok|tokens?) per s)/g, (_, n, unit) => String(n * (unit === "k" ? 1024 : 1048576)))
+      .replace(/\b(tp|pp|ep|cp|dp|sp|vpp|etp|edp|fsdp|mbs|gbs)=?(\d{1,5})\b/g, "$1 $2");
+  }
+
+  // A word that no card has gets the stem of the nearest form that one has.
+  function stem(found, word) {
+    if (word in found.stems) return found.stems[word];
+    for (const form of [word + "s", word + "ed", word + "ing", word.replace(/(?:es|s|ed|d|ing|ly)$/, ""), word.replace(/(?:ed|ing)$/, "e")]) {
+      if (form.length > 3 && form in found.stems) return found.stems[form];
+    }
+    return word.replace(/(?<=\w{4})s$/, "");
+  }
+
+  const words = (line) => line.match(/[a-z0-9]+(?:\.[0-9]+)?/g) || [];
+
+  function phrases(found, spaced) {
+    const exact = [...spaced.matchAll(found.phrase)].flatMap((m) => found.phrases[m[0]].map((name) => [m[0], name]));
+    return exact.concat([...spaced.matchAll(found.gap)].map((m) => [m[0], found.gaps[Object.keys(m.groups).find((g) => m.groups[g] !== undefined)]]));
+  }
+
+  function terms(found, text) {
+    const line = normal(text), plain = words(line);
+    const parts = text.split(/\s+/).flatMap((w) => {
+      const split = w.split(/(?<=[a-z0-9])(?=[A-Z][a-z])/);
+      return split.length > 1 && w !== w.toLowerCase() ? split.map((s) => s.toLowerCase()) : [];
+    });
+    const stems = [...plain, ...parts].filter((w) => !found.stopWords.has(w)).map((w) => stem(found, w));
+    return [...stems, ...phrases(found, plain.join(" ")).map((p) => p[1]), ...(line.match(/(?<![a-z0-9])[a-z0-9]+(?:_[a-z0-9]+)+/g) || [])];
+  }
+
+  function otherScript(text) {
+    const letters = text.normalize("NFKD").match(/\p{L}/gu) || [];
+    const other = letters.reduce((n, c) => n + (/\p{Script=Latin}/u.test(c) ? 0 : /\p{Lo}/u.test(c) ? 3 : 1), 0);
+    return letters.length ? other / (other + letters.filter((c) => /\p{Script=Latin}/u.test(c)).length) : 0;
+  }
+
+  // What the question says about the GPU, and whether the model has experts.
+  function facts(found, line) {
+    const said = new Set(words(line));
+    const gpus = found.gpus.filter((g) => said.has(g) || said.has(g + "s") || new RegExp(`\\b\\d{1,6}\\s?x\\s?(?:nvidia\\s)?${g}\\b|\\b${g}\\s?x\\s?\\d`).test(line));
+    const family = Object.keys(found.families).filter((f) => said.has(f)).flatMap((f) => found.families[f]);
+    const flat = words(line).join("").replaceAll(".", "");
+    const model = found.models.filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
+    const dense = /\bdense (?:model|llm|transformer|\d{1,3}b)\b/.test(line) && !/\b(?:moe|experts?)\b/.test(line);
+    return {gpus: [...gpus, ...family], model, dense};
+  }
+
+  function applies(card, said) {
+    return !(card.gpus.length && said.gpus.length && !said.gpus.some((g) => card.gpus.includes(g))) && !(card.moe && said.dense);
+  }
+
+  // The cards that answer, best first; or why none does, and the nearest.
+  function search(found, query) {
+    if (otherScript(query) > found.mostly) return {cards: [], none: "The cards are in English; ask in English, or with the error line."};
+    const asked = terms(found, query);
+    if (!asked.length) return {cards: [], none: "Say what you see or want, such as: out of memory at 128k."};
+    const known = asked.map((t) => found.numbers.get(t)).filter((t) => t !== undefined);
+    const scores = found.cards.map(() => 0), best = found.cards.map(() => 0);
+    for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
+    found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
+    const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
+      [t, found.numbers.has(t) ? found.weights.get(found.numbers.get(t)) : /\d/.test(t) ? 0 : found.unknown * found.most]));
+    const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;
+    const ranked = found.cards.map((card, i) => {
+      const held = [...weigh].reduce((n, [t, w]) => n + (found.vocabulary[i].has(found.numbers.get(t)) ? w : 0), 0);
+      return {card, score: scores[i] + found.passage * best[i], evidence: held / all * Math.sqrt(best[i] / found.most), matched: best[i] > 0};
+    }).filter((r) => r.matched).sort((a, b) => b.score - a.score);
+    const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
+    const beyond = phrases(found, words(normal(query)).join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
+    if (beyond) return {cards: [], none: `No card covers “${beyond[0]}”.`, nearest};
+    const said = facts(found, normal(query)), kept = ranked.filter((r) => r.evidence >= found.beside);
+    if (!kept.some((r) => applies(r.card, said) && r.evidence >= found.least)) return {cards: [], none: "No card covers this question.", nearest};
+    const fits = kept.filter((r) => applies(r.card, said)), rest = kept.filter((r) => !applies(r.card, said));
+    return {cards: [...fits, ...rest].slice(0, 5).map((r) => r.card), said};
+  }
+
+  // The diagnosis that a question about speed asks for; empty where it names no speed, or neither model nor GPUs.
+  function diagnosis(found, query) {
+    const line = normal(query), said = facts(found, line);
+    const counted = line.match(/\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b/) ||
+      [...line.matchAll(/\b(\d{1,6}) (?:x )?(?:nvidia )?([a-z]{1,2}\d{2,3})s?\b/g)].find((m) => found.gpus.includes(m[2]));
+    if (!/\b(?:mfu|slow|slower|throughput|utili[sz]ation|tokens per second|tokens\/s|step time)\b/.test(line)) return "";
+    if (!said.model && !(said.gpus.length && counted)) return "";
+    const mfu = line.match(/\b(\d{1,2}(?:\.\d{1,2})?) ?%? ?mfu\b|\bmfu (?:of |is |at |only )?(\d{1,2}(?:\.\d{1,2})?)\b/);
+    const gpu = said.gpus.length === 1 ? said.gpus[0] : "KIND";
+    return `playbook diagnose --model ${said.model || "MODEL"} --gpus ${counted ? counted[1] : "N"} --gpu ${gpu}${mfu ? ` --mfu ${mfu[1] || mfu[2]}` : ""}`;
+  }
+
+  function element(name, text, extra = {}) {
+    return Object.assign(document.createElement(name), {textContent: text, ...extra});
+  }
+
+  function line(card) {
+    const item = element("li", "");
+    item.append(element("a", card.title, {href: new URL(`cards/${card.id}.html`, root).href}), element("span", card.summary, {className: "pb-of"}));
+    return item;
+  }
+
+  function show(found, query) {
+    const result = search(found, query), command = diagnosis(found, query), parts = [];
+    if (command) {
+      const hint = element("p", "How fast it should be, and what to try first: ");
+      hint.append(element("code", command), " (", element("a", "what it answers", {href: new URL("guide/diagnose.html", root).href}), ")");
+      parts.push(hint);
+    }
+    if (result.none) parts.push(element("p", result.none + (result.nearest && result.nearest.length ? " Nearest:" : "")));
+    const list = element("ol", "");
+    list.append(...(result.none ? result.nearest || [] : result.cards).map(line));
+    if (list.children.length) parts.push(list);
+    const all = element("p", "");
+    all.append(element("a", "Search all pages for this", {href: `?q=${encodeURIComponent(query)}`}));
+    answer.replaceChildren(...parts, all);
+    answer.hidden = false;
+    return {cards: result.cards.map((c) => c.id), none: result.none || "", command};
+  }
+
+  async function ask(query) {
+    loaded = loaded || fetch(place).then((r) => r.json()).then(prepare);
+    const shown = show(await loaded, query.slice(0, 2000));
+    window.history.replaceState(null, "", "?ask=" + encodeURIComponent(query));
+    return shown;
+  }
+
+  form.addEventListener("submit", (event) => { event.preventDefault(); ask(input.value); });
+  const given = new URLSearchParams(window.location.search).get("ask");
+  if (given) { input.value = given; ask(given); }
+  form.playbookAsk = ask;
+})();

@@ -1,0 +1,59 @@
+// The short form of `playbook diagnose`: where a run stands between published runs and the prediction, for settings whose plan was asked beforehand.
+(function () {
+  "use strict";
+  const form = document.getElementById("pb-diagnose"), answer = document.getElementById("pb-diagnosis");
+  if (!form) return;
+  const rows = JSON.parse(document.getElementById("pb-settings").textContent);
+  const NEAR = 0.05;
+  const whole = (value) => Math.round(value).toLocaleString("en-US"), percent = (value) => `${Math.round(100 * value)}%`;
+  const read = (name) => form.elements[name].value;
+
+  function element(name, content, extra = {}) {
+    const made = Object.assign(document.createElement(name), extra);
+    made.append(...[content].flat());
+    return made;
+  }
+
+  function range(runs) {
+    const [low, high] = [runs.low, runs.high].map(runs.by === "tokens" ? whole : percent);
+    return `${low === high ? low : `${low} to ${high}`} ${runs.by === "tokens" ? "tokens/s/GPU" : "MFU"}`;
+  }
+
+  function position(row, tokens) {
+    const said = [], runs = row.published;
+    if (runs) {
+      const value = runs.by === "tokens" ? tokens : tokens / row.tokens_per_mfu;
+      const same = runs.by === "tokens" ? "published runs" : "published runs, by MFU alone";
+      const words = value < runs.low * (1 - NEAR) ? `you are below ${same}` : value > runs.high * (1 + NEAR) ? `you are above ${same}` : `you are where ${same.replace("runs", "runs are")}`;
+      said.push(`${words} (${runs.shared}, ${range(runs)})`);
+    }
+    const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
+    said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
+    return said.join("; ");
+  }
+
+  function show() {
+    const row = rows.find((r) => r.model === read("model") && String(r.gpus) === read("gpus") && r.hardware === read("gpu"));
+    const given = Number(read("speed")), unit = read("unit");
+    if (!row) return answer.replaceChildren(element("p", "No plan of this model fits so few of these GPUs, by the planner; choose more."));
+    const tokens = {"% MFU": given / 100 * row.tokens_per_mfu, "tokens/s per GPU": given, "seconds a step": row.step_tokens / given}[unit];
+    const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
+    const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
+    for (const run of row.published ? row.published.rows : []) {
+      lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id})`]);
+    }
+    const speed = given > 0 && isFinite(tokens);
+    if (speed) lines.unshift(["you", `${whole(tokens)} tokens/s/GPU, ${percent(tokens / row.tokens_per_mfu)} MFU, ${(row.step_tokens / tokens).toFixed(2)} s a step`]);
+    answer.replaceChildren(
+      element("p", element("strong", speed ? position(row, tokens).replace(/^you/, "You") + "." : "Say how fast it runs."), {id: "pb-position"}),
+      element("dl", lines.flatMap(([name, words]) => [element("dt", name), element("dd", words)]), {className: "pb-lines"}),
+      element("p", ["Likely wall, and what to try first, with verdict, gain, flags and test: ",
+        element("code", `playbook diagnose --model ${row.model} --gpus ${row.gpus} --gpu ${row.hardware}${speed ? ` ${option}` : ""}`)]),
+    );
+  }
+
+  form.hidden = false;
+  form.addEventListener("input", show);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  show();
+})();

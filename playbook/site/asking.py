@@ -1,0 +1,57 @@
+"""The search of the cards as data for the site's question box: the same words, scores and thresholds, counted there by `ask.js`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from playbook.cards import search
+from playbook.cards.model import Card
+from playbook.cards.terms import FAMILIES, GPUS, tables, terms
+from playbook.planner.models import MODELS
+
+_FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
+"""Which fields of a card a passage's kind belongs to: its title, its signs, or both; the body has everything."""
+
+
+def asked(cards: Mapping[str, Card]) -> str:
+    """The cards' passages as numbers of terms, with the tables that make terms of a question."""
+    found = search.index(cards)
+    numbers: dict[str, int] = {}
+    order = {card_id: i for i, card_id in enumerate(cards)}
+    pieces = [
+        [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
+    ]
+    return json.dumps(
+        {
+            "cards": [_shown(card) for card in cards.values()],
+            "terms": list(numbers),
+            "passages": pieces,
+            "fields": search.FIELDS,
+            "passage": search.PASSAGE,
+            "least": search.LEAST_EVIDENCE,
+            "beside": search.BESIDE,
+            "nearest": search.NEAREST,
+            "unknown": search.UNKNOWN,
+            "mostly": search.MOSTLY,
+            "k1": search.K1,
+            "b": search.B,
+            "models": list(MODELS),
+            "families": FAMILIES,
+            "gpus": sorted(GPUS),
+            **tables(p.text for p in found.passages),
+        },
+        separators=(",", ":"),
+        ensure_ascii=False,
+    )
+
+
+def _shown(card: Card) -> dict[str, object]:
+    gpus = str(card.scope.get("gpu", ""))
+    return {
+        "id": card.id,
+        "title": card.title,
+        "summary": card.summary,
+        "gpus": [g.lower() for g in gpus.split("|") if g],
+        "moe": card.scope.get("moe") is True,
+    }
