@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from playbook.cards.model import by_claim
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
+from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, TRACE, Record, traces
 from playbook.records.table import to_frame
@@ -48,7 +48,7 @@ def evidence_page(shelf: Shelf, record: Record, shown_path: str) -> str:
     if record.altered or not isinstance(record.content, Evidence):
         return render("altered.md", title=title, record=record)
     launches, steps = to_frame([record.content]), to_frame([record.content], per="step")
-    spent = " ".join(filter(None, [_computing(record), _limited(record), _on_data(launches), _stolen(record)]))
+    spent = " ".join(filter(None, [_computing(record), _host(record), _limited(record), _on_data(launches), _stolen(record)]))
     runs = sorted(
         (r for r in record.get("measured", "runs", default=[]) if isinstance(r, Mapping)), key=lambda r: int(r.get("position") or 0)
     )
@@ -265,6 +265,13 @@ def _gates(record: Record) -> list[list[str]]:
         [text(str(g.get("name")).replace("a_a", "A/A").replace("_", " ")), _yes(g.get("ok")), text(g.get("detail") or "")]
         for g in record.get("derived", "gates", default=[])
     ]
+
+
+def _host(record: Record) -> str:
+    """A sentence where the host's own noise is the limit."""
+    found = record.get("derived", "comparison") or record.get("derived", "curve") or {}
+    said = host_limit(found.get("floor"), found.get("scale"))
+    return f"{said[0].upper()}{said[1:]}." if said else ""
 
 
 def _computing(record: Record) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 from playbook import files
 from playbook.errors import ConfigError
 from playbook.records.case import Case
-from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, limited
+from playbook.records.conditions import NOTABLE_DATA, NOTABLE_STOLEN, host_limit, limited
 from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured, Run
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, plain
@@ -148,6 +148,8 @@ def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
         out.print(Text(f"{_INDENT}the GPU computes {shares}"))
     for limit in limited((r.variant, r.telemetry) for r in evidence.measured.runs if r.role == "measure"):
         out.print(Text(f"{_INDENT}the GPU's clock was held down by {limit}"))
+    if limit := host_limit(found.floor, found.scale):
+        out.print(Text(f"{_INDENT}{limit}"))
     if shares := _on_data(evidence):
         out.print(Text(f"{_INDENT}the host spends {shares} on data"))
     if shares := _stolen(evidence):
@@ -190,6 +192,8 @@ def _print_curve(outcome: Outcome, curve: Curve, case: Case, out: Console) -> No
         out.print(Text(f"{_INDENT}{p.variant:<{width}}  {_value(p.value):>10} {curve.unit}  {bar:<{_PLOT}}  {change}"))
     if curve.look is None and any(c.low is not None for c in curve.contrasts):
         out.print(Text(f"{_INDENT}{effects.show(curve, between=True)}{_BETWEEN}"))
+    if limit := host_limit(curve.floor, curve.scale):
+        out.print(Text(f"{_INDENT}{limit}"))
     checks = evidence.derived.receipts
     if checks:
         bad = sum(not c.ok for c in checks)

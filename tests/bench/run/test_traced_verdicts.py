@@ -66,3 +66,11 @@ def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps()
     out = io.StringIO()
     report.print_waterfall(trace, report.console(out))
     assert "-619.3 ms (nsys)" in out.getvalue()
+
+
+@pytest.mark.parametrize(("record", "said"), [("01M8557QBZ2CYTSY7G2T76JPRQ", True), ("01M84V49QM966YCH8B4ETTZQE7", False)])
+def test_a_verdict_from_a_host_that_differs_from_itself_by_three_percent_says_so(record, said):
+    path = data_root("results") / "h200x1" / f"{record}.json"
+    out = io.StringIO()
+    report.print_outcome(confirm.Outcome(store.load(path), path), report.console(out))
+    assert ("this host is the limit: pairs of one configuration differ by 3.8 %" in out.getvalue()) is said

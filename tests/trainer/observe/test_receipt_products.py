@@ -6,6 +6,9 @@ from torch import nn
 
 from playbook_trainer.observe.ranges import range_
 from playbook_trainer.observe.receipt import Observer, observing
+from playbook_trainer.torch.model.balance import Balance
+from playbook_trainer.torch.parallel.axes import Axes, Axis
+from playbook_trainer.torch.parallel.tensor import linear_cross_entropy
 
 
 def test_a_product_counts_as_float32_where_its_result_is():
@@ -39,3 +42,22 @@ def test_a_router_product_of_transformer_engine_counts_by_its_result(monkeypatch
         moe_utils.router_gating_linear(rows, weight, None, dtype)
     assert observer.counters["float32_products"] == products
     assert moe_utils.te_general_gemm is gemm, "as it was, once nobody observes"
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(16, 1), (4, 4), (5, 4)])
+def test_chunks_of_logits_are_counted(chunk, count):
+    observer = Observer(nn.Linear(1, 1), {})
+    x, w, labels = torch.zeros(16, 8, requires_grad=True), torch.zeros(32, 8, requires_grad=True), torch.zeros(16, dtype=torch.int64)
+    with observing(observer):
+        linear_cross_entropy(x, w, labels, Axis("tp"), chunk)
+    assert observer.counters["loss_chunks"] == count
+
+
+@pytest.mark.parametrize(("weight", "count"), [(0.1, 1), (0.0, 0)])
+def test_losses_that_balance_experts_are_counted(weight, count):
+    observer = Observer(nn.Linear(1, 1), {})
+    scores = torch.randn(6, 4, requires_grad=True)
+    chosen = scores.softmax(1).topk(2, 1)
+    with observing(observer):
+        Balance(4, Axes(), weight, False, torch.device("cpu")).route(scores, (chosen.indices, chosen.values), False)
+    assert observer.counters["balance_losses"] == count

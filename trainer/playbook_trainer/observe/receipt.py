@@ -52,6 +52,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _TALLIED = (
     "graph_replays",
     "loss_chunks",
+    "balance_losses",
     "fp8_linear_products",
     "fp8_expert_products",
     "offloaded_activation_bytes",

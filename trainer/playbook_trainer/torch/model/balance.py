@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softmax
 
 from playbook_trainer.config.tree import TrainerConfig
+from playbook_trainer.observe.ranges import tally
 from playbook_trainer.torch.parallel.axes import Axes
 
 
@@ -79,6 +80,7 @@ class Balance:
                 tokens *= axis.size
                 if axis.size > 1:
                     dist.all_reduce(load_E, group=axis.group)
+            tally("balance_losses")
             prob_NK = _WithLoss.apply(prob_NK, balancing_loss(scores_NE, load_E, tokens, by_score_NK.shape[1]), self.loss_weight)
         return expert_NK, prob_NK
 
