@@ -11,7 +11,7 @@ NOTABLE_DATA = 0.03
 """Share of the step spent on data."""
 NOTABLE_STOLEN = 2.0
 """Percent of a run's processor time that other machines on the same hardware had."""
-NOTABLE_NOISE = 0.03
+_NOTABLE_NOISE = 0.03
 """Deviation of A/A pairs, about a share: from here on the host is what keeps a series from seeing more."""
 _NOTABLE_LIMITED = 10.0
 """Percent of the GPUs' readings in timed steps with clocks held down."""
@@ -21,7 +21,7 @@ TIMED_STEPS = "timed steps"
 
 def host_limit(floor: float | None, scale: str | None) -> str:
     """A clause where launches of one configuration differ so much that this host is the limit of what a series can see; else nothing."""
-    if floor is None or scale != "log_ratio" or floor < NOTABLE_NOISE:
+    if floor is None or scale != "log_ratio" or floor < _NOTABLE_NOISE:
         return ""
     return f"this host is the limit: pairs of one configuration differ by {100 * floor:.1f} %"
 

@@ -78,7 +78,7 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
     settled: list[list[str]] = []
     waiting: list[list[str]] = []
     for card, claim in [(shelf_card, claim) for shelf_card in cards for claim in each(shelf_card)]:
-        found = [r for r in verdicts(shelf.records, claim.id) if r.machine == machine]
+        found = [r for r in verdicts(shelf.records, claim.id) if r.get("measured", "machine", "name") == machine]
         name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
         if now := [r for r in found if r.status in DECIDED and not r.stale(shelf.today, claim)]:
             settled += [[name, text(claim.statement), *_priced(r)] for r in now]

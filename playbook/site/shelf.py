@@ -57,7 +57,7 @@ def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: s
 
 def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:
     for r in current(shelf, claim):
-        if machine not in (None, r.machine):
+        if machine not in (None, r.get("measured", "machine", "name")):
             continue
         found = r.get("derived", "comparison", default={})
         low, value, high = (found.get(k) for k in ("low", "effect", "high"))

@@ -16,7 +16,7 @@ from playbook_bench.trace import collect
 RECORDS = {
     "timed": "h200x1/01M84V49QM966YCH8B4ETTZQE7",
     "counted": "h200x1/01M84TQ0JCKG2WZ82G3VV2DEQF",
-    "cpu": "cpu/01M85XNF4TR7D0JGTTRC19GH38",
+    "cpu": "cpu/01M841WH4X4GZQ3YBN3ZFTSWWN",
 }
 (TRACE,) = (data_root("results") / "traces").glob("vlm-mock-vs-real-*.json")
 
