@@ -44,7 +44,7 @@ def here(gpu: str | None, ranks: int) -> Target:
     return Target(gpu, _is_installed("transformer_engine"), _is_installed("triton"), ranks)
 
 
-def meant_for(profile: str, ranks: int) -> Target:
+def meant_for(profile: str, ranks: int | None = None) -> Target:
     """The machine of a case's profile, such as `h200x4`: Triton comes with its torch, whatever there is here."""
     return Target(None if profile == "cpu" else profile, _is_installed("transformer_engine"), ranks=ranks)
 
