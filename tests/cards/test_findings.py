@@ -139,7 +139,7 @@ candidate: {moe.dispatcher: allgather}
 metric: useful_tokens_per_s_per_gpu
 profiles:
   cpu: {ranks: 2, parallel.ep: 2, model: qwen3_moe_tiny, train.steps: 15, train.dtype: fp32}
-  h200x4: {ranks: 4, parallel.ep: 4}
+  h200x4: {ranks: 4, parallel.ep: 4, moe.fused_permutation: false}
 activation:
   baseline: {require: [{collective: all_to_all, group: ep, count: "5 * moe_layers * microbatches"}]}
   candidate: {forbid: [{collective: all_to_all, group: ep}]}
@@ -155,6 +155,7 @@ CASE_FAULTS = [
     ("parallel.ep: 2", "parallel.ep: 3", "do not divide over ep 3"),
     ("{ranks: 4,", "{ranks: 3,", "9:3: baseline on profile 'h200x4': 3 ranks do not divide into ep 4"),
     ("{ranks: 4,", "{ranks: zero,", "ranks is 'zero'"),
+    (", moe.fused_permutation: false", "", "the variants differ in moe.fused_permutation"),
     ("5 * moe_layers", "5 * moe_layer", "'moe_layer' is not in the receipt"),
     ("5 * moe_layers * microbatches", "__import__('os')", "uses Call"),
     ("dispatcher: allgather", "dispatcher: alltoall", "resolve to the same run"),

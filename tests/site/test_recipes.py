@@ -94,7 +94,7 @@ def test_the_experiments_differ_as_the_log_says():
     text, cached, padded = of("4_text"), of("5_cached_images"), of("6_padded_text")
     assert (unpacked.data.pack, packed.data.pack, packed.data.pack_buffer) == (False, True, 204)
     assert packed.data == compiled.data
-    assert (packed.train.compile.vision, compiled.train.compile.vision) == (False, True)
+    assert (packed.train.compile.vision, compiled.train.compile.vision) == ("auto", True)
     assert (text.data.kind, text.data.seq_len) == ("text", 12288)
     assert (compiled.data.cache, cached.data.cache) == ("none", "memory")
     assert (cached.data.pad_to_multiple, padded.data.pad_to_multiple) == (None, 256)

@@ -70,7 +70,7 @@ def train(config: TrainerConfig, rank: int, world: int) -> str:
     """Train on this rank from set-up to summary. Returns "ok", "nan" (the run ended on values that are not finite) or "stopped" (by a signal)."""
     # Device and process group, then what `auto` stands for on it, then the model, then the newest checkpoint, then the data from where that stands.
     device = start(config, rank, world)
-    target = automatic.here(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    target = automatic.here(torch.cuda.get_device_name(device) if device.type == "cuda" else None, world)
     said, config = automatic.told(config, target), automatic.resolved(config, target)
     _prepare_compiler(config)
     engine = _make_engine(config, rank, world, device)

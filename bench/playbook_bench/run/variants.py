@@ -232,7 +232,7 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
         FileError: the configuration does not fit the trainer's tree.
     """
     merged, ranks = overrides(case, variant, profile)
-    target = automatic.meant_for(profile)
+    target = automatic.meant_for(profile, ranks)
     # What is compared, kept and launched says which switches were on.
     config = automatic.switched(trainer_config.load(trainer_path(case), merged), target)
     if config.train.epochs is not None:

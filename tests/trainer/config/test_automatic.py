@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from playbook.errors import ConfigError
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.neutral import neutral
@@ -18,6 +19,7 @@ from playbook_trainer.megatron import checks as megatron
 CONFIGS = Path("trainer/configs")
 MOE, DENSE, IMAGES = (CONFIGS / f"{name}.yaml" for name in ("qwen3_30b_a3b_24l", "qwen3_tiny", "qwen3_vl_30b_a3b_6l"))
 H200 = Target("NVIDIA H200", transformer_engine=True)
+ALONE = Target("NVIDIA H200", transformer_engine=True, ranks=1)
 KERNELS = {"train.fused_activation", "train.fused_norms", "train.fused_loss", "optimizer.fused"}
 OF_EXPERTS = {"moe.fused_permutation", "moe.fused_router", "moe.apply_probs_on"}
 COMPILED = {"train.compile.vision", "train.compile.decoder", "train.compile.loss"}
@@ -44,8 +46,10 @@ def fast(config: TrainerConfig, target: Target) -> set[str]:
         (MOE, {"train.device": "cpu"}, H200, set()),
         (MOE, {}, Target("NVIDIA H200", triton=False), set()),
         (MOE, {"backend": "megatron"}, H200, set()),
-        # Precision stays what is asked for: the remainder comes only where gradients are reduced in 16 bits anyway.
+        # Precision stays what is asked for: the remainder comes only where gradients are reduced in 16 bits anyway, or not at all.
         (MOE, {"parallel.reduce_dtype": "bf16"}, H200, KERNELS | OF_EXPERTS | {"optimizer.master_weights"}),
+        (MOE, {"parallel.ep": 1}, ALONE, KERNELS | OF_EXPERTS | {"optimizer.master_weights"}),
+        (DENSE, {}, ALONE, KERNELS - {"train.fused_loss"}),
         (MOE, {"parallel.reduce_dtype": "bf16", "parallel.fsdp": False}, H200, KERNELS | OF_EXPERTS),
         (MOE, {"parallel.reduce_dtype": "bf16", "optimizer.fused": False}, H200, (KERNELS | OF_EXPERTS) - {"optimizer.fused"}),
         (MOE, {"offload.optimizer": True, "parallel.reduce_dtype": "bf16"}, H200, (KERNELS | OF_EXPERTS) - {"optimizer.fused"}),
@@ -106,7 +110,7 @@ def test_what_auto_takes_is_accepted_and_changes_no_precision(path: Path) -> Non
         config = load(path, words | {"data.pad": True, "train.global_batch_size": 16})
         ran = automatic.resolved(config, H200)
         before, after = flatten(dump(config)), flatten(dump(ran))
-        assert checks.switch_problems(ran) == checks.switch_problems(config), words
+        assert checks.switch_problems(ran, 8) == checks.switch_problems(config, 8), words
         assert {k: before[k] for k in of_precision} == {k: after[k] for k in of_precision}
 
 
@@ -133,3 +137,10 @@ def test_one_line_says_what_was_chosen() -> None:
     assert automatic.told(load(DENSE), Target()) == "auto on the CPU: train.attention plain; plain all switches"
     assert automatic.told(automatic.resolved(load(DENSE), Target()), Target()) == ""
     assert automatic.told(load(MOE, {"backend": "megatron"}), H200) == ""
+
+
+def test_one_rank_reduces_nothing_so_halves_ask_for_no_precision_there() -> None:
+    config = load(MOE, {"parallel.ep": 1, "optimizer.master_weights": "remainder"})
+    checks.check(config, 1)
+    with pytest.raises(ConfigError, match=r"set parallel\.reduce_dtype: bf16"):
+        checks.check(config, 2)

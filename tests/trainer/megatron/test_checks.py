@@ -26,7 +26,7 @@ def config(
 
 
 def problems(c: TrainerConfig, world: int) -> str:
-    return "\n".join(checks.layout_problems(c, world) + checks.feature_problems(c) + checks.switch_problems(c))
+    return "\n".join(checks.layout_problems(c, world) + checks.feature_problems(c) + checks.switch_problems(c, world))
 
 
 BF16 = {"dtype": "bf16"}

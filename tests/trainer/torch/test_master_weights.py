@@ -47,6 +47,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     ("config", "ranks", "words"),
     [
         (TEXT, 1, []),
+        (TEXT, 1, ["parallel.reduce_dtype=fp32", "train.global_batch_size=1"]),
         (TEXT, 1, [NARROW, TIED, "train.global_batch_size=1"]),
         (TEXT, 2, [NARROW, "train.global_batch_size=2"]),
         (TEXT, 2, ["parallel.ep=2"]),
@@ -56,7 +57,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
         (TEXT, 4, [NARROW, "parallel.dp_replicate=2", "parallel.ep=2"]),
         (VISION, 2, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
     ],
-    ids=["one", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
+    ids=["one", "one-in-float32", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
 )
 @pytest.mark.sample("one")
 def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from playbook_trainer.config.neutral import torch_only
-from playbook_trainer.config.switches import SWITCHES, At, has_vision
+from playbook_trainer.config.switches import RANKS, SWITCHES, At, has_vision
 from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
@@ -35,16 +35,22 @@ class Target:
     """Whether Transformer Engine is installed."""
     triton: bool = True
     """Whether Triton is installed; torch brings it wherever it is built for GPUs."""
+    ranks: int | None = None
+    """How many ranks train, if that is known: one alone reduces no gradients."""
 
 
-def here(gpu: str | None) -> Target:
-    """This machine, with that GPU."""
-    return Target(gpu, importlib.util.find_spec("transformer_engine") is not None, importlib.util.find_spec("triton") is not None)
+def here(gpu: str | None, ranks: int) -> Target:
+    """This machine, with that GPU for each of so many ranks."""
+    return Target(gpu, _is_installed("transformer_engine"), _is_installed("triton"), ranks)
 
 
-def meant_for(profile: str) -> Target:
+def meant_for(profile: str, ranks: int | None = None) -> Target:
     """The machine of a case's profile, such as `h200x4`: Triton comes with its torch, whatever there is here."""
-    return Target(None if profile == "cpu" else profile, importlib.util.find_spec("transformer_engine") is not None)
+    return Target(None if profile == "cpu" else profile, _is_installed("transformer_engine"), ranks=ranks)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -66,7 +72,8 @@ def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
     can = has_gpu and target.triton and flat["backend"] == "torch"
     for key, switch in SWITCHES.items():
         if found[key] == "auto":
-            takes = can and switch.chosen(found) and not any(switch.refusals(key, found))
+            at = {**found, RANKS: target.ranks}
+            takes = can and switch.chosen(at) and not any(switch.refusals(key, at))
             found[key] = switch.fast if takes else switch.plain
     return found
 

@@ -19,7 +19,7 @@ def check(config: TrainerConfig, world: int, *, here: bool = True) -> None:
     Raises:
         ConfigError: every rule that is broken, one per line.
     """
-    problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config)
+    problems = layout_problems(config, world) + feature_problems(config) + switch_problems(config, world)
     if config.backend == "megatron" and here:
         problems += megatron.package_problems(config)
     if problems:
@@ -206,8 +206,8 @@ def _model_problems(config: TrainerConfig) -> list[str]:
     return [f"model.{found} belongs to the megatron backend, which has DeepSeek-V3's parts" for found, there in rules.items() if there]
 
 
-def switch_problems(config: TrainerConfig) -> list[str]:
-    """Settings of memory and speed that exclude each other or have nothing to act on, a line for each."""
+def switch_problems(config: TrainerConfig, world: int) -> list[str]:
+    """Settings of memory and speed that exclude each other on `world` ranks or have nothing to act on, a line for each."""
     if config.backend == "megatron":
         return _freeze_problems(config) + megatron.switch_problems(config)
     train, par, problems = config.train, config.parallel, list[str]()
@@ -217,7 +217,7 @@ def switch_problems(config: TrainerConfig) -> list[str]:
             f"optimizer.moments_dtype bf16 with a second beta of {config.optimizer.betas[1]}: a step moves the second moment by less than "
             "half a unit of its last place, so it would stand still; keep it at 0.996 or below, or set moments_dtype: fp32"
         )
-    problems += switches.problems(flatten(dump(config)))
+    problems += switches.problems(flatten(dump(config)) | {switches.RANKS: world})
     problems += _router_problems(config) + _idle_problems(config)
     if train.attention in ("flash", "cudnn") and train.dtype == "fp32":
         problems.append(f"train.attention '{train.attention}' needs 16-bit numbers: set train.dtype: bf16")

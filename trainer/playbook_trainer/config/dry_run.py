@@ -48,10 +48,10 @@ def dry_run(config: TrainerConfig, world: int) -> Report:
     Raises:
         ConfigError: it cannot run there; one line names every broken rule.
     """
-    problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config)
+    problems = checks.layout_problems(config, world) + checks.feature_problems(config) + checks.switch_problems(config, world)
     if problems:
         raise ConfigError(f"this configuration cannot run on {world} rank{'s' if world > 1 else ''}: {'; '.join(problems)}")
-    config = automatic.switched(config, automatic.Target(gpu="a GPU"))
+    config = automatic.switched(config, automatic.Target(gpu="a GPU", ranks=world))
     plan = plan_of(config, world)
     keys = ("gpus", "tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "mbs", "gbs", "seq_len", "microbatches")
     layout = {"model": plan.model, **{k: getattr(plan, k) for k in keys}}

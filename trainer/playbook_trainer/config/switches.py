@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 At = Mapping[str, Any]
-"""A configuration by dotted keys."""
+"""A configuration by dotted keys, and the number of its ranks under `RANKS`, where that is known."""
+RANKS = "ranks"
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ SWITCHES: Mapping[str, Switch] = {
             ),
             Rule(
                 "{switch} remainder: gradients are kept as FSDP reduces them: set parallel.reduce_dtype: bf16",
-                lambda at: at["parallel.reduce_dtype"] != "bf16",
+                lambda at: at["parallel.reduce_dtype"] != "bf16" and at.get(RANKS) != 1,
             ),
             Rule("{switch} remainder: halves are of FSDP's shards: set parallel.fsdp: true", lambda at: not at["parallel.fsdp"]),
             Rule(

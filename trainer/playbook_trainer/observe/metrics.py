@@ -412,7 +412,8 @@ def write_summary(
         "backend": config.backend,
         "device": recorder.device.type,
         "config_sha": config_sha(
-            config, automatic.here(torch.cuda.get_device_name(recorder.device) if recorder.device.type == "cuda" else None)
+            config,
+            automatic.here(torch.cuda.get_device_name(recorder.device) if recorder.device.type == "cuda" else None, axes.world.size),
         ),
         "source_sha": source_sha(),
         "performance_revision": PERFORMANCE_REVISION[config.backend],
