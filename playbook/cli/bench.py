@@ -12,8 +12,9 @@ import typer
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
+from playbook.cli import slurm
 from playbook.cli.confirm import show_outcomes
-from playbook.cli.options import AsJson, Budget, Fork, Pairs, Profile, Results, Seed, commands
+from playbook.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
 from playbook.cli.output import complain, print_json, print_table, print_trace, print_walls, say
@@ -45,12 +46,13 @@ def bench_run(
     pairs: Pairs = None,
     budget: Budget = None,
     seed: Seed = None,
+    journal: JournalFolder = None,
     fork: Fork = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
     runs_by = ForkLauncher() if fork else LocalLauncher()
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by)
+    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
     show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook.cli.app import main
 from playbook.errors import FileError
 from playbook.records.case import load_case
 from playbook_bench.run import confirm, prove, replay
@@ -89,6 +90,19 @@ def test_what_is_wrong_with_the_candidate_is_no_figure(case, tmp_path, fault, st
     assert found.status == status
     assert word in found.evidence.derived.verdict.sentence
     assert found.evidence.derived.comparison is None
+
+
+def test_a_journal_that_is_named_lets_a_series_go_on_where_there_is_no_git(case, tmp_path, monkeypatch):
+    """Whoever names it vouches for the files. Without it nobody can tell that they are as they were."""
+    monkeypatch.chdir(tmp_path)
+    words = ["bench", "run", case(), "--profile", "cpu", "--results", "results", "--journal", "kept"]
+    for more in (["--pairs", "1"], []):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+    records = sorted((tmp_path / "results" / "cpu").glob("*.json"))
+    first, second = ([run["started"] for run in json.loads(path.read_text())["measured"]["runs"]] for path in records)
+    assert len(second) > len(first)
+    assert second[: len(first)] == first
 
 
 @pytest.mark.full
