@@ -76,7 +76,7 @@ def test_a_folder_of_another_model_is_refused_before_anything_starts(tmp_path: P
     save_file({k: v for k, v in given.items() if "layers.3" not in k}, tmp_path / "in" / weights.SINGLE)
     code, _, err = run(words)[0]
     assert code == 2
-    assert "missing: model.layers.3" in err
+    assert "11 missing (model.layers.3" in err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
