@@ -55,7 +55,7 @@ def test_a_slow_collator_of_the_hugging_face_trainer_is_found(tmp_path):
     """From what it prints, which holds no time: the arrival of its lines is the clock."""
     slow = "{arguments: [--collate-ms, '90']}"
     found = measured(case(tmp_path, "train_hugging_face.py", "{arguments: [--collate-ms, '30']}", slow, "log: hf"), tmp_path)
-    assert found.comparison.effect < -0.3  # 60 ms more in a step of some 40; two pairs leave a wide interval
+    assert found.comparison.high < 0  # 60 ms more in a step of some 70, or of twice that on a busy machine
     assert "not vouched for" in found.verdict.sentence
 
 
