@@ -210,7 +210,7 @@ def many(folder, number):
         )
         text = re.sub(r"aliases: \[[^\]]*\]", f"aliases: [made {n}]", text)
         for k, old in enumerate(("W18", "W2", "W21")):
-            text = re.sub(rf"\b{old}\b", f"{'ABC'[k]}{n}", text)
+            text = re.sub(rf"\b{old}\b", f"{'XYZ'[k]}{n}", text)
         (folder / f"made-{n}.yaml").write_text(text, encoding="utf-8")
 
 

@@ -142,22 +142,22 @@ def test_evidence_says_that_ranks_were_forked(tmp_path):
     assert all(r.outcome == "ok" for r in measured.runs)
 
 
-class Late(confirm.Quiet):
-    """Progress that leaves no time for imports from a launch on, so that its ranks cannot be forked."""
+class Gone(confirm.Quiet):
+    """Progress that takes the fork server away from a launch on, so that its ranks cannot be forked."""
 
     def __init__(self, monkeypatch, number):
         self.monkeypatch, self.number = monkeypatch, number
 
     def launch(self, number, total, spec):
         if number == self.number:
-            self.monkeypatch.setattr(forked, "IMPORT_S", 0.0)
+            self.monkeypatch.setattr(forked.ForkServer, "fork", lambda *_: None)
 
 
 @pytest.mark.parametrize(("number", "ways", "detail"), [(1, {None}, ""), (2, {None, "fork"}, "differs in launch: fork, fresh processes")])
 @pytest.mark.full
 def test_evidence_says_how_ranks_were_started_whatever_was_asked_for(tmp_path, monkeypatch, number, ways, detail):
     """A series of forked ranks and fresh ones has no verdict; one of fresh ones alone is as good as any."""
-    progress = Late(monkeypatch, number)
+    progress = Gone(monkeypatch, number)
     (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()), progress)
     derived = found.evidence.derived
     assert {s.get("launch") for s in found.evidence.measured.strict.values()} == ways

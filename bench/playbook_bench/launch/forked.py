@@ -25,7 +25,7 @@ from playbook.records.evidence import digest
 from playbook_bench.launch.local import LocalLauncher, Rank, Spec
 from playbook_trainer.config import environment as trainer_environment
 
-IMPORT_S = 120.0
+_IMPORT_S = 120.0
 """How long imports may take before ranks are started without them."""
 _LONG_S = 86_400.0
 _SIGKILL = -9
@@ -51,7 +51,7 @@ class ForkServer:
             self.process.stdin.flush()
         except OSError:
             return None
-        self.listen(IMPORT_S, lambda: len(self.pids) > before)
+        self.listen(_IMPORT_S, lambda: len(self.pids) > before)
         return Forked(self, self.pids[-1]) if len(self.pids) > before else None
 
     def listen(self, seconds: float, until: Callable[[], bool]) -> None:
@@ -155,7 +155,7 @@ class ForkLauncher(LocalLauncher):
                 preexec_fn=die_with_parent(os.getpid()),
             )
         )
-        server.listen(IMPORT_S, lambda: server.ready)
+        server.listen(_IMPORT_S, lambda: server.ready)
         if not server.ready:
             server.close()
             return None

@@ -270,8 +270,7 @@ def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
     """
     if case.command:
         raise ConfigError(f"case '{case.id}' launches a command and has no configuration of our trainer")
-    resolve_all(case, profile)
-    return {v: resolve_variant(case, v, profile) for v in case.variants}
+    return {v: run for v, run in resolve_all(case, profile).items() if isinstance(run, Resolved)}
 
 
 def undeclared(case: Case, baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
