@@ -132,7 +132,7 @@ def test_another_rank_killed_takes_the_run_down_at_once(case, tmp_path, plant):
     found = bench(case(), tmp_path)
     assert found.evidence.measured.runs[-1].outcome == "killed"
     assert "rank 1 ended with SIGKILL" in found.evidence.measured.runs[-1].message
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
 
 
 def test_a_short_run_is_an_error(case, tmp_path, plant):
