@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import signal
 from collections import Counter
 
 import pytest
@@ -162,3 +163,26 @@ def test_a_noise_of_a_disturbed_machine_expires_when_fresh_pairs_are_quieter(cas
     found = bench(case(), tmp_path)
     assert found.evidence.derived.comparison.floor < 0.01
     assert replay.replay(found.path) == (True, [])
+
+
+def test_a_stopped_noise_goes_on_from_the_launches_that_had_ended(case, tmp_path, plant):
+    plant(baseline={"noise": 0.01})
+    calls = []
+
+    class Stopped(local.LocalLauncher):
+        """Stops the command at its fifth launch, as Ctrl-C does."""
+
+        def run(self, spec, on_step=None):
+            calls.append(spec)
+            if len(calls) == 5:
+                raise local.Interrupted(signal.SIGINT)
+            return super().run(spec, on_step)
+
+    path = case()
+    with pytest.raises(local.Interrupted):
+        aa.run(path, options(tmp_path, launcher=Stopped, profile="cpu"))
+    found = aa.run(path, options(tmp_path, launcher=Stopped, profile="cpu"))
+    # A burn-in, a pair and half of one before it was stopped: the half is launched again.
+    assert len(calls) == 5 + 6
+    assert sorted(r.pair for r in found.baseline.runs) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not list((tmp_path / "results" / "journal").iterdir())

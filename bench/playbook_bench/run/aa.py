@@ -20,7 +20,7 @@ from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
 from playbook_bench.machine import detect, requirements
 from playbook_bench.machine.telemetry import Telemetry
-from playbook_bench.run import schedule, series, store
+from playbook_bench.run import checkout, journal, schedule, series, store
 from playbook_bench.run.options import Options
 from playbook_bench.run.series import Progress, Series, Silent
 from playbook_bench.run.variants import resolve_all
@@ -65,7 +65,9 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
     work = local.new_folder(options.results / "work", f"{case.id}-aa")
-    with local.interruptible(), Telemetry(machine, chosen, work) as telemetry:
+    words = ["bench aa", case.id, str(pairs), *checkout.code_of(options.launcher, bool(case.command))]
+    kept = journal.of_command(options.results, words, detect.place(), detect.exported())
+    with local.interruptible(resumes=kept is not None), Telemetry(machine, chosen, work) as telemetry:
         running = Series(
             case=case,
             profile=chosen,
@@ -79,6 +81,7 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
             deadline=time.monotonic() + 60 * case.budget.minutes * max(1, pairs // schedule.AA_PAIRS),
             telemetry=telemetry,
             expected=1 + 2 * pairs,
+            journal=kept.series(case, chosen, 0, 1) if kept else None,
         )
         running.progress.series(f"{case.id} A/A", running.expected)
         first = next(iter(case.variants))
@@ -86,6 +89,8 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
         runs = [burn_in] if burn_in.outcome != "ok" else measure(running, row, pairs, variant=first)
     (work / "telemetry.csv").unlink(missing_ok=True)
     _check(runs, pairs, running)
+    if kept:
+        kept.remove()
     if not any(work.iterdir()):
         work.rmdir()
     differences = guards.aa_differences(runs, row)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,14 @@ def source_of(folder: Path) -> str | None:
         return None
     changed = git(folder, ["diff", "HEAD", "--no-ext-diff", "--binary"]).stdout
     return head.stdout.strip() + (f"+{detect.digest_of([changed])}" if changed else "")
+
+
+def code_of(launcher: object, commands: bool) -> list[str]:
+    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here."""
+    words = [str(w) for w in (*getattr(launcher, "command", ()), detect.trainer_digest())]
+    if commands:
+        words.append(source_of(Path.cwd()) or secrets.token_hex(8))  # without git, nobody can tell whether the files are as they were
+    return words
 
 
 def git(root: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

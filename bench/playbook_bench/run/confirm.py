@@ -222,11 +222,7 @@ def _default_journal(tasks: Sequence[Task], options: Options, command: str, case
     """The journal of an earlier, stopped command that asked for the same, with the same code on the same machine."""
     asked = [command, *sorted(_key(t) for t in tasks), options.profile, options.pairs, options.seed, options.forks]
     hosts = options.launcher.allocation.hosts if isinstance(options.launcher, SrunLauncher) else detect.place()
-    if any(case.command for case in cases):
-        asked.append(
-            checkout.source_of(Path.cwd()) or secrets.token_hex(8)
-        )  # without git, nobody can tell whether the files are as they were
-    words = [str(w) for w in (*asked, *getattr(options.launcher, "command", ()), detect.trainer_digest())]
+    words = [*map(str, asked), *checkout.code_of(options.launcher, any(case.command for case in cases))]
     return journal.of_command(options.results, words, [*hosts, *["fork"] * options.forks], detect.exported())
 
 
