@@ -92,8 +92,10 @@ def site_build(
     """Write the pages that come from cards and evidence; `make docs` then builds the whole site."""
     if out is None and in_package(data_root("cards")):
         raise PlaybookError("playbook runs from an installed copy, which has no docs/ of a repository; name a folder with --out")
+    target = out or repo_root() / "docs"
+    target.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is said before seconds of work
     folders = [data_root("results"), *([results] if results else [])]
-    built = build.generate(out or repo_root() / "docs", folders, reference=reference())
+    built = build.generate(target, folders, reference=reference())
     found = ", ".join(f"{number} {status}" for status, number in sorted(built.statuses.items())) or "none yet"
     say(f"{count(len(built.files), 'page')} from {count(len(built.cards), 'card')}; evidence: {found}")
 

@@ -22,10 +22,6 @@ NAMED = {
 }
 
 
-def test_nothing_that_ships_has_a_finding():
-    assert [str(f) for f in check_all([])[2] if not f.warning] == []  # what has aged is no fault of a commit
-
-
 def test_the_cards_that_the_project_is_named_for_hold_their_claims():
     for card, claims in NAMED.items():
         assert {c.id for c in CARDS[card].claims} == claims
