@@ -125,6 +125,20 @@ class TerminalProgress:
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
+class LaunchLines(TerminalProgress):
+    """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Show the launch."""
+        super().launch(number, total, spec)
+        if not self.out.is_terminal:
+            self.note(f"launch {number} of {total}: {spec.role.replace('_', '-')} {spec.variant}")
+
+    def finished(self, outcome: Outcome) -> None:
+        """End the line."""
+        self.close()
+
+
 def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
     """A claim in one line where nothing was timed, else in three or four. `said` stands for the status of what no claim asked."""
     evidence, status = outcome.evidence, outcome.status
