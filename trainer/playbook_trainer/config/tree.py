@@ -322,6 +322,16 @@ class TrainerConfig(Strict):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     output: str = "runs/latest"
 
+    def wants_fsdp(self, dp_cp: int, edp: int) -> bool:
+        """Whether FSDP2 holds the torch backend's weights: always where more than one rank has the dense ones (dp x cp) or those of an expert (edp).
+
+        It also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
+        Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients. Frozen ones stay in float32.
+        """
+        if dp_cp > 1 or edp > 1 or self.offload.optimizer:
+            return True
+        return self.train.dtype == "bf16" and (self.optimizer.master_weights != "remainder" or bool(self.train.freeze))
+
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:
     """The resolved configuration of `path`, of this folder or shipped, with `overrides` (dotted keys to values) applied.
