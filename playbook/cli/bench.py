@@ -192,9 +192,10 @@ def _trace_file(file: Path, as_json: bool) -> None:
     if as_json:
         print_json({**asdict(found), "ranges": ranges})
         return
-    if ranges is not None:
-        print_trace(ranges)
     print_walls(asdict(found))
+    if ranges is not None:
+        say("\nby range")
+        print_trace(ranges)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CLAIM = re.compile(r"[A-Z][0-9]{1,3}(?:\.[a-z])?")
 _RECORD = re.compile(r"01[0-9A-Z]{24}")
+_KEYS = ("status", "stands", "sentence", "evidence", "machine", "created", "path", "stale", "origin", "tested_as")
+"""What `_row` says of a verdict; of an untested claim all of it is there too, as null."""
 _WIDTH = 49
 _WIDEST = 100.0
 """A line that spans more than hundredfold shows nothing."""
@@ -238,8 +240,8 @@ def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[
     for row in rows:
         if row["stale"]:
             row["sentence"] += f"; stale: {'; '.join(row['stale'])}"
-    first = rows[0] if rows else {"status": UNTESTED, "sentence": None, "evidence": None, "stale": []}
-    return {**first, "verdicts": rows}
+    untested: dict[str, Any] = {**dict.fromkeys(_KEYS), "status": UNTESTED, "stale": []}
+    return {**(rows[0] if rows else untested), "verdicts": rows}
 
 
 def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:

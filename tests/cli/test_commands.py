@@ -237,6 +237,9 @@ def test_claims_are_listed_with_their_status(capsys, elsewhere):
     assert {"V1", "V14", "M1", "L9", "W9", "W9.m", "V3", "T1", "T7.m"} <= set(rows)
     assert rows["W9.m"]["mechanism_of"] == "W9"
     assert all(r["status"] for r in rows.values())
+    assert {r["status"] for r in rows.values()} > {"untested", "confirmed"}
+    assert len({tuple(r) for r in rows.values()}) == 1  # of an untested claim, too
+    assert {r["machine"] for r in rows.values() if r["status"] == "untested"} == {None}
     _, text, _ = run(capsys, "cards", "list")
     assert "moe-dispatcher-choice" in text
 
