@@ -65,7 +65,6 @@ def evidence_show(
     from playbook.records.evidence import Evidence
     from playbook.records.standing import in_words
     from playbook_bench.run import report, store
-    from playbook_bench.run.confirm import Outcome
 
     record, claim_today, others = _chosen(file)
     path = record.path if record else Path(file)
@@ -81,7 +80,7 @@ def evidence_show(
     say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
     if claim is not None:
         say(f"{claim.card}/{claim.id}: {claim.statement}")
-    report.print_outcome(Outcome(evidence, path), out)
+    report.print_outcome(store.Outcome(evidence, path), out)
     for line in drawn(evidence.derived.comparison, claim.expect.margin if claim else None):
         say(line)
     for condition in evidence.derived.gates:
