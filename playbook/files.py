@@ -11,8 +11,10 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LOCK = ".lock"
 _HELD: dict[tuple[int, int, int], FileLock] = {}  # by process, device and inode; a lock is let go of when its object is
@@ -123,6 +125,8 @@ def take(folder: Path) -> str:
 
 def _lock(path: Path) -> str:
     """Lock a file and write into it whose it is; whose it is, where that is another one's. What this process holds, it may take again."""
+    from filelock import FileLock, Timeout  # most commands read alone, and need not wait for it
+
     lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()

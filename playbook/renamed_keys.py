@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -37,25 +36,28 @@ REMOVED: Mapping[str, Any] = MappingProxyType(
 
 
 def modern(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree, or a part of it from the root, in today's spelling. Where a key is there in both spellings, today's counts."""
-    out = dict(deepcopy(data))
+    """The tree, or a part of it from the root, in today's spelling. Where a key is there in both spellings, today's counts.
+
+    What is unchanged is shared with `data`, which stays as it is.
+    """
+    out = dict(data)
     for old, new in KEYS.items():
         *sections, name = old.split(".")
         holder = _section(out, sections)
         if isinstance(holder, dict) and name in holder:
-            value = holder.pop(name)
+            value = _own(out, sections).pop(name)
             *others, today = new.split(".")
-            _make(out, others).setdefault(today, value)
+            _own(out, others).setdefault(today, value)
     for (key, value), today in VALUES.items():
         *sections, name = key.split(".")
         holder = _section(out, sections)
         if isinstance(holder, dict) and holder.get(name) == value:
-            holder[name] = today
+            _own(out, sections)[name] = today
     for key, value in REMOVED.items():
         *sections, name = key.split(".")
         holder = _section(out, sections)
         if isinstance(holder, dict) and name in holder and holder[name] is value:
-            del holder[name]
+            del _own(out, sections)[name]
     return out
 
 
@@ -100,7 +102,10 @@ def _section(data: Any, names: Sequence[str]) -> Any:
     return data
 
 
-def _make(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _own(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The section, as a copy in `data` that may be changed; an empty one where there is none."""
     for name in names:
-        data = data.setdefault(name, {})
+        inner = dict(data.get(name) or {})
+        data[name] = inner
+        data = inner
     return data

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=BaseModel)
 class Strict(BaseModel):
     """The base of every record in a file: unknown keys are errors, values are not coerced, numbers are finite, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
     SCHEMA: ClassVar[str | None] = None
     """The exported schema through which its files come; None for what is part of other files."""
 
@@ -98,14 +98,22 @@ def parse(text: str, name: str) -> tuple[Any, Marks]:
     return data, marks
 
 
+def _fast_loader() -> Any:
+    """The loader of libyaml, which does not ask in Python what each scalar is: `parse_scalar` says so, by other rules. None where it is not built in."""
+    loader = getattr(yaml, "CSafeLoader", None)
+    return loader and type("_Loader", (loader,), {"resolve": lambda *_: "tag:yaml.org,2002:str"})
+
+
+_FAST = _fast_loader()
+
+
 def _compose(text: str) -> Any:
     """The document's nodes: by libyaml where it is built in and the text is tame, since it is ten times as fast."""
-    fast = getattr(yaml, "CSafeLoader", None)
     # libyaml's composer recurses on the C stack; what could nest deeply goes to the other one, which raises instead of crashing.
     tame = text.count("[") + text.count("{") <= _MAX_OPENERS and not _DEEP_LINE.search(text)
-    if fast is not None and tame:
+    if _FAST is not None and tame:
         try:
-            return yaml.compose(text, Loader=fast)
+            return yaml.compose(text, Loader=_FAST)
         except yaml.YAMLError:
             pass  # the other composer says it in the words that messages are made of
     return yaml.compose(text, Loader=yaml.SafeLoader)
@@ -148,21 +156,25 @@ def _build(node: Node, path: Path_, marks: Marks, findings: list[Finding], name:
     return out
 
 
-def load(path: Path, model: type[M]) -> tuple[M, Marks]:
-    """The file as a typed record.
+def load(path: Path, model: type[M], thorough: bool = True) -> tuple[M, Marks]:
+    """The file as a typed record; `thorough` as in `validate`.
 
     Raises:
         FileError: everything `read` raises, and each field that does not fit `model`.
     """
     data, marks = read(path)
-    return validate(data, marks, model, str(path)), marks
+    return validate(data, marks, model, str(path), thorough), marks
 
 
-def validate(data: Any, marks: Marks, model: type[M], name: str) -> M:
-    """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`."""
+def validate(data: Any, marks: Marks, model: type[M], name: str, thorough: bool = True) -> M:
+    """`data` as a `model`, or FileError with one finding for each problem, placed by `marks`.
+
+    `thorough` puts it through the model's exported schema too. That refuses what the model refuses, and takes a fifth of a second for all that ships:
+    what ships goes through it in `cards check`, and not in each command that reads it.
+    """
     if not isinstance(data, Mapping):
         raise FileError([Finding(name, 1, 1, f"expected a mapping of keys to values, found {_kind(data)}")])
-    door = getattr(model, "SCHEMA", None)
+    door = getattr(model, "SCHEMA", None) if thorough else None
     refused = schemas.check(data, door) if door else []
     try:
         value = model.model_validate(data)

@@ -44,7 +44,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "judge.verdict": (),
     "judge.effects": (),
     "judge.statistics": (),
-    "judge.rules": (),
+    "judge.verdict_rules": (),
     "judge.curve_rules": (),
     "judge.slowdown": (),
     "judge.receipt": (),

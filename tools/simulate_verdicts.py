@@ -17,8 +17,8 @@ from scipy.stats import binomtest
 
 from playbook_bench.judge import statistics
 from playbook_bench.judge.curve_rules import Question, decide
-from playbook_bench.judge.rules import VERSION, Rules
 from playbook_bench.judge.verdict import RULES
+from playbook_bench.judge.verdict_rules import VERSION, Rules
 
 ALPHA, AA_PAIRS = 0.05, 4
 PAIR = [(-1.0, 1.0)]

@@ -6,32 +6,27 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
 from playbook.cli import slurm
-from playbook.cli.confirm import show_outcomes
 from playbook.cli.options import AsJson, Budget, Fork, JournalFolder, Pairs, Profile, Results, Seed, commands
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
 from playbook.cli.output import complain, print_json, print_table, print_trace, print_walls, say
 from playbook.errors import LaunchError, PlaybookError
+from playbook.paths import DEFAULT_RESULTS
 from playbook.records.case import list_cases, load_case
 from playbook.records.commands import Steps
-from playbook_bench.commands import ab as two_commands
-from playbook_bench.commands import traced
-from playbook_bench.launch.forked import ForkLauncher
-from playbook_bench.launch.local import LocalLauncher
-from playbook_bench.machine import detect
-from playbook_bench.run import aa, prove, replay, report, store
-from playbook_bench.run import confirm as harness
-from playbook_bench.run.options import Options
-from playbook_bench.run.schedule import RunSpec
-from playbook_bench.run.store import DEFAULT_RESULTS
 from playbook_bench.run.targets import tasks_of_card
+
+if TYPE_CHECKING:
+    from playbook_bench.commands import ab as two_commands
+    from playbook_bench.commands import traced
+    from playbook_bench.run import prove
 
 app = commands()
 _bench_app = commands()
@@ -51,6 +46,12 @@ def bench_run(
     as_json: AsJson = False,
 ) -> None:
     """Run one case: a verdict for each claim that names it, or the effect alone where none does."""
+    from playbook.cli.confirm import show_outcomes
+    from playbook_bench.launch.forked import ForkLauncher
+    from playbook_bench.launch.local import LocalLauncher
+    from playbook_bench.run import confirm as harness
+    from playbook_bench.run.options import Options
+
     runs_by = ForkLauncher() if fork else LocalLauncher()
     options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
     show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
@@ -78,6 +79,7 @@ def bench_check(
     as_json: AsJson = False,
 ) -> None:
     """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
         ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
@@ -95,6 +97,8 @@ def bench_check(
 @_bench_app.command("replay")
 def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Evidence files.")], as_json: AsJson = False) -> None:
     """Derive verdict and figures again from the recorded runs; exit code 5 where they differ from what was recorded."""
+    from playbook_bench.run import replay, store
+
     rows, claims = [], by_claim(load_all())
     for file in files:
         same, differences = replay.replay(file)
@@ -112,7 +116,9 @@ def bench_replay(files: Annotated[list[Path], typer.Argument(metavar="FILE", hel
 @_bench_app.command("rejudge")
 def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An evidence record.")], results: Results = None) -> None:
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
-    made = replay.rejudge(file, results or store.DEFAULT_RESULTS)
+    from playbook_bench.run import replay
+
+    made = replay.rejudge(file, results or DEFAULT_RESULTS)
     say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 
@@ -125,6 +131,9 @@ def bench_aa(
     as_json: AsJson = False,
 ) -> None:
     """Measure a case's baseline against itself: the noise that a verdict has to clear on this machine. Exit code 3 where it is contaminated, and not stored."""
+    from playbook_bench.run import aa, report
+    from playbook_bench.run.options import Options
+
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     try:
@@ -183,23 +192,10 @@ def _trace_file(file: Path, as_json: bool) -> None:
     if as_json:
         print_json({**asdict(found), "ranges": ranges})
         return
-    if ranges is not None:
-        print_trace(ranges)
     print_walls(asdict(found))
-
-
-class _Launches(report.TerminalProgress):
-    """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
-
-    def launch(self, number: int, total: int, spec: RunSpec) -> None:
-        """Show the launch."""
-        super().launch(number, total, spec)
-        if not self.out.is_terminal:
-            self.note(f"launch {number} of {total}: {spec.role.replace('_', '-')} {spec.variant}")
-
-    def finished(self, outcome: harness.Outcome) -> None:
-        """End the line."""
-        self.close()
+    if ranges is not None:
+        say("\nby range")
+        print_trace(ranges)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -244,6 +240,13 @@ def ab(
 
     Exit code 0 faster or equivalent, 1 slower beyond the margin, 3 undecided, 5 a launch failed.
     """
+    from playbook_bench.commands import ab as two_commands
+    from playbook_bench.commands import traced
+    from playbook_bench.machine import detect
+    from playbook_bench.run import confirm as harness
+    from playbook_bench.run import report
+    from playbook_bench.run.options import Options
+
     asked = two_commands.question(
         words,
         setting or [],
@@ -256,7 +259,7 @@ def ab(
     )
     machine = detect.detect()
     out = report.console(sys.stderr if as_json else None)
-    progress = _Launches(out)
+    progress = report.LaunchLines(out)
     options = Options(
         machine.name,
         results or DEFAULT_RESULTS,
@@ -291,6 +294,9 @@ def ab(
 
 def _walls(asked: two_commands.Question, profile: str, how: traced.Asked) -> dict[str, dict[str, Any]]:
     """The walls of both commands; where they cannot be had, a line says why, and the answer stands."""
+    from playbook_bench.commands import ab as two_commands
+    from playbook_bench.commands import traced
+
     try:
         return {variant: asdict(each) for variant, each in traced.both(two_commands.case_of(asked, profile), profile, how).items()}
     except PlaybookError as e:

@@ -43,7 +43,7 @@ from playbook_bench.machine import detect
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
-from playbook_bench.run.store import DEFAULT_RESULTS
+from playbook_bench.run.store import DEFAULT_RESULTS, Outcome
 from playbook_bench.run.targets import tasks_of
 
 app = commands()
@@ -112,7 +112,7 @@ def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> list[s
     return found
 
 
-def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[harness.Outcome]], as_json: bool, counts: bool = False) -> None:
+def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[Outcome]], as_json: bool, counts: bool = False) -> None:
     """Run with a progress line, print every verdict, and exit with their combined code. With `counts`, claims that do not apply here are only counted."""
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out, counts)
@@ -139,7 +139,7 @@ _DEMO_S = 270.0
 class DemoProgress(report.TerminalProgress):
     """A block for each claim: what it says, then what was found."""
 
-    def finished(self, outcome: harness.Outcome) -> None:
+    def finished(self, outcome: Outcome) -> None:
         """Print the block."""
         self.close()
         claim = outcome.evidence.measured.claim

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from playbook.cards.model import Card, Claim, MechanismCheck, Quantity
     from playbook.records.evidence import Comparison, Evidence, Measured
-    from playbook.records.read import Present, Reader, Record
+    from playbook.records.read import Claims, Present, Reader, Record
     from playbook.records.staleness import Here
 
 _CLAIM = re.compile(r"[A-Z][0-9]{1,3}(?:\.[a-z])?")
 _RECORD = re.compile(r"01[0-9A-Z]{24}")
+_KEYS = ("status", "stands", "sentence", "evidence", "machine", "created", "path", "stale", "origin", "tested_as")
+"""What `_row` says of a verdict; of an untested claim all of it is there too, as null."""
 _WIDTH = 49
 _WIDEST = 100.0
 """A line that spans more than hundredfold shows nothing."""
@@ -49,7 +51,7 @@ def evidence_list(
     cards = load_all()
     claims = by_claim(cards)
     found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
-    rows = [{**_row(r, claims[r.claim][1] if r.claim in claims else None), **_origin(content)} for r, content in found]
+    rows = [{**_row(r, _claim_of(r, claims)), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -60,12 +62,14 @@ def evidence_show(
     as_json: AsJson = False,
 ) -> None:
     """Show one record: what was claimed, what was found, what it rests on. Of a claim, the record that speaks for it; the others are named."""
+    from playbook.records.evidence import Evidence
     from playbook.records.standing import in_words
     from playbook_bench.run import report, store
-    from playbook_bench.run.confirm import Outcome
 
-    path, others = _chosen(file)
-    evidence, problems = store.load_checked(path)
+    record, claim_today, others = _chosen(file)
+    path = record.path if record else Path(file)
+    sound = record.content if record and not record.altered else None
+    evidence, problems = (sound, []) if isinstance(sound, Evidence) else store.load_checked(path)
     if as_json:
         print_json(evidence.model_dump(mode="json"))
         return
@@ -76,12 +80,12 @@ def evidence_show(
     say(f"{evidence.evidence_id}  {evidence.created}  {evidence.measured.machine.description}  expires {evidence.expires}")
     if claim is not None:
         say(f"{claim.card}/{claim.id}: {claim.statement}")
-    report.print_outcome(Outcome(evidence, path), out)
+    report.print_outcome(store.Outcome(evidence, path), out)
     for line in drawn(evidence.derived.comparison, claim.expect.margin if claim else None):
         say(line)
     for condition in evidence.derived.gates:
         say(f"  {'ok' if condition.ok else 'BROKEN':<7}{condition.name}  {condition.detail}".rstrip())
-    if stale := _stale_file(path):
+    if stale := record.stale(_today(), claim_today) if record else _stale(path):
         say(f"stale    {stale}")
     say(f"repeat   {evidence.command}")
     say(f"verify   playbook bench replay {path}")
@@ -89,8 +93,8 @@ def evidence_show(
         say(f"also     {in_words(other, other.reasons(_today(), None))}: {other.sentence}  [{other.id}]")
 
 
-def _chosen(named: str) -> tuple[Path, list[Record]]:
-    """The file that is meant, and the records of other machines on the same claim.
+def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, list[Record]]:
+    """The record that an id or a claim means, the claim that it speaks for, and the records of other machines on that; no record where a file is named.
 
     Raises:
         PlaybookError: it is no file, and there is no such record or claim, or none on the claim.
@@ -101,19 +105,20 @@ def _chosen(named: str) -> tuple[Path, list[Record]]:
 
     claim = named.rsplit("/", 1)[-1]
     if not (_CLAIM.fullmatch(claim) or _RECORD.fullmatch(named)) or Path(named).is_file():
-        return Path(named), []
+        return None, None, []
     cards = load_all()
+    claims = by_claim(cards)
     records = records_here(cards, here())
     if _RECORD.fullmatch(named):
         if found := [r for r in records if r.id == named]:
-            return found[0].path, []
+            return found[0], _claim_of(found[0], claims), []
         raise PlaybookError(f"there is no record {named}; `playbook evidence list --json` has their paths")
-    if claim not in by_claim(cards):
+    if claim not in claims:
         raise PlaybookError(f"there is no claim {claim}; `playbook cards list --claims` shows them all")
     found = sorted(verdicts(records, claim), key=lambda r: r.precedence, reverse=True)
     if not found:
-        raise PlaybookError(f"nothing was measured on {claim} yet; test it with: playbook confirm {by_claim(cards)[claim][0]}/{claim}")
-    return found[0].path, found[1:]
+        raise PlaybookError(f"nothing was measured on {claim} yet; test it with: playbook confirm {claims[claim][0]}/{claim}")
+    return found[0], claims[claim][1], found[1:]
 
 
 def drawn(found: Comparison | None, margin: Quantity | None) -> list[str]:
@@ -234,8 +239,8 @@ def status_of(claim: Claim | MechanismCheck, records: Sequence[Record]) -> dict[
     for row in rows:
         if row["stale"]:
             row["sentence"] += f"; stale: {'; '.join(row['stale'])}"
-    first = rows[0] if rows else {"status": UNTESTED, "sentence": None, "evidence": None, "stale": []}
-    return {**first, "verdicts": rows}
+    untested: dict[str, Any] = {**dict.fromkeys(_KEYS), "status": UNTESTED, "stale": []}
+    return {**(rows[0] if rows else untested), "verdicts": rows}
 
 
 def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def as_shown(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "status": "; ".join(dict.fromkeys(v["stands"] for v in row.get("verdicts", (row,)))) or row["status"]}
 
 
-def _stale_file(path: Path) -> str | None:
+def _stale(path: Path) -> str | None:
     """Why the verdict in a file no longer speaks for the present, on this machine."""
     from playbook.cards.load import load_all
     from playbook.cards.model import by_claim
@@ -251,7 +256,12 @@ def _stale_file(path: Path) -> str | None:
 
     claims = by_claim(load_all())
     record = read_file(path, claims, present(here()))
-    return record.stale(_today(), claims[record.claim][1] if record.claim in claims else None)
+    return record.stale(_today(), _claim_of(record, claims))
+
+
+def _claim_of(record: Record, claims: Claims) -> Claim | MechanismCheck | None:
+    """The claim that a record speaks for, as it stands today."""
+    return claims[record.claim][1] if record.claim and record.claim in claims else None
 
 
 def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:

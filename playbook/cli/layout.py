@@ -14,8 +14,8 @@ from playbook.text import count
 
 if TYPE_CHECKING:
     from playbook.planner.memory import StageBytes
+    from playbook.planner.nearest_layouts import Near
     from playbook.planner.plan import Plan
-    from playbook.planner.search import Near
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -38,7 +38,7 @@ _Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs, as gpus=N.")]
 @_layout_app.command("check")
 def layout_check(model: Model, settings: Settings = None, gpus: _Gpus = None, as_json: AsJson = False) -> None:
     """Check a layout against every rule and suggest the nearest legal ones; exit code 2 if a rule is broken."""
-    from playbook.planner.search import nearest
+    from playbook.planner.nearest_layouts import nearest
 
     plan = _plan(model, settings, gpus)
     broken = plan.broken()

@@ -89,7 +89,8 @@ def print_trace(trace: Mapping[str, Any]) -> None:
 
 
 def print_walls(found: Mapping[str, Any]) -> None:
-    """Time by class of kernels, how it lies in the step, and the wall in one sentence."""
+    """The wall in one sentence; then the time by class of kernels and how it lies in the step, which the sentence rests on."""
+    say(found["sentence"])
     idle = {
         name: found[key]
         for name, key in (
@@ -112,7 +113,6 @@ def print_walls(found: Mapping[str, Any]) -> None:
     say(f"{found['span_ms']:.1f} ms a step over {count(found['num_steps'], 'step')}, by {found['collector']}")
     for note in found["notes"]:
         say(f"note: {note}")
-    say(found["sentence"])
 
 
 def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Sequence[str]) -> Iterable[str]:

@@ -31,7 +31,7 @@ from playbook.site.build import Reference
 from playbook.site.reference import Command, field_docs
 from playbook.text import count
 from playbook_bench.judge import metrics
-from playbook_bench.launch.cluster import Cluster
+from playbook_bench.launch.batch_job import Cluster
 from playbook_trainer.config import megatron, model, neutral, recipes
 from playbook_trainer.config import tree as trainer
 from playbook_trainer.config.dry_run import Report, dry_run

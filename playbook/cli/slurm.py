@@ -22,7 +22,7 @@ from playbook.cli.output import complain, print_json, say
 from playbook.errors import ConfigError, LaunchError, PlaybookError, UnmetRequirement
 
 if TYPE_CHECKING:
-    from playbook_bench.launch.cluster import Cluster
+    from playbook_bench.launch.batch_job import Cluster
     from playbook_bench.launch.slurm import SrunLauncher
     from playbook_bench.run.journal import Journal
     from playbook_trainer.config.tree import TrainerConfig
@@ -80,7 +80,7 @@ def _load_cluster(path: Path | None) -> Cluster:
         FileError: it is invalid.
     """
     from playbook.yaml_files import load
-    from playbook_bench.launch.cluster import Cluster
+    from playbook_bench.launch.batch_job import Cluster
 
     if path is None and not Path("cluster.yaml").is_file():
         return Cluster()
@@ -96,10 +96,10 @@ def inside(name: str, cluster: Path | None) -> SrunLauncher | None:
     _check_launcher(name)
     if name != "srun":
         return None
-    from playbook_bench.launch import cluster as clusters
+    from playbook_bench.launch import batch_job
     from playbook_bench.machine import detect
 
-    return clusters.launcher(_load_cluster(cluster), detect.detect().gpus)
+    return batch_job.launcher(_load_cluster(cluster), detect.detect().gpus)
 
 
 def journal(folder: Path | None, slurm: SrunLauncher | None, fork: bool = False) -> Journal | None:
@@ -126,7 +126,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
 
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
     """
-    from playbook_bench.launch.cluster import environment
+    from playbook_bench.launch.batch_job import environment
     from playbook_bench.run import store
 
     cluster = _load_cluster(request.cluster)
@@ -166,7 +166,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     checks.check(resolved, per_node * (request.nodes or cluster.nodes), here=False)
     if resolved.checkpoint.dir is None:
         complain("note: checkpoint.dir is not set, so a job that is preempted or reaches its time limit starts over")
-    from playbook_bench.launch.cluster import environment
+    from playbook_bench.launch.batch_job import environment
     from playbook_bench.run import store
 
     frozen = json.dumps(dump(resolved), indent=1) + "\n"
@@ -178,12 +178,11 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
 
 def _train_here(config: TrainerConfig, cluster: Cluster) -> int:
     """Run all ranks of the allocation as one step of srun; every start has its own folder of logs."""
-    from playbook_bench.launch import cluster as clusters
-    from playbook_bench.launch import local
+    from playbook_bench.launch import batch_job, local
     from playbook_bench.launch.local import Spec
     from playbook_bench.machine import detect
 
-    slurm = replace(clusters.launcher(cluster, detect.detect().gpus), end_together=False, drain_s=_SAVING_S)
+    slurm = replace(batch_job.launcher(cluster, detect.detect().gpus), end_together=False, drain_s=_SAVING_S)
     per_node = slurm.per_node(len(slurm.allocation.hosts))
     ranks = per_node * len(slurm.allocation.hosts)
     output = Path(config.output).resolve()
@@ -272,8 +271,7 @@ def _submit(
     """Write the folder of the job, submit it with sbatch, and wait. The folder is removed if sbatch refuses the job."""
     import shutil
 
-    from playbook_bench.launch import cluster as clusters
-    from playbook_bench.launch import local
+    from playbook_bench.launch import batch_job, local
     from playbook_bench.launch.slurm import require_tools
     from playbook_bench.run import store
 
@@ -292,7 +290,7 @@ def _submit(
         store.replace(folder / "cluster.yaml", cluster.model_dump_json(exclude_defaults=True) + "\n")
         if config is not None:
             store.replace(folder / "config.yaml", config)
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=cluster.timeouts, python=f"exec {shlex.quote(clusters.python(cluster))}")
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=cluster.timeouts, python=f"exec {shlex.quote(batch_job.python(cluster))}")
         executor.update_parameters(**parameters)
         with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is in the error as well
             submitted = executor.submit(job)
@@ -329,21 +327,21 @@ def _job(
     name: str, words: Sequence[str], folder: Path, cluster: Cluster, nodes: int, variables: Mapping[str, str], own: Sequence[str]
 ) -> tuple[Job, dict[str, Any]]:
     """The job, with the paths of its folder filled in, and its parameters for submitit."""
-    from playbook_bench.launch import cluster as clusters
+    from playbook_bench.launch import batch_job
 
     paths = {"--journal": ["--journal", str(folder / "journal")], "config.yaml": [str(folder / "config.yaml")]}
     whole = [*words, "--cluster", str(folder / "cluster.yaml"), *(word for o in own for word in paths[o])]
     shown = shlex.join(["playbook", *whole])
-    return Job(whole, str(folder)), clusters.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
+    return Job(whole, str(folder)), batch_job.parameters(cluster, nodes, name, {"SUBMITIT_LOG_LEVEL": "WARNING", **variables}, shown)
 
 
 def _script(cluster: Cluster, folder: Path, parameters: Mapping[str, Any]) -> str:
     """The batch script as submitit writes it, on a machine with or without Slurm."""
     from submitit.slurm import slurm
 
-    from playbook_bench.launch import cluster as clusters
+    from playbook_bench.launch import batch_job
 
-    command = f"exec {shlex.quote(clusters.python(cluster))} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    command = f"exec {shlex.quote(batch_job.python(cluster))} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     return str(slurm._make_sbatch_string(command=command, folder=folder, **parameters)).rstrip()
 
 

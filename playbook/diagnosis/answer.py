@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from playbook.diagnosis import published, walls
+from playbook.diagnosis import likely_walls, published
 from playbook.diagnosis.actions import Action, Gain, actions
 from playbook.diagnosis.claims import Knowledge, Said
 from playbook.diagnosis.setting import Measured, Setting
-from playbook.planner.choice import document, explain
+from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.search import Choice
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB, stages
@@ -114,13 +114,13 @@ def _peak(plan: Plan | None) -> float:
 def _predicted(time: StepTime, plan: Plan | None) -> dict[str, Any]:
     return {
         "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu), "mfu": time.mfu, "seconds": time.seconds.value,
-        "memory_gib": _peak(plan), "settings": document.words(plan) if plan else [],
+        "memory_gib": _peak(plan), "settings": plain_data.words(plan) if plan else [],
     }  # fmt: skip
 
 
 def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
     near = found.obstacle
-    return {"settings": document.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
+    return {"settings": plain_data.words(near.plan), "memory_gib": near.stage.peak / GIB, "ways": list(near.ways)} if near else None
 
 
 def _published(runs: published.Published) -> dict[str, Any]:
@@ -158,12 +158,12 @@ def _range(runs: published.Published) -> str:
     return f"{low if low == high else f'{low} to {high}'} {unit}"
 
 
-def _walls(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[walls.Wall]:
+def _walls(where: Setting, mine: StepTime | None, best: Choice | None, seen: Seen) -> list[likely_walls.Wall]:
     if seen.trace:
-        return walls.traced(seen.trace)
+        return likely_walls.traced(seen.trace)
     if where.plan and mine:
-        return walls.predicted(mine, where.plan, where.question.cluster)
-    return walls.predicted(best.time, best.plan, where.question.cluster) if best else []
+        return likely_walls.predicted(mine, where.plan, where.question.cluster)
+    return likely_walls.predicted(best.time, best.plan, where.question.cluster) if best else []
 
 
 def _how(where: Setting) -> str:
@@ -230,7 +230,7 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
         "in_plan": action.done,
         "memory_gib": None if action.held is None else action.held / GIB,
         "claims": [_claim(s) for s in sorted(shown, key=lambda s: (not s.comparable, not s.fresh))[:_CLAIMS]],
-        "settings": document.words(action.on) if action.on != action.off else [],
+        "settings": plain_data.words(action.on) if action.on != action.off else [],
         **{k: list(v) for k, v in asdict(changed).items()},
         "test": _tests(action, shown, changed),
         "note": action.note,

@@ -11,10 +11,10 @@ from typing import Any
 from playbook.errors import ConfigError
 from playbook.lint.base import Config, Found, Rule, Shelf, configs
 from playbook.planner.models import MODELS
+from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import DEGREES as PLANNED
 from playbook.planner.plan import Plan
 from playbook.planner.rules import LAYOUT, WIDTHS, Case, broken
-from playbook.planner.search import nearest
 from playbook.planner.shapes import Shape
 from playbook.yaml_files import did_you_mean
 

@@ -16,11 +16,11 @@ from playbook.diagnosis.setting import Figures, measured, setting
 from playbook.errors import PlaybookError
 from playbook.mcp.answers import DiagnosisAnswer, LayoutAnswer, MemoryAnswer, NearLayout, PlanAnswer, PlannedLayout, StageMemory
 from playbook.planner import layout, memory
-from playbook.planner.choice import document, explain
+from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS, from_huggingface, from_preset, named
+from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
-from playbook.planner.search import nearest
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
 from playbook.yaml_files import did_you_mean
@@ -65,7 +65,7 @@ def layout_answer(plan: Plan) -> LayoutAnswer:
         dp=plan.gpus // attention if whole and plan.gpus % attention == 0 else None,
         edp=plan.gpus // expert if whole and plan.gpus % expert == 0 else None,
         min_gpus=layout.min_gpus(**degrees) if whole else 1,
-        uneven=None if broken else document.split(plan),
+        uneven=None if broken else plain_data.split(plan),
         nearest=[NearLayout(changes=n.changes) for n in nearest(plan)] if broken and whole else [],
     )
 
@@ -127,7 +127,7 @@ def plan_answer(
         fixed=fix,
         allow=allow,
     )
-    found = document.document(explain.answer(question, top))
+    found = plain_data.document(explain.answer(question, top))
     kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")
     near = found["nearest"]
     return PlanAnswer(

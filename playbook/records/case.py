@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from playbook.cards.load import card_of, load_all
 from playbook.cards.model import Slug
 from playbook.errors import FileError, Finding
-from playbook.paths import folders
+from playbook.paths import data_root, folders
 from playbook.records.commands import DELTAS, Steps, Traced, delta_problems, template_problems
 from playbook.yaml_files import Strict, did_you_mean, load, locate
 
@@ -219,18 +219,20 @@ def load_case(id_or_path: str | Path) -> Case:
         FileError: no such case, or the file is invalid.
     """
     name = str(id_or_path)
+    if name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
     path = _case_path(name)
-    return _shipped(path, path.stat().st_mtime_ns) if is_shipped(name) else _read(path)
+    return _shipped(path, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
 def _shipped(path: Path, _: int) -> Case:
     """A case that lies in `bench/cases/`, read once: many records rest on the same few."""
-    return _read(path)
+    return _read(path, thorough=path.parent != data_root("cases"))
 
 
-def _read(path: Path) -> Case:
-    case, marks = load(path, Case)
+def _read(path: Path, thorough: bool = True) -> Case:
+    case, marks = load(path, Case, thorough)
     findings = [Finding(str(path), *locate(marks, where), message) for where, message in case_problems(case)]
     if case.id != path.stem:
         findings.append(Finding(str(path), *locate(marks, ("id",)), f"id '{case.id}' differs from the file's name; expected '{path.stem}'"))
@@ -447,8 +449,6 @@ def _pattern_problem(pattern: str) -> str:
 
 
 def _case_path(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
     path = _file_of(name)
     if path is None:
         card = card_of(name, load_all())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from playbook import schemas
 from playbook.cards.model import Card, Claim, MechanismCheck, by_claim
@@ -370,7 +371,7 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
         raw = read_bytes(path, MAX_BYTES)
         if len(raw) > MAX_BYTES:
             raise ValueError(f"is too large; at most {MAX_BYTES} bytes are read")
-        data = json.loads(raw, parse_constant=_not_finite)
+        data = _plain(raw)
     except (RecursionError, ValueError) as e:
         raise ValueError(f"is no readable record ({str(e)[:120]}); remove it, or restore it from the run's results") from e
     version = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
@@ -388,6 +389,14 @@ def parse(path: Path, thorough: bool = True) -> tuple[Content, str]:
     if refused:
         raise ValueError(f"has {'.'.join(map(str, refused[0].path))}: {refused[0].message}")
     return content, sha
+
+
+def _plain(raw: bytes) -> Any:
+    """JSON as plain data: by pydantic's reader, in half the time, and by Python's where that refuses it, for its messages and what it alone takes."""
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        return json.loads(raw, parse_constant=_not_finite)
 
 
 def _not_finite(text: str) -> float:

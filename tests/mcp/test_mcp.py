@@ -21,7 +21,7 @@ from playbook.errors import PlaybookError
 from playbook.mcp.server import MAX_CHARS, server
 from playbook.paths import data_root, repo_root
 from playbook.planner import memory
-from playbook.planner.choice import document
+from playbook.planner.choice import plain_data
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.models import MODELS
@@ -286,7 +286,7 @@ def test_uneven_pipelines_and_the_nearest_layouts_are_told(library):
 def test_a_layout_is_planned_as_the_command_plans_it(library):
     found = answer(library, "plan_layout", model="Qwen3-8B", gpus=8, hardware="h100", global_batch_size=64, top=2)
     question = Question(MODELS["qwen3_8b"], "qwen3_8b", cluster("h100"), 8, 4096, 64)
-    assert [p["settings"] for p in found["plans"]] == [document.words(c.plan) for c in search(question, 2).choices]
+    assert [p["settings"] for p in found["plans"]] == [plain_data.words(c.plan) for c in search(question, 2).choices]
     none = answer(library, "plan_layout", model="deepseek_v3", gpus=8, hardware="h100")
     assert none["plans"] == []
     assert none["nearest"]["ways"]

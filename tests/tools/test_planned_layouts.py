@@ -67,6 +67,23 @@ def test_the_report_tells_errors_and_whether_the_choice_was_right() -> None:
     assert "not run" in tool.report(rows, as_said[1:])
 
 
+def test_variants_of_cases_are_rows_too() -> None:
+    """With what their case predicts, what the trainer is told there, and a choice among the runs of one case, of whatever length."""
+    rows = list(tool.of_cases(["predicted-moe-32k-torch", "predicted-dense-4k-megatron"], 1))
+    names = [tool.name_of(r) for r in rows]
+    assert names[:2] == ["1/predicted-moe-32k-torch/first-ep1", "1/predicted-moe-32k-torch/second-ep2"]
+    assert rows[1]["settings"].items() >= {"model.num_experts": 64, "data.seq_len": 32768, "train.compile.decoder": True}.items()
+    assert rows[0]["predicted"]["tokens_per_s_per_gpu"] == {"value": 22840.0, "low": 17410.0, "high": 29960.0}
+    assert 0 < rows[1]["predicted"]["memory_gib"] < rows[0]["predicted"]["memory_gib"] < tool._capacity() / tool.GIB
+    assert [n for n, _ in tool.todo(rows, [], 0, again=False)] != names
+    shown = tool.report(rows, [ran(names[0], 22840.0), ran(names[1], 20000.0)])
+    assert (
+        "chosen 1/predicted-moe-32k-torch/second-ep2, fastest 1/predicted-moe-32k-torch/first-ep1, 14.2 % behind: in the tie set" in shown
+    )
+    with pytest.raises(SystemExit, match="expected a speed predicted for 1 GPUs"):
+        list(tool.of_cases(["fp8-blockwise"], 1))
+
+
 def test_predictions_are_not_changed_after_runs(tmp_path: Path) -> None:
     (tmp_path / tool.RUNS).write_text(json.dumps(ran("2/dense/tp2", 1.0)) + "\n")
     assert tool.main(["register", "--out", str(tmp_path)]) == 1
@@ -76,17 +93,9 @@ def test_predictions_are_not_changed_after_runs(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def call(*words: str) -> list[dict]:
-        command = [
-            sys.executable,
-            str(tool.ROOT / "tools" / "planner" / "planned_layouts.py"),
-            "run",
-            "--rehearse",
-            "--gpus",
-            "2",
-            "--out",
-            str(tmp_path),
-        ]
+    def call(*words: str, gpus: int = 2) -> list[dict]:
+        tool_file = tool.ROOT / "tools" / "planner" / "planned_layouts.py"
+        command = [sys.executable, str(tool_file), "run", "--rehearse", "--gpus", str(gpus), "--out", str(tmp_path)]
         done = subprocess.run([*command, *words], env=environment(), capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return tool.read(tmp_path / tool.RUNS)
@@ -97,6 +106,8 @@ def test_a_rehearsal_goes_on_where_it_stopped(tmp_path: Path) -> None:
     more = call("--only", "dense", "tp2", "--pairs", "1")
     assert more[0] == rows[0]
     assert [(r["name"], r["turn"], r["outcome"]) for r in more[1:]] == [("2/dense/tp2", 0, "ok"), ("2/dense/tp2", 1, "ok")]
+    rows = call("--cases", "predicted-moe-32k-torch", "--only", "second", "--timed", "1", gpus=1)
+    assert [(r["name"], r["outcome"]) for r in rows[3:]] == [("1/predicted-moe-32k-torch/second-ep2", "ok")]
 
 
 def test_the_page_shows_what_is_registered() -> None:

@@ -19,7 +19,7 @@ from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, s
 from playbook.records.read import EVIDENCE, read, standings, verdicts
 from playbook.skills.export import standing
 from playbook_bench.judge import verdict
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.machine import requirements
 from playbook_bench.run import replay, store
 from playbook_bench.statements import table

@@ -1,10 +1,12 @@
-"""Layouts on two or four GPUs: speed and memory as the planner predicts them, written down before any run, and the runs that test it.
+"""Runs whose speed and memory were predicted and written down before any: layouts on two or four GPUs, or the variants of prediction cases.
 
     python tools/planner/planned_layouts.py register                        # predictions, into docs/parity/planned-layouts.jsonl; refuses once there are runs
     python tools/planner/planned_layouts.py run --gpus 4 --budget 560       # each once, in shuffled order, into docs/parity/planned-layouts-runs.jsonl
     python tools/planner/planned_layouts.py run --gpus 4 --pairs 4          # then the two fastest of each model, so many times more, in turns
     python tools/planner/planned_layouts.py report                          # errors, winners and misses
+    python tools/planner/planned_layouts.py run --gpus 1 --cases predicted-dense-4k-megatron predicted-dense-4k-torch  # and report, likewise
 
+How far off a prediction is costs one launch; whether its interval holds takes the case's own series (`playbook bench run`).
 A call goes on where the last one stopped; a run that failed is run again only with `--again`. Ranks are forks of one process that has imported torch,
 megatron-core and Transformer Engine. `--rehearse` trains tiny models with the same layouts on the CPU, which says that the runner works and nothing else.
 """
@@ -29,7 +31,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT 
 
 from megatron_table import LEFT_OUT, ended, measured, reason, run_forked  # noqa: E402
 
+from playbook.records.case import load_case  # noqa: E402
 from playbook_bench.machine import detect  # noqa: E402
+from playbook_bench.run import variants  # noqa: E402
 from playbook_trainer import fork_server  # noqa: E402
 from playbook_trainer.config import dry_run, tree  # noqa: E402
 
@@ -50,7 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "vision": {"model": "qwen3_vl_30b_a3b"},
 }
 """Four models of about one width; the wider experts are half as many, of twice the width."""
-TINY = {"dense": "qwen3_tiny", "moe-128": "qwen3_moe_tiny", "moe-64": "qwen3_moe_tiny", "vision": "qwen3_vl_moe_tiny"}
 _SMALL: dict[str, Any] = {
     "data.seq_len": 32, "train.dtype": "fp32", "train.steps": 2, "train.warmup_steps": 1, "train.log_every": 1, "train.global_batch_size": 4,
     "parallel.sequence_parallel": False,
@@ -114,6 +117,20 @@ def registered() -> Iterator[dict[str, Any]]:
                 yield {"gpus": gpus, "model": model, "layout": name, "settings": asked, "predicted": _predicted(asked, gpus)}
 
 
+def of_cases(names: Sequence[str], gpus: int) -> Iterator[dict[str, Any]]:
+    """The variants of prediction cases as such rows; the memory that they do not state is the dry run's."""
+    for case in map(load_case, names):
+        told = {value.name: value.predicted for value in case.values}
+        for variant in case.variants:
+            asked, ranks = variants.overrides(case, variant, f"{HARDWARE}x{gpus}")
+            said, config = told.get(variant), variants.trainer_path(case)
+            if said is None or case.metric != "useful_tokens_per_s_per_gpu" or case.delta.environment or ranks != gpus:
+                raise SystemExit(f"{case.id} {variant}: expected a speed predicted for {gpus} GPUs, without variables of the environment")
+            row = {"gpus": gpus, "model": case.id, "layout": variant, "config": str(config), "settings": asked}
+            speed = {"value": said.value, "low": said.low, "high": said.high}
+            yield {**row, "predicted": {"tokens_per_s_per_gpu": speed, "memory_gib": round(_held(asked, gpus, config) / GIB, 1)}}
+
+
 def _predicted(asked: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     speed = dry_run.predicted(tree.load(ROOT / CONFIG, asked), gpus, HARDWARE)
     assert speed is not None
@@ -122,9 +139,9 @@ def _predicted(asked: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     return {"tokens_per_s_per_gpu": tokens, "memory_gib": round(_held(asked, gpus) / GIB, 1)}
 
 
-def _held(asked: Mapping[str, Any], gpus: int) -> float:
+def _held(asked: Mapping[str, Any], gpus: int, config: Path = ROOT / CONFIG) -> float:
     """Bytes of the fullest rank; rows are text, so the vision tower keeps no activations."""
-    report = dry_run.dry_run(tree.load(ROOT / CONFIG, asked), gpus)
+    report = dry_run.dry_run(tree.load(config, asked), gpus)
     return max(stage.peak - stage.vision for stage in report.stages)
 
 
@@ -164,11 +181,11 @@ def todo(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], p
 
 
 def _ranked(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float]]]:
-    """By number of GPUs and model, the configurations that ran in rows of the usual length, the fastest first."""
+    """By number of GPUs and model, the configurations that ran in rows of the usual length, or in those of a case, the fastest first."""
     speeds = speeds_of(runs)
     found: dict[tuple[int, str], list[tuple[str, float]]] = {}
     for row in rows:
-        if name_of(row) in speeds and row["settings"]["data.seq_len"] == 4096:
+        if name_of(row) in speeds and ("config" in row or row["settings"]["data.seq_len"] == 4096):
             found.setdefault((row["gpus"], row["model"]), []).append((name_of(row), speeds[name_of(row)]))
     return {key: sorted(each, key=lambda pair: -pair[1]) for key, each in found.items()}
 
@@ -182,14 +199,20 @@ def speeds_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehearse: bool) -> dict[str, Any]:
-    """One run; its figures, or why it has none."""
-    asked = dict(row["settings"])
+def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehearse: bool, timed: int | None) -> dict[str, Any]:
+    """One run, of so many timed steps if that is said; its figures, or why it has none."""
+    asked, file = dict(row["settings"]), row.get("config", str(ROOT / CONFIG))
+    config = tree.load(Path(file), asked)
+    if timed is not None:
+        asked |= {"train.steps": config.train.warmup_steps + timed, "train.log_every": 1}
     if rehearse:
-        asked = {**{k: v for k, v in asked.items() if k.startswith("parallel.")}, "model": TINY[row["model"]], **_SMALL}
+        asked, file = (
+            {**{k: v for k, v in asked.items() if k.startswith("parallel.")}, "model": _tiny(config), **_SMALL},
+            str(ROOT / CONFIG),
+        )
     folder = Path(tempfile.mkdtemp(prefix="planned-"))
     try:
-        job = run_forked([str(ROOT / CONFIG), *(f"{k}={json.dumps(v)}" for k, v in asked.items())], gpus, folder, limit_s)
+        job = run_forked([file, *(f"{k}={json.dumps(v)}" for k, v in asked.items())], gpus, folder, limit_s)
         out: dict[str, Any] = {"wall_s": round(time.monotonic() - job.began, 1), "outcome": "ok"}
         if job.ended or any(job.codes.values()):
             return out | {"outcome": "failed", "message": job.ended or reason(ended(job))}
@@ -198,11 +221,22 @@ def launch(row: Mapping[str, Any], gpus: Sequence[str], limit_s: float, *, rehea
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _tiny(config: tree.TrainerConfig) -> str:
+    """The model that stands for the configuration's in a rehearsal."""
+    model = config.model
+    return "qwen3_vl_moe_tiny" if model.vision is not None else "qwen3_moe_tiny" if model.num_experts else "qwen3_tiny"
+
+
+def asked_for(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows that the command line is about: those of cases, or the registered ones."""
+    return list(of_cases(arguments.cases, arguments.gpus)) if arguments.cases else read(FOLDER / REGISTERED)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run what is missing, as far as the budget goes."""
     began = time.monotonic()
     path = arguments.out / RUNS
-    rows = [r for r in read(FOLDER / REGISTERED) if r["gpus"] == arguments.gpus and all(w in name_of(r) for w in arguments.only)]
+    rows = [r for r in asked_for(arguments) if r["gpus"] == arguments.gpus and all(w in name_of(r) for w in arguments.only)]
     devices = [str(i) for i in range(arguments.gpus)] if arguments.rehearse else detect.device_ids(detect.detect())[: arguments.gpus]
     if len(devices) < arguments.gpus or not fork_server.import_all("torch" if arguments.rehearse else "megatron"):
         print(f"needs {arguments.gpus} GPUs that no import has touched yet, or --rehearse", file=sys.stderr)
@@ -215,7 +249,7 @@ def run(arguments: argparse.Namespace) -> int:
         name, turn = missing[0]
         tried.add((name, turn))
         found = {"name": name, "turn": turn, "rehearsed": arguments.rehearse}
-        found |= launch(by_name[name], devices, arguments.limit, rehearse=arguments.rehearse)
+        found |= launch(by_name[name], devices, arguments.limit, rehearse=arguments.rehearse, timed=arguments.timed)
         runs = [r for r in runs if (r["name"], r["turn"]) != (name, turn)] + [found]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(r) + "\n" for r in runs), encoding="utf-8")
@@ -266,7 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("register", "run", "report"))
-    parser.add_argument("--gpus", type=int, choices=sorted(LAYOUTS), default=4)
+    parser.add_argument("--gpus", type=int, choices=(1, *sorted(LAYOUTS)), default=4)
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="variants of these cases, instead of the registered layouts")
+    parser.add_argument("--timed", type=int, help="timed steps of a run, instead of its configuration's")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the runs")
     parser.add_argument("--budget", type=float, default=560, help="seconds after which nothing is started")
     parser.add_argument("--limit", type=float, default=180, help="seconds that a run may take")
@@ -279,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments)
     runs = read(arguments.out / RUNS)
     if arguments.command == "report":
-        print(report(read(FOLDER / REGISTERED), runs))
+        print(report(asked_for(arguments), runs))
     elif runs:
         print(f"{arguments.out / RUNS} holds runs: predictions are not changed after them", file=sys.stderr)
         return 1

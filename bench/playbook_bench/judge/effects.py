@@ -16,7 +16,7 @@ from playbook_bench.judge import guards, statistics
 from playbook_bench.judge.curve_rules import Asked, asked, over, question
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
-from playbook_bench.judge.rules import Rules
+from playbook_bench.judge.verdict_rules import Rules
 
 _GIB = 2.0**30
 _ABSOLUTE = {"count": 1.0, "bytes": 1.0, "gib": _GIB, "tokens": 1.0, "seconds": 1.0, "points": 0.01, "flops": 1.0, "gpus": 1.0}

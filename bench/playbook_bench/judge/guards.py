@@ -11,7 +11,7 @@ from playbook.records.commands import fill
 from playbook.records.evidence import Baseline, Condition, Run, Variant
 from playbook_bench.judge import metrics, statistics
 from playbook_bench.judge.metrics import Metric, timed
-from playbook_bench.judge.rules import Rules
+from playbook_bench.judge.verdict_rules import Rules
 from playbook_bench.run.variants import undeclared
 from playbook_trainer.config.tree import flatten
 

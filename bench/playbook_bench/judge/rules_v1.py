@@ -16,8 +16,8 @@ import numpy as np
 
 from playbook.cards.model import Expect, Quantity, in_words
 from playbook.records.evidence import Curve
-from playbook_bench.judge.rules import Rules
 from playbook_bench.judge.statistics import AGREEING_LAUNCHES, Interval, aa_deviation, least_effect, pairs_needed, t_quantile
+from playbook_bench.judge.verdict_rules import Rules
 
 _OP_WORDS = {">=": "at least", "<=": "at most", "within": "equal within"}
 

@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 POWER = 0.8
 """The share of series that should settle an effect, where pairs are counted."""
@@ -101,7 +103,8 @@ def levels(looks: tuple[int, ...], alpha: float) -> tuple[float, ...]:
 
     Source: K. Kim and D. L. DeMets, Biometrika 74 (1987), the power family; P. Armitage, C. K. McPherson and B. C. Rowe, JRSS A 132 (1969).
     """
-    from scipy import optimize  # start-up time, as above
+    import numpy as np  # start-up time, as above
+    from scipy import optimize
     from scipy.stats import norm
 
     at, mass, before, spent = np.zeros(1), np.ones(1), 0, 0.0
@@ -139,6 +142,8 @@ def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
 
     Source: randomised complete blocks: D. C. Montgomery, Design and Analysis of Experiments, chapter 4.
     """
+    import numpy as np
+
     y = np.asarray(rows, dtype=float)
     n, k = y.shape
     if n < 2:
@@ -194,6 +199,8 @@ def contaminated(differences: Sequence[float], stored_deviation: float | None, s
     limit of three deviations would reject one clean series in seventeen when the deviation rests on four pairs.) Without: the pairs'
     own t test at 1 %. Means below 0.25 % never count: no claim is that fine.
     """
+    import numpy as np
+
     n = len(differences)
     mean = math.fsum(differences) / n
     if abs(mean) <= CONTAMINATION_LEAST:
@@ -214,6 +221,8 @@ def stands_out(values: Sequence[float]) -> int | None:
 
     Source: R. D. Cook and S. Weisberg, Residuals and Influence in Regression, section 2.2 (externally studentised residuals).
     """
+    import numpy as np
+
     n = len(values)
     if n < 4:
         return None
@@ -257,6 +266,8 @@ def change(launches: Sequence[Sequence[float]], alpha: float) -> Change | None:
     Raises:
         ValueError: no launch, or launches of unequal length.
     """
+    import numpy as np
+
     if not launches or len({len(x) for x in launches}) != 1:
         raise ValueError("step times are compared over launches with equally many timed steps")
     y = np.asarray(launches, dtype=float)
@@ -290,6 +301,8 @@ def _edge(steps: int) -> int:
 @cache
 def _shapes(steps: int) -> np.ndarray:
     """A line, then a step at each place, all with mean zero. Shapes: [places + 1, steps]."""
+    import numpy as np
+
     at = np.arange(steps)
     rows = [at.astype(float), *((at >= k).astype(float) for k in range(_edge(steps), steps - _edge(steps) + 1))]
     return np.stack([row - row.mean() for row in rows])

@@ -16,7 +16,7 @@ from playbook.records.evidence import Check, Condition, Curve, Derived, Measured
 from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, rules_v1
 from playbook_bench.judge.guards import Block
 from playbook_bench.judge.metrics import Metric
-from playbook_bench.judge.rules import VERSION, Rules
+from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.statements import Statement
 
 _EXACT_TOLERANCE = 1e-9

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from playbook_bench.run.journal import Journal, answers, cut_by_time
 from playbook_bench.run.options import Options
 from playbook_bench.run.replay import derive
 from playbook_bench.run.series import Series, Silent
+from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import Task, tasks_of, tasks_of_card
 from playbook_bench.run.variants import resolve_all
 from playbook_bench.trace import collect
@@ -67,27 +68,6 @@ class Quiet(Silent):
 
     def traced(self, trace: TraceResult) -> None:
         """Nothing."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A claim's verdict and where its evidence lies."""
-
-    evidence: Evidence
-    path: Path
-    asked: bool = True
-    """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
-
-    @property
-    def name(self) -> str:
-        """The claim's id, or the case's where no claim was tested."""
-        measured = self.evidence.measured
-        return measured.claim.id if measured.claim else measured.case.id if measured.case else ""
-
-    @property
-    def status(self) -> str:
-        """The verdict in one word."""
-        return self.evidence.derived.verdict.status
 
 
 def run(targets: Sequence[str], options: Options | None = None, progress: Progress | None = None) -> list[Outcome]:

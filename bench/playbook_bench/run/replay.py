@@ -18,7 +18,7 @@ from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
 from playbook.records.read import FROM, Claims, Record, claim_changes
 from playbook_bench.judge import verdict
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import store
 from playbook_bench.statements import table as statements
 

@@ -25,14 +25,15 @@ from playbook.records.evidence import Check, Curve, Evidence, Machine, Measured,
 from playbook.records.trace import TraceResult, waterfall
 from playbook.text import count, plain
 from playbook_bench.judge import effects, metrics, receipt
-from playbook_bench.run import confirm, schedule
-from playbook_bench.run.aa import Noise
-from playbook_bench.run.confirm import Outcome
-from playbook_bench.run.gate import GateResult
+from playbook_bench.run import schedule
 from playbook_bench.run.schedule import RunSpec
+from playbook_bench.run.store import Outcome
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from playbook_bench.run.aa import Noise
+    from playbook_bench.run.gate import GateResult
 
 _COLOURS = {
     "confirmed": "green",
@@ -123,6 +124,20 @@ class TerminalProgress:
         bar = "#" * (_BAR * done // max(1, self._total))
         line = f"{self._label}  launch {self._number} of {self._total}  {self._text}  {step}  {_clock(spent)}  {bar:<{_BAR}}  {left}"
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+class LaunchLines(TerminalProgress):
+    """One line that is redrawn; without a terminal, a line for each launch. The answer is printed by the command."""
+
+    def launch(self, number: int, total: int, spec: RunSpec) -> None:
+        """Show the launch."""
+        super().launch(number, total, spec)
+        if not self.out.is_terminal:
+            self.note(f"launch {number} of {total}: {spec.role.replace('_', '-')} {spec.variant}")
+
+    def finished(self, outcome: Outcome) -> None:
+        """End the line."""
+        self.close()
 
 
 def print_outcome(outcome: Outcome, out: Console, said: str = "") -> None:
@@ -351,6 +366,8 @@ def add_to_history(path: Path, result: GateResult, commit: str) -> None:
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """All verdicts as one document of plain data."""
+    from playbook_bench.run import confirm  # who shows a record launches nothing
+
     return {"schema": "confirm/1", "exit_code": confirm.exit_code(outcomes), "claims": [_claim_json(o) for o in outcomes]}
 
 

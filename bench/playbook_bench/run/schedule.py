@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from playbook.errors import ConfigError
 from playbook.records.case import Case
 from playbook.records.evidence import Plan, Role, Variant
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 
 PAIR: tuple[Variant, Variant] = ("baseline", "candidate")
 AA_PAIRS = 4

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,27 @@ T = TypeVar("T", Evidence, Baseline)
 
 EXPIRY_DAYS = 180
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim's verdict and where its evidence lies."""
+
+    evidence: Evidence
+    path: Path
+    asked: bool = True
+    """Whether it counts for the exit code. A mechanism check that ran because its claim was named does not."""
+
+    @property
+    def name(self) -> str:
+        """The claim's id, or the case's where no claim was tested."""
+        measured = self.evidence.measured
+        return measured.claim.id if measured.claim else measured.case.id if measured.case else ""
+
+    @property
+    def status(self) -> str:
+        """The verdict in one word."""
+        return self.evidence.derived.verdict.status
 
 
 def new_id(now: float | None = None) -> str:

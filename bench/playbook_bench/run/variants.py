@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
@@ -13,7 +13,6 @@ from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing, Variant, digest
 from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
-from playbook_bench.launch.local import Launcher, Spec
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
@@ -22,6 +21,9 @@ from playbook_trainer.config.automatic import Target
 from playbook_trainer.config.hashing import config_sha
 from playbook_trainer.config.neutral import torch_only
 from playbook_trainer.config.tree import TrainerConfig, flatten
+
+if TYPE_CHECKING:
+    from playbook_bench.launch.local import Launcher
 
 _CONFIG_PREFIX = "trainer/configs/"
 _NOT_COMPARED = frozenset({"output"})
@@ -164,6 +166,8 @@ class Resolved:
         on_step: Callable[[int], None] | None = None,
     ) -> Result:
         """Run it once by the launcher."""
+        from playbook_bench.launch.local import Spec  # commands that only read records start nothing
+
         return launcher.run(Spec(self.config, self.ranks, folder, environment, timeout_s, resolved=self.resolved), on_step)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from playbook.cards.model import Comparison, Expect, Quantity
 from playbook.records.case import Case, Delta
 from playbook.records.evidence import Baseline, CaseRef, ClaimRef, Machine, Measured, Plan, Run, Sample, Variant, digest, noise_key
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 
 _STEPS = 8
 _PAIRS = 4

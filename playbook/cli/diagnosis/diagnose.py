@@ -21,7 +21,7 @@ from playbook.diagnosis.claims import Knowledge
 from playbook.diagnosis.setting import FRAMEWORKS, Figures, Setting, measured, setting
 from playbook.errors import ConfigError, LogError
 from playbook.files import read_bytes
-from playbook.planner.choice.document import words
+from playbook.planner.choice.plain_data import words
 from playbook.planner.models import find, named
 from playbook.planner.plan import idle
 from playbook.text import count

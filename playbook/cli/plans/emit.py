@@ -17,6 +17,7 @@ from playbook.text import count
 if TYPE_CHECKING:
     from playbook.planner.choice.explain import Answer
     from playbook.planner.plan import Plan
+    from playbook_trainer.config.tree import TrainerConfig
 
 _TRAINER_FILE = "planned.yaml"
 _MODEL_KEYS: Mapping[str, str] = {
@@ -80,7 +81,7 @@ def case_of(found: Answer, ident: str, gpus: int, against: Iterable[str] = ()) -
         "kind": "prediction",
         "summary": f"{q.model} on {q.gpus} {q.cluster.name}, the best plan and another, {cut}; predicted before any run.",
         "trainer": f"trainer/configs/{_TRAINER_FILE}",
-        "values": [{"at": run.name, "set": own, "predicted": _predicted(run.plan, found)} for run, own in runs],
+        "values": [{"at": run.name, "set": own, "predicted": _predicted(run, found)} for run, own in runs],
         "metric": "useful_tokens_per_s_per_gpu",
         "also": ["peak_memory_bytes"],
         **({"requires": ["backend:megatron"]} if "megatron" in (p.plan.options.backend for p in (first, second)) else {}),
@@ -123,12 +124,17 @@ def _holds(plan: Plan, capacity: float) -> bool:
     """Whether the plan fits by the planner and by the dry run of what would be trained."""
     from playbook.planner import memory
     from playbook_trainer.config.dry_run import dry_run
-    from playbook_trainer.config.tree import load
 
     if max(s.peak for s in memory.stages(plan)) > capacity:
         return False
-    report = dry_run(load(data_root("configs") / _TRAINER_FILE, _settings(plan)), plan.gpus)
+    report = dry_run(_config(_settings(plan)), plan.gpus)
     return max(s.peak for s in report.stages) <= capacity
+
+
+def _config(settings: Mapping[str, Any]) -> TrainerConfig:
+    from playbook_trainer.config.tree import load
+
+    return load(data_root("configs") / _TRAINER_FILE, settings)
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         ConfigError: this trainer does not train the model, or has no such recompute.
     """
     from playbook.planner.models import MODELS
-    from playbook_trainer.config.tree import dump, flatten, load, model_names
+    from playbook_trainer.config.tree import dump, flatten, model_names
 
     o, cut = plan.options, plan.shape
     if plan.model not in model_names() or cut.vision is not None:
@@ -150,7 +156,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
             "--emit-case: torchtitan's selective recompute is not in this trainer; add --fix recompute= or --fix recompute=full"
         )
     whole = MODELS[plan.model]
-    usual = flatten(dump(load(data_root("configs") / _TRAINER_FILE, {"model": plan.model}))) | {"parallel.etp": plan.tp}
+    usual = flatten(dump(_config({"model": plan.model}))) | {"parallel.etp": plan.tp}
     found = {k: v for k, v in flatten(configuration(plan)).items() if k not in ("data.kind", "train.dtype") and usual.get(k, _Absent) != v}
     found |= {f"model.{word}": getattr(cut, k) for k, word in _MODEL_KEYS.items() if getattr(cut, k) != getattr(whole, k)}
     if not cut.experts:
@@ -161,12 +167,14 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {**found, **kernels}
 
 
-def _predicted(plan: Plan, found: Answer) -> dict[str, float]:
+def _predicted(run: _Run, found: Answer) -> dict[str, float]:
     from playbook.planner.time.step import step_time
+    from playbook_trainer.config.dry_run import attention
 
-    if plan.options.backend == "torch" and not plan.options.attention:  # the case's rows are one document each, which cuDNN serves
-        plan = replace(plan, options=replace(plan.options, attention="cudnn"))
-    speed = step_time(plan, found.question.cluster).tokens_per_s_per_gpu
+    plan, cluster = run.plan, found.question.cluster
+    if plan.options.backend == "torch" and not plan.options.attention:
+        plan = replace(plan, options=replace(plan.options, attention=attention(_config(run.settings), cluster.name)))
+    speed = step_time(plan, cluster).tokens_per_s_per_gpu
     return {k: float(f"{getattr(speed, k):.4g}") for k in ("value", "low", "high")}
 
 

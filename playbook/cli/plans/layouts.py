@@ -73,7 +73,7 @@ def plan_for(
 
     Numerics stay BF16 with float32 master weights, gradients and moments unless --allow widens them. Exit code 2 where nothing fits.
     """
-    from playbook.planner.choice import document, explain
+    from playbook.planner.choice import explain, plain_data
     from playbook.planner.choice.space import Question
     from playbook.planner.models import find, named
     from playbook.planner.time.cluster import cluster
@@ -95,7 +95,7 @@ def plan_for(
     elif export is not None and found.choices:
         _print_export(found.choices[0].plan, export, hardware)
     elif as_json:
-        print_json(document.document(found))
+        print_json(plain_data.document(found))
     elif found.choices:
         _show(found)
     else:
@@ -187,7 +187,7 @@ def _show(found: Answer) -> None:
 
 
 def _settings(plan: Plan) -> str:
-    from playbook.planner.choice.document import words
+    from playbook.planner.choice.plain_data import words
 
     return " ".join(words(plan))
 

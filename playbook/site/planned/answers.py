@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from playbook.planner.choice.document import words
+from playbook.planner.choice.plain_data import words
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import Question
 from playbook.planner.memory import GIB

@@ -11,7 +11,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import Activation, Case, Factor, Receipt, Rule, Value, case_problems
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Observed, Plan
 from playbook_bench.judge import curve_rules, statistics, verdict
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 from playbook_bench.run import confirm, replay, store
 
 PROOF = Activation(every=Receipt(require=[Rule(collective="all_to_all")]))

@@ -15,7 +15,7 @@ from playbook.cards.model import Expect, Quantity
 from playbook.records.case import Activation, Case, Receipt, Rule
 from playbook.records.evidence import CaseRef, ClaimRef, CollectiveCount, Machine, Measured, Missing, Observed, Plan
 from playbook_bench.judge import curve_rules, effects, guards, metrics, receipt, slowdown, statistics, verdict
-from playbook_bench.judge.rules import VERSION, Rules
+from playbook_bench.judge.verdict_rules import VERSION, Rules
 
 SECONDS = metrics.get("step_seconds")
 RATES = statistics.levels((4, 8, 12), statistics.SPENT * 0.05)

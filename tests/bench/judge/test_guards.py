@@ -10,7 +10,7 @@ from test_verdict import STEPS, make_case, make_run
 from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
 from playbook.records.evidence import Baseline, CollectiveCount, Condition, Observed, Run, Sample
 from playbook_bench.judge import guards, metrics, receipt
-from playbook_bench.judge.rules import Rules
+from playbook_bench.judge.verdict_rules import Rules
 
 RULES = Rules()
 SECONDS = metrics.get("step_seconds")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from playbook_bench.judge import statistics
 from playbook_bench.judge.curve_rules import Question
 from playbook_bench.judge.curve_rules import decide as decided
-from playbook_bench.judge.rules import Rules
+from playbook_bench.judge.verdict_rules import Rules
 
 S = 0.007  # deviation of a paired log difference
 LOOKS = (4, 8, 12)

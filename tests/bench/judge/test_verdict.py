@@ -26,7 +26,7 @@ from playbook.records.evidence import (
     Sample,
 )
 from playbook_bench.judge import effects, metrics, statistics, verdict
-from playbook_bench.judge.rules import VERSION
+from playbook_bench.judge.verdict_rules import VERSION
 
 STEPS = 6
 RULE = Activation(baseline=Receipt(require=[Rule(collective="all_to_all")]), candidate=Receipt(forbid=[Rule(collective="all_to_all")]))

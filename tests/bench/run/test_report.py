@@ -11,7 +11,7 @@ from stored import MACHINE, record
 from playbook.paths import data_root
 from playbook.records.evidence import Evidence, Missing
 from playbook_bench.run import gate, report
-from playbook_bench.run.confirm import Outcome
+from playbook_bench.run.store import Outcome
 
 LACKS = ("scope", "scope", "package", "no_case", "profile", "kind")
 

@@ -72,5 +72,5 @@ def test_the_parts_of_a_waterfall_add_up_to_the_difference_of_the_traced_steps()
 def test_a_verdict_from_a_host_that_differs_from_itself_by_three_percent_says_so(record, said):
     path = data_root("results") / "h200x1" / f"{record}.json"
     out = io.StringIO()
-    report.print_outcome(confirm.Outcome(store.load(path), path), report.console(out))
+    report.print_outcome(store.Outcome(store.load(path), path), report.console(out))
     assert ("this host is the limit: pairs of one configuration differ by 3.8 %" in out.getvalue()) is said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,16 +245,27 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return int(left.value.code or 0), out.out, out.err
 
 
-def test_the_command_answers_with_a_table_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_answers_with_a_sentence_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json")))
     assert code == 0
-    assert out.splitlines()[-1].startswith("Host-bound: for 40% of the step")
+    assert out.startswith("Host-bound: for 40% of the step")
+    assert "by range" not in out
     assert "products" in out
     assert "1.0 ms a step over 3 steps, by kineto" in out
     code, out, _ = shown(capsys, "--file", str(chrome(tmp_path / "t.json", data=True)), "--json")
     found = json.loads(out)
     assert (code, found["wall"], found["num_steps"], found["ranges"]) == (0, "data wait", 3, None)
     assert found["data_wait"] == pytest.approx(0.38, abs=0.01)
+
+
+def test_ranges_come_after_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = chrome(tmp_path / "t.json")
+    path.write_text(re.sub(r"ProfilerStep#\d+", "step", path.read_text()))
+    code, out, _ = shown(capsys, "--file", str(path))
+    assert code == 0
+    assert out.startswith("Host-bound: ")
+    assert out.index("by range") > out.index("1.0 ms a step over 3 steps, by kineto")
+    assert "unattributed" in out[out.index("by range") :]
 
 
 def test_the_command_wants_a_case_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

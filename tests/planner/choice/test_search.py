@@ -9,7 +9,7 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.planner import memory
-from playbook.planner.choice import document, explain
+from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.search import search
 from playbook.planner.choice.space import ALLOWED, Question
 from playbook.planner.models import MODELS
@@ -55,7 +55,7 @@ def test_every_plan_that_is_offered_is_legal_and_fits(seed: int) -> None:
     question = some(seed)
     found = search(question)
     for choice in found.choices:
-        again = parse(question.model, document.words(choice.plan), shape=question.shape)
+        again = parse(question.model, plain_data.words(choice.plan), shape=question.shape)
         assert replace(again, gbs=again.global_batch) == choice.plan  # the words say all that was chosen
         assert choice.plan.broken() == []
         assert memory.peak(choice.plan) <= question.capacity

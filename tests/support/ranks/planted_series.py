@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from playbook_bench.launch import cluster
+from playbook_bench.launch import batch_job
 from playbook_bench.run import confirm
 from playbook_bench.run.options import Options
 
@@ -39,7 +39,7 @@ def main():
         os.environ["PLANT"] = '{"candidate": {"fault": "hang"}, "baseline": {"fault": "hang"}}' if plant in ("cancel", "node") else plant
         if plant in ("cancel", "node"):
             threading.Thread(target=strike, args=(plant, folder), daemon=True).start()
-        slurm = cluster.launcher(cluster.Cluster(platform="cpu"), 0)
+        slurm = batch_job.launcher(batch_job.Cluster(platform="cpu"), 0)
         (found,) = confirm.bench_run(case, Options(results=folder, launcher=replace(slurm, command=PLANTED), profile="cpu", seed=1))
         outcomes = [(r.outcome, r.message) for r in found.evidence.measured.runs]
         print(json.dumps({"status": found.status, "outcomes": outcomes, "path": str(found.path)}), flush=True)

@@ -112,6 +112,22 @@ def test_copies_of_weights_that_stay_until_the_backward_pass_count():
     assert gathered(2, **{"train.dtype": "bf16", "parallel.ep": 2})[0] > experts, "no other rank has this rank's experts, so they stay"
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "holds"),
+    [
+        ({"train.dtype": "fp32"}, (1, 1), False),
+        ({"train.dtype": "fp32"}, (2, 1), True),
+        ({"train.dtype": "fp32"}, (1, 2), True),
+        ({"train.dtype": "bf16"}, (1, 1), True),
+        ({"train.dtype": "bf16", "optimizer.master_weights": "remainder"}, (1, 1), False),
+        ({"train.dtype": "bf16", "optimizer.master_weights": "remainder", "train.freeze": ["vision"]}, (1, 1), True),
+        ({"train.dtype": "fp32", "offload.optimizer": True}, (1, 1), True),
+    ],
+)
+def test_weights_are_held_by_fsdp_where_they_are_shared_cast_or_on_the_host(words, ranks, holds):
+    assert load(TEXT, words).wants_fsdp(*ranks) is holds
+
+
 def test_experts_of_their_own_width_and_cut_tokens_count():
     def stage(**overrides):
         return dry_run(load(TEXT, {"parallel.tp": 2, "parallel.fsdp": False, **overrides}), 2).stages[0]

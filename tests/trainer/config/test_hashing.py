@@ -118,7 +118,9 @@ def test_a_renamed_key_loads_says_its_new_name_and_keeps_the_hash(monkeypatch, t
     old = copy.deepcopy(before)
     old["train"]["rows_per_step"] = old["train"].pop("global_batch_size")
     monkeypatch.setattr(renamed, "KEYS", {"train.rows_per_step": "train.global_batch_size"})
+    as_read = copy.deepcopy(old)
     assert renamed.modern(old) == before
+    assert old == as_read  # whoever else holds it sees no change
     assert sha_of(old, H200) == sha_of(before, H200)
     file = tmp_path / "old.yaml"
     file.write_text(TINY.read_text().replace("global_batch_size", "rows_per_step"))

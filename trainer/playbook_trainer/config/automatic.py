@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -49,6 +50,7 @@ def meant_for(profile: str, ranks: int | None = None) -> Target:
     return Target(None if profile == "cpu" else profile, _is_installed("transformer_engine"), ranks=ranks)
 
 
+@cache
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -89,10 +91,11 @@ def switched(config: TrainerConfig, target: Target) -> TrainerConfig:
 
 
 def _with(config: TrainerConfig, keys: Iterable[str], target: Target) -> TrainerConfig:
-    flat = resolve(flatten(dump(config)), target)
+    flat = flatten(dump(config))
+    found = resolve(flat, target)
     for key in keys:
-        if flat[key] != _EITHER:
-            config = _replaced(config, key.split("."), flat[key])
+        if found[key] not in (_EITHER, flat[key]):
+            config = _replaced(config, key.split("."), found[key])
     return config
 
 

@@ -97,14 +97,14 @@ def predicted(config: TrainerConfig, world: int, hardware: str) -> StepTime | No
     sent = {"dedup": "alltoall"}.get(config.moe.dispatcher, config.moe.dispatcher) if routed else ""
     sharding = "fsdp2" if config.parallel.fsdp else "none"
     options = replace(
-        plan.options, backend="torch", sharding=sharding, dispatcher=sent, attention=_attention(config, hardware),
+        plan.options, backend="torch", sharding=sharding, dispatcher=sent, attention=attention(config, hardware),
         optimizer_offload=100 if config.offload.optimizer else 0,
     )  # fmt: skip
     return step_time(replace(plan, options=options, moment_bytes=moments), found)
 
 
-def _attention(config: TrainerConfig, hardware: str) -> str:
-    """The kernel of attention as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it."""
+def attention(config: TrainerConfig, hardware: str) -> str:
+    """The kernel of attention on that kind of GPU, as the planner names it: rows that are one document each go through cuDNN wherever `auto` may take it."""
     flat = flatten(dump(config))
     kernel = automatic.resolve(flat, automatic.meant_for(hardware))["train.attention"]
     one_length = config.data.kind == "mock" and not config.data.pack
@@ -127,10 +127,9 @@ def _gathered(config: TrainerConfig, plan: Plan, held: memory.Weights, shards: i
     """Bytes of the copies of weights that FSDP hands out, in the precision of training.
 
     Layer by layer they come and go, two at a time. Where nothing is shared out, or `parallel.reshard_after_forward` is off, all of them
-    stay until the backward pass. One rank whose weights have that precision has no copies. Source: `playbook_trainer.torch.build.shard` and `_wants_fsdp`.
+    stay until the backward pass. Source: `playbook_trainer.torch.build.shard`.
     """
-    cast = config.train.dtype == "bf16" and (config.optimizer.master_weights != "remainder" or bool(config.train.freeze))
-    if not (plan.dp * plan.cp > 1 or plan.edp > 1 or cast or config.offload.optimizer):
+    if not config.wants_fsdp(plan.dp * plan.cp, plan.edp):
         return 0.0
     again = config.parallel.reshard_after_forward
     dense_stay, experts_stay = shards == 1 or not again, expert_shards == 1 or not again

@@ -322,6 +322,16 @@ class TrainerConfig(Strict):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     output: str = "runs/latest"
 
+    def wants_fsdp(self, dp_cp: int, edp: int) -> bool:
+        """Whether FSDP2 holds the torch backend's weights: always where more than one rank has the dense ones (dp x cp) or those of an expert (edp).
+
+        It also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
+        Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients. Frozen ones stay in float32.
+        """
+        if dp_cp > 1 or edp > 1 or self.offload.optimizer:
+            return True
+        return self.train.dtype == "bf16" and (self.optimizer.master_weights != "remainder" or bool(self.train.freeze))
+
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:
     """The resolved configuration of `path`, of this folder or shipped, with `overrides` (dotted keys to values) applied.
@@ -341,13 +351,12 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfi
 
 
 def _read(path: Path) -> tuple[Any, Marks]:
-    """The file's content, for the caller to change; every variant of a case reads the same few files."""
+    """The file's content, which others read too and nobody may change; every variant of a case reads the same few files."""
     try:
         stat = path.stat()
     except (OSError, ValueError):  # which reading it will say
         return read(path)
-    data, marks = _parsed(path, (stat.st_mtime_ns, stat.st_size))
-    return deepcopy(data), marks
+    return _parsed(path, (stat.st_mtime_ns, stat.st_size))
 
 
 @lru_cache(maxsize=256)
@@ -365,8 +374,8 @@ def _resolve(path: Path, overrides: Mapping[str, Any]) -> TrainerConfig:
 
 
 def from_data(data: dict[str, Any], overrides: Mapping[str, Any], file: str, marks: Marks) -> TrainerConfig:
-    """The resolved configuration of plain data, which is changed; `file` and `marks` say where it comes from."""
-    data = modern(data)
+    """The resolved configuration of plain data; `file` and `marks` say where it comes from."""
+    data = modern(deepcopy(data))
     # Sections first: model=NAME after model.num_layers=2 would take that back without a word.
     for key, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         _set(data, modern_key(key), value, file)
@@ -401,7 +410,16 @@ def _override(key: str, text: str) -> Any:
 
 def model_names() -> list[str]:
     """The named model sizes."""
-    return sorted(p.stem for p in (data_root("configs") / "models").glob("*.yaml"))
+    return sorted(p.stem for p in _sizes().glob("*.yaml"))
+
+
+def _is_model(name: str) -> bool:
+    """Whether a size has this name: as a member of `model_names()`, without a look at all of them."""
+    return Path(name).name == name and os.path.lexists(_sizes() / f"{name}.yaml")
+
+
+def _sizes() -> Path:
+    return data_root("configs") / "models"
 
 
 def dump(config: TrainerConfig) -> dict[str, Any]:
@@ -413,7 +431,7 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in data.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):  # a look for any Mapping takes ten times as long, and there are many values
             out.update(flatten(value, f"{prefix}{key}."))
         else:
             out[f"{prefix}{key}"] = value
@@ -451,12 +469,13 @@ def _expand_model(value: Any, marks: Marks, file: str) -> Any:
         return value
     preset = fields["preset"]
     rest = {k: v for k, v in fields.items() if k != "preset"}
-    if isinstance(preset, str) and preset not in model_names() and (folder := _published(preset)) is not None:
+    known = isinstance(preset, str) and _is_model(preset)
+    if isinstance(preset, str) and not known and (folder := _published(preset)) is not None:
         return {"name": folder.name, **fields_of(folder / "config.json"), **rest}
     line, column = marks.get(("model", "preset")) or marks.get(("model",)) or (1, 1)
-    if not isinstance(preset, str) or preset not in model_names():
+    if not known:
         raise FileError([Finding(file, line, column, f"model '{preset}' is not known{did_you_mean(str(preset), model_names())}")])
-    base, _ = _read(data_root("configs") / "models" / f"{preset}.yaml")
+    base, _ = _read(_sizes() / f"{preset}.yaml")
     for part in ("vision", "yarn"):
         if isinstance(rest.get(part), dict) and isinstance(base.get(part), dict):
             rest[part] = {**base[part], **rest[part]}

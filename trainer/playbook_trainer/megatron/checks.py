@@ -13,7 +13,7 @@ from playbook_trainer.config.megatron import MegatronConfig
 from playbook_trainer.config.neutral import neutral, torch_only
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainerConfig
-from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
+from playbook_trainer.megatron.row_lengths import unlike_lengths, variable_lengths
 
 WORDS = Words(
     names={

@@ -21,7 +21,7 @@ from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.megatron import fields
 from playbook_trainer.megatron.checks import GRAPH_WARMUP, installed
 from playbook_trainer.megatron.fields import ATTENTION, FP8_FORMAT, graph_impl, recompute_layers
-from playbook_trainer.megatron.rows import unlike_lengths, variable_lengths
+from playbook_trainer.megatron.row_lengths import unlike_lengths, variable_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from playbook.planner import clusters, flops
+from playbook.planner import flops, peaks
 from playbook_trainer.config.shape import shape_of
 from playbook_trainer.config.tree import TrainConfig, TrainerConfig
 from playbook_trainer.observe.totals import StepTotals
@@ -70,9 +70,9 @@ def recomputed(train: TrainConfig) -> frozenset[str]:
     return frozenset().union(*(names.get(module, set()) for module in train.recompute_modules))
 
 
-def peak(device: torch.device) -> clusters.Peak | None:
+def peak(device: torch.device) -> peaks.Peak | None:
     """The dense BF16 peak of this rank's GPU; None on a CPU, or for a GPU that is not in the table."""
-    return clusters.dense_bf16(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return peaks.dense_bf16(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def _times(forward: Mapping[str, float], factors: Mapping[str, int]) -> dict[str, float]:

@@ -67,7 +67,7 @@ def build(config: TrainerConfig, axes: Axes, device: torch.device) -> Decoder:
     if config.optimizer.master_weights == "remainder":
         narrow(model)
     compile_regions(model, train.compile)
-    if _wants_fsdp(config, axes):
+    if config.wants_fsdp(axes.dp_cp.size, axes.edp.size):
         shard(model, config, axes, device)
     model.to_empty(device=torch.device("cpu") if config.offload.optimizer else device)
     if config.optimizer.master_weights != "remainder":
@@ -195,16 +195,6 @@ def stage_chunks(num_layers: int, pp: Axis, vpp: int) -> tuple[range, ...]:
     """The equal stretches of layers that a pipeline stage holds: chunk c of stage r is the (c x pp + r)-th of pp x vpp."""
     size = num_layers // (pp.size * vpp)
     return tuple(range(i * size, (i + 1) * size) for i in range(pp.rank, pp.size * vpp, pp.size))
-
-
-def _wants_fsdp(config: TrainerConfig, axes: Axes) -> bool:
-    """FSDP2 also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
-
-    Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients. Frozen ones stay in float32.
-    """
-    if axes.dp_cp.size > 1 or axes.edp.size > 1 or config.offload.optimizer:
-        return True
-    return config.train.dtype == "bf16" and (config.optimizer.master_weights != "remainder" or bool(config.train.freeze))
 
 
 def shard(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from playbook.planner import clusters
+from playbook.planner import peaks
 from playbook_bench.statements import Statement
 
 
@@ -13,7 +13,7 @@ def published_utilization(*, rows: Sequence[Mapping[str, Any]], at_least: float,
     """Whether published rates, as shares of the data sheet's dense BF16 peak, lie within the two bounds."""
     found = []
     for row in rows:
-        peak = clusters.dense_bf16(row["gpu"])
+        peak = peaks.dense_bf16(row["gpu"])
         if peak is None:
             raise ValueError(f"the peak of '{row['gpu']}' is not in the table")
         found.append({**row, "peak": peak.name, "share": row["tflops_per_gpu"] * 1e12 / peak.flops_per_s})
