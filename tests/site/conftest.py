@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from playbook.paths import data_root
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    return make_tree(tmp_path)
+    """With one card: the pages of each are made anew by every test."""
+    return make_tree(tmp_path, shipped=False)
+
+
+@pytest.fixture
+def every_card(tree: Path) -> None:
+    """The shipped cards beside it."""
+    shutil.copytree(data_root("cards"), tree / "cards", dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,7 @@ def test_a_claim_without_evidence_says_untested_and_how_to_test_it(tree: Path) -
     assert "playbook confirm fixture-card/X1" in shown
 
 
+@pytest.mark.usefixtures("every_card")
 def test_every_card_and_every_claim_has_its_place(tree: Path) -> None:
     made = generate(tree)
     from playbook.cards.load import load_all
@@ -164,6 +165,7 @@ def test_the_evidence_page_shows_launches_receipt_samples_and_replay(tree: Path)
     assert json.loads(page(tree, f"evidence/{ID}.json"))["evidence_id"] == ID
 
 
+@pytest.mark.usefixtures("every_card")
 def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
     """`holds` is no metric, and 0.45 times the baseline is not 0.45 times better."""
     generate(tree)
@@ -176,6 +178,7 @@ def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
     assert "times better" not in whole
 
 
+@pytest.mark.usefixtures("every_card")
 def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -> None:
     generate(tree)
     assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
@@ -456,6 +459,7 @@ def test_a_card_that_does_not_load_stops_the_build(tree: Path) -> None:
         generate(tree)
 
 
+@pytest.mark.usefixtures("every_card")
 def test_pages_whose_source_is_gone_are_removed_and_others_left_alone(tree: Path) -> None:
     generate(tree)
     record(tree).unlink()

@@ -59,6 +59,7 @@ def test_home_has_every_card_once(tree: Path) -> None:
         assert made.inserts["cards by phase"].count(f"(cards/{card}.md)") == 1
 
 
+@pytest.mark.usefixtures("every_card")
 def test_rows_of_claims_carry_what_they_are_filtered_by(tree: Path) -> None:
     generate(tree)
     rows = re.findall(r'data-text="([^"]*)" data-standings="([^"]*)" data-card="([^"]*)"', unescape(page(tree, "_generated/claims.md")))
@@ -95,6 +96,7 @@ def test_every_model_is_on_its_page_with_its_source(tree: Path) -> None:
     assert "671" in shown or "682" in shown, "DeepSeek-V3 with its MTP layer"
 
 
+@pytest.mark.usefixtures("every_card")
 def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(tree: Path) -> None:
     generate(tree)
     shown = page(tree, "_generated/families.md")
@@ -110,6 +112,7 @@ def test_every_family_is_listed_and_what_its_link_opens_is_what_was_checked(tree
     assert checked > 5
 
 
+@pytest.mark.usefixtures("every_card")
 def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(tree: Path) -> None:
     add_sweep(tree)
     generate(tree)
@@ -124,6 +127,7 @@ def test_a_sweep_is_drawn_with_its_speed_its_memory_and_its_intervals(tree: Path
         assert "16384 over 4096: −9.7 %, interval −11.7 % to −7.7 %" in shown
 
 
+@pytest.mark.usefixtures("every_card")
 def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
     from site_tree import reseal
 
@@ -136,6 +140,7 @@ def test_a_curve_with_figures_that_are_none_is_left_undrawn(tree: Path) -> None:
     assert "<svg class=" not in page(tree, f"evidence/{SWEEP}.md").split("## Launches")[0]
 
 
+@pytest.mark.usefixtures("every_card")
 def test_the_file_of_what_is_measured_holds_current_verdicts_alone(tree: Path) -> None:
     generate(tree)
     lines = [line for line in page(tree, "llms-measured.txt").splitlines() if line.startswith("- ")]
@@ -151,6 +156,7 @@ def test_the_index_for_machines_has_absolute_links_where_the_site_has_an_address
     assert all(t.startswith("https://example.org/playbook/") for t in targets)
 
 
+@pytest.mark.usefixtures("every_card")
 def test_the_text_for_machines_has_every_card_claim_and_verdict(tree: Path) -> None:
     made = generate(tree)
     index, full = page(tree, "llms.txt"), page(tree, "llms-full.txt")

@@ -202,15 +202,17 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(data))
 
 
-def make_tree(root: Path) -> Path:
-    """A repository with the real pages, the real cards and one more, and one record."""
+def make_tree(root: Path, shipped: bool = True) -> Path:
+    """A repository with the real pages, the real cards if `shipped`, and one more, and one record."""
     repo = repo_root()
     made = shutil.ignore_patterns("cards", "evidence", "_generated", "__pycache__")
     shutil.copytree(repo / "docs", root / "docs", ignore=made)
     config = (repo / "mkdocs.yml").read_text()
     assert "results: [bench/results]" in config
     (root / "mkdocs.yml").write_text(config.replace("results: [bench/results]", "results: [results]\n  cards: cards"))
-    shutil.copytree(data_root("cards"), root / "cards")
+    (root / "cards").mkdir()
+    if shipped:
+        shutil.copytree(data_root("cards"), root / "cards", dirs_exist_ok=True)
     (root / "cards" / "fixture-card.yaml").write_text(CARD)
     folder = root / "results" / "h200x4"
     folder.mkdir(parents=True)
