@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from playbook.cards.load import LOGIC_KINDS, load_all
-from playbook.cli.check import check_all, read_cases
+from playbook.cli.check import read_cases
 from playbook.lint.base import overlap
 from playbook.paths import data_root
 from playbook.planner.layout import min_gpus

@@ -318,6 +318,7 @@ def test_what_does_not_apply_here_exits_with_4(capsys, elsewhere):
     assert "GB200" in claim["sentence"]
 
 
+@pytest.mark.full
 def test_site_build_writes_pages_for_cards_commands_and_metrics(capsys, tmp_path):
     code, out, _ = run(capsys, "site", "build", "--out", str(tmp_path))
     assert code == 0

@@ -147,6 +147,7 @@ def test_the_noise_that_a_stopped_series_measured_is_no_fresh_check_of_itself(ca
     assert sum(r.role == "aa" for r in other.runs) == 2, "a series that did not measure it checks it"
 
 
+@pytest.mark.full
 def test_a_stopped_series_goes_on_from_its_journal(case, tmp_path, plant, monkeypatch):
     plant(candidate={"slower": 0.2})
     path = case(steps=STEPS)

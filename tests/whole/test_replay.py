@@ -28,9 +28,16 @@ from playbook_bench.statements.planted import planted as planted_record
 FOUND = {r.path: r.content for r in reversed(read([data_root("results")])) if r.schema == EVIDENCE}
 RECORDS = list(FOUND)
 SWAP = {"baseline": "candidate", "candidate": "baseline"}
+TRAINS = ("finetune-saves-and-evaluates", "tracker-gets-configuration", "offline-run-gets-configuration", "vlm-first-step-after-text")
+"""Invariants that train, which `make test` leaves out."""
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def trains(path: Path) -> bool:
+    case = FOUND[path].measured.case
+    return case is not None and case.id in TRAINS
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=pytest.mark.full if trains(p) else ()) for p in RECORDS])
 def test_each_record_replays(path):
     case = FOUND[path].measured.case
     if lacking := requirements.unmet_requirements(case.content.requires, trains=False) if case and not FOUND[path].measured.runs else []:
@@ -235,9 +242,6 @@ def test_an_altered_record_is_not_judged_again(record, tmp_path):
 
     with pytest.raises(StoreError, match="altered"):
         replay.rejudge(altered(record, change, reseal=False), tmp_path)
-
-
-TRAINS = ("finetune-saves-and-evaluates", "tracker-gets-configuration", "vlm-first-step-after-text")
 
 
 @pytest.mark.parametrize(

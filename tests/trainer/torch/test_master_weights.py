@@ -59,7 +59,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     ],
     ids=["one", "one-in-float32", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
 )
-@pytest.mark.sample("one")
+@pytest.mark.full
 def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
     whole, split = (trained(forks, tmp_path / m, config, ranks, *words, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert len(whole) >= 3
