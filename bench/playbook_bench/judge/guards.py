@@ -17,9 +17,9 @@ from playbook_trainer.config.tree import flatten
 
 WORK_TOLERANCE = 1e-9
 SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
+"""What two commits may differ in; the regression gate allows these."""
 _INTERPRETER = ("python", "packages")
 """What a Python brings along."""
-"""What two commits may differ in; the regression gate allows these."""
 
 Pair = tuple[Run, Run]
 Block = Mapping[Variant, Run]

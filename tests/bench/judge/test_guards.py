@@ -122,6 +122,43 @@ def test_every_run_has_one_environment_but_for_what_is_declared(
     assert said(guards.environment(make_case(delta=delta), STRICT, runs, allowed)) == expected
 
 
+PYTHONS = {
+    "s": {"python": "3.11", "packages": {"torch": "2.12"}, "trainer": {"world_size": 1}},
+    "other": {"python": "3.12", "packages": {"torch": "2.13"}, "trainer": {"world_size": 1}},
+    "wide": {"python": "3.12", "packages": {"torch": "2.13"}, "trainer": {"world_size": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "variants", "seen", "expected"),
+    [
+        ("{py}", ("a/python", "b/python"), "other", (True, "")),
+        ("{py}", ("a/python", "b/python"), "wide", (False, "differs in trainer.world_size")),
+        ("{py}", ("a/python", "a/python"), "other", (False, "differs in packages.torch, python")),
+        ("python", ("1", "2"), "other", (False, "differs in packages.torch, python")),
+    ],
+)
+def test_two_pythons_may_bring_other_packages_and_nothing_else(
+    command: str, variants: tuple[str, str], seen: str, expected: tuple[bool, str]
+) -> None:
+    words = {"trainer": None, "activation": Activation(), "command": [command, "x.py", "{py}", "{more}"]}
+    case = make_case(**words, baseline={"py": variants[0], "more": 1}, candidate={"py": variants[1], "more": 2})
+    runs = [make_run(run_id=f"r{i}", strict_sha=sha) for i, sha in enumerate(("s", seen))]
+    assert said(guards.environment(case, PYTHONS, runs)) == expected
+
+
+def test_a_noise_of_the_neighbourhood_is_said_to_be_one() -> None:
+    noise = stored(0.01, -0.01, 0.01, -0.01)
+    run = make_run()
+    own, other = (
+        guards.noise(SECONDS, [run.model_copy(update={"config_sha": sha})], noise)[0] for sha in (noise.runs[0].config_sha, "other")
+    )
+    assert "measured for" not in own.detail
+    assert other.detail.endswith("; measured for planted, in the same place shortly before")
+    assert own.ok
+    assert other.ok
+
+
 @pytest.mark.parametrize(
     ("ways", "expected"),
     [
