@@ -1,7 +1,8 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
-A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover is answered with the reason and what is nearest.
+A card's score is a weighted sum of BM25 over its fields, of its best passage, and of the nearest questions that it is known to answer. Every hit
+says why it was found and whether any of its claims speaks for the machine that was stated. A question that the cards do not cover is answered with
+the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from math import log, sqrt
 from typing import Any
 
+from playbook.cards.asked import Asked, load_asked
 from playbook.cards.model import Card
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
@@ -27,10 +29,16 @@ MAX_QUERY = 2000
 
 FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
-"""Weights, chosen on the half of the test set that is for tuning."""
+ASKED = 0.7
+"""Weights, chosen on the half of the test set that is for tuning; `ASKED` is that of the nearest known questions together."""
+NEAR_QUESTIONS = 3
 
-LEAST_EVIDENCE = 0.27
+LEAST_EVIDENCE = 0.24
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
+CONTRAST = 1.4
+"""How much more evidence it takes where the nearest known question has no card."""
+BEYOND = 0.5
+"""How much more it takes where the question names a subject that no card names."""
 BESIDE = 0.16
 """Least evidence of every further card in an answer."""
 NEAREST = 3
@@ -102,6 +110,10 @@ class Index:
     named: frozenset[str]
     """Terms in the title, the aliases, the symptoms or the pitfalls of some card."""
     weights: Mapping[str, float]
+    asked: Sequence[Asked]
+    """Known questions that one of the cards answers, or none does."""
+    questions: Any
+    """The index of the known questions."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -120,6 +132,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
             held[passage.card]["signs"] += words
     vocabulary = {i: frozenset(parts["body"]) for i, parts in held.items()}
     frequency = Counter(t for words in tokens for t in set(words))
+    asked = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
     return Index(
         cards=cards,
         passages=passages,
@@ -128,6 +141,8 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         vocabulary=vocabulary,
         named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
+        asked=asked,
+        questions=_bm25([terms(q.text) for q in asked]),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -152,19 +167,20 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
-    ranked = _ranked(found, words)
+    like = _scores(found.questions, words)
+    ranked = _ranked(found, words, like)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
-    if subjects := [phrase for phrase, term in phrases(query) if term not in found.named]:
-        return Answer([], f"no card covers '{subjects[0]}'", nearest, pages)
-    if max((r.evidence for r in ranked), default=0.0) < LEAST_EVIDENCE:
-        return Answer([], "no card covers this question", nearest, pages)
+    subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
+    least = LEAST_EVIDENCE + _reserve(found, like) + (BEYOND if subjects else 0.0)
+    if max((r.evidence for r in ranked), default=0.0) < least:
+        return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
     hits, enough = [], False
-    for r in (r for r in ranked if r.evidence >= BESIDE):
+    for r in (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE):
         hit = _hit(found, r.card, r.passages, run, only)
         if hit is not None:
             hits.append(hit)
-            enough |= hit.applies and r.evidence >= LEAST_EVIDENCE
+            enough |= hit.applies and r.evidence >= least
     if enough:
         return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
@@ -209,9 +225,12 @@ class _Ranked:
     passages: list[tuple[float, Passage]]
 
 
-def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
-    """The cards that share a word with the question, best first."""
+def _ranked(found: Index, words: list[str], like: Sequence[float]) -> list[_Ranked]:
+    """The cards that share a word with the question, best first; `like` are the scores of the known questions."""
     scores = dict.fromkeys(found.cards, 0.0)
+    for card_id in found.cards:
+        near = sorted((s for q, s in zip(found.asked, like, strict=True) if s > 0 and card_id in q.cards), reverse=True)
+        scores[card_id] += ASKED * sum(near[:NEAR_QUESTIONS])
     for name, weight in FIELDS.items():
         for card_id, score in zip(found.cards, _scores(found.fields[name], words), strict=True):
             scores[card_id] += weight * float(score)
@@ -247,6 +266,12 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     weights, most = _weights(found, words), max(found.weights.values())
     share = sum(v for w, v in weights.items() if w in found.vocabulary[card_id]) / (sum(weights.values()) or 1.0)
     return float(share * sqrt(best / most))
+
+
+def _reserve(found: Index, like: Sequence[float]) -> float:
+    """How much nearer the nearest known question without a card is than one with a card, on the scale of evidence; never less than nothing."""
+    near, none = (max((s for q, s in zip(found.asked, like, strict=True) if bool(q.cards) is has), default=0.0) for has in (True, False))
+    return CONTRAST * max(0.0, sqrt(none) - sqrt(near)) / sqrt(max(found.weights.values()))
 
 
 def _weights(found: Index, words: list[str]) -> dict[str, float]:
