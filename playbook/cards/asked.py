@@ -1,18 +1,18 @@
 """Questions that people asked in public issue threads, with the cards that answer each: what the search knows of how readers put things.
 
-The other half of the questions measures the search, and stands among the tests; a hash of the question says which half it belongs to.
+`asked.csv` has them paraphrased; OWNER/REPOSITORY#NUMBER stands for https://github.com/OWNER/REPOSITORY/issues/NUMBER. Cards stand best first; none
+where no card answers. Only questions whose hash is even belong there: the other half measures the search, and stands among the tests.
 """
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
 from functools import cache
 
-import yaml
-
 from playbook.paths import data_root
 
-_FILE = "asked.yaml"
+_FILE = "asked.csv"
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ class Asked:
 @cache
 def load_asked() -> tuple[Asked, ...]:
     """The questions that ship."""
-    rows = yaml.safe_load((data_root("tables") / _FILE).read_text(encoding="utf-8"))
-    return tuple(Asked(q["ask"], frozenset(q["cards"]), q["from"]) for q in rows)
+    with (data_root("tables") / _FILE).open(encoding="utf-8", newline="") as file:
+        return tuple(Asked(row["question"], frozenset(row["cards"].split()), row["thread"]) for row in csv.DictReader(file))
