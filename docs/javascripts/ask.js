@@ -109,9 +109,7 @@
     for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
     found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
     const like = found.questionScores(known);
-    const highest = (wanted, n) => like.filter((s, i) => s > 0 && wanted(found.questions[i][0])).sort((a, b) => b - a).slice(0, n);
-    scores.forEach((_, i) => { scores[i] += found.asked * highest((cards) => cards.includes(i), found.near).reduce((a, b) => a + b, 0); });
-    const [near, none] = [true, false].map((has) => Math.sqrt(highest((cards) => (cards.length > 0) === has, 1)[0] || 0));
+    const [near, none] = [true, false].map((has) => Math.sqrt(Math.max(0, ...like.filter((_, i) => found.questions[i][0] === has))));
     const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
       [t, found.weights.get(found.numbers.get(t)) ?? (/\d/.test(t) ? 0 : found.unknown * found.most)]));
     const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;

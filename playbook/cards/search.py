@@ -1,8 +1,8 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
-A card's score is a weighted sum of BM25 over its fields, of its best passage, and of the nearest questions that it is known to answer. Every hit
-says why it was found and whether any of its claims speaks for the machine that was stated. A question that the cards do not cover is answered with
-the reason and what is nearest.
+A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
+claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the questions that are known to have
+an answer or none, is answered with the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
@@ -29,9 +29,7 @@ MAX_QUERY = 2000
 
 FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
-ASKED = 1.0
-"""Weights, chosen on the half of the test set that is for tuning; `ASKED` is that of the nearest known questions together."""
-NEAR_QUESTIONS = 3
+"""Weights, chosen on the half of the test set that is for tuning."""
 
 LEAST_EVIDENCE = 0.24
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
@@ -167,11 +165,10 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
-    like = _scores(found.questions, words)
-    ranked = _ranked(found, words, like)
+    ranked = _ranked(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
     subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
-    least = LEAST_EVIDENCE + _reserve(found, like) + (BEYOND if subjects else 0.0)
+    least = LEAST_EVIDENCE + _reserve(found, words) + (BEYOND if subjects else 0.0)
     if max((r.evidence for r in ranked), default=0.0) < least:
         return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
@@ -225,12 +222,9 @@ class _Ranked:
     passages: list[tuple[float, Passage]]
 
 
-def _ranked(found: Index, words: list[str], like: Sequence[float]) -> list[_Ranked]:
-    """The cards that share a word with the question, best first; `like` are the scores of the known questions."""
+def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
+    """The cards that share a word with the question, best first."""
     scores = dict.fromkeys(found.cards, 0.0)
-    for card_id in found.cards:
-        near = sorted((s for q, s in zip(found.asked, like, strict=True) if s > 0 and card_id in q.cards), reverse=True)
-        scores[card_id] += ASKED * sum(near[:NEAR_QUESTIONS])
     for name, weight in FIELDS.items():
         for card_id, score in zip(found.cards, _scores(found.fields[name], words), strict=True):
             scores[card_id] += weight * float(score)
@@ -268,8 +262,9 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     return float(share * sqrt(best / most))
 
 
-def _reserve(found: Index, like: Sequence[float]) -> float:
+def _reserve(found: Index, words: list[str]) -> float:
     """How much nearer the nearest known question without a card is than one with a card, on the scale of evidence; never less than nothing."""
+    like = _scores(found.questions, words)
     near, none = (max((s for q, s in zip(found.asked, like, strict=True) if bool(q.cards) is has), default=0.0) for has in (True, False))
     return CONTRAST * max(0.0, sqrt(none) - sqrt(near)) / sqrt(max(found.weights.values()))
 

@@ -22,10 +22,7 @@ def asked(cards: Mapping[str, Card]) -> str:
     pieces = [
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
-    questions = [
-        [[order[c] for c in sorted(q.cards) if c in order], [numbers.setdefault(t, len(numbers)) for t in terms(q.text)]]
-        for q in found.asked
-    ]
+    questions = [[bool(q.cards), [numbers.setdefault(t, len(numbers)) for t in terms(q.text)]] for q in found.asked]
     return json.dumps(
         {
             "cards": [_shown(card) for card in cards.values()],
@@ -34,8 +31,6 @@ def asked(cards: Mapping[str, Card]) -> str:
             "questions": questions,
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
-            "asked": search.ASKED,
-            "near": search.NEAR_QUESTIONS,
             "least": search.LEAST_EVIDENCE,
             "contrast": search.CONTRAST,
             "beyond": search.BEYOND,
