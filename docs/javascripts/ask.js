@@ -90,9 +90,9 @@
     const gpus = found.gpus.filter((g) => said.has(g) || said.has(g + "s") || new RegExp(`\\b\\d{1,6}\\s?x\\s?(?:nvidia\\s)?${g}\\b|\\b${g}\\s?x\\s?\\d`).test(line));
     const family = Object.keys(found.families).filter((f) => said.has(f)).flatMap((f) => found.families[f]);
     const flat = words(line).join("").replaceAll(".", "");
-    const model = found.models.filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
+    const model = Object.keys(found.models).filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
     const dense = /\bdense (?:model|llm|transformer|\d{1,3}b)\b/.test(line) && !/\b(?:moe|experts?)\b/.test(line);
-    return {gpus: [...gpus, ...family], model, dense};
+    return {gpus: [...gpus, ...family], model, dense: model ? !found.models[model] : dense};
   }
 
   function applies(card, said) {

@@ -40,7 +40,7 @@ def asked(cards: Mapping[str, Card]) -> str:
             "mostly": search.MOSTLY,
             "k1": search.K1,
             "b": search.B,
-            "models": list(MODELS),
+            "models": {name: shape.experts > 0 for name, shape in MODELS.items()},
             "families": FAMILIES,
             "gpus": sorted(GPUS),
             **tables([*(p.text for p in found.passages), *(q.text for q in found.asked)]),

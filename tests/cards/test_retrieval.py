@@ -220,6 +220,7 @@ def test_options_go_before_the_question() -> None:
     assert stated("cpu", None, None).over(facts("8 gpus")) == Facts(("cpu",), 0)
     assert stated("cpu", None, None) == Facts(("cpu",), 0)
     assert stated("h200x4", "qwen3_30b_a3b", None) == Facts(("h200",), 4, "qwen3_30b_a3b")
+    assert stated(None, "Qwen/Qwen3-30B-A3B", None) == Facts(model="qwen3_30b_a3b")
     with pytest.raises(PlaybookError, match="did you mean 'deepseek_v3'"):
         stated(None, "deepseek_v4", None)
 
