@@ -41,6 +41,8 @@ BESIDE = 0.16
 """Least evidence of every further card in an answer."""
 NEAREST = 3
 _PAGES = 2
+_QUOTABLE = 8
+"""Of the sentences that match best, how many are weighed; aliases and comparisons are none."""
 _LEAST_PAGE = 0.15
 """Score that a section must have, as a share of what the question's words weigh."""
 MOSTLY = 0.5
@@ -101,7 +103,8 @@ class Index:
     """The cards, prepared. Build it once with `index`; a search reads it only."""
 
     cards: Mapping[str, Card]
-    passages: Sequence[Passage]
+    passages: Mapping[Passage, frozenset[str]]
+    """Each with its terms."""
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
@@ -119,7 +122,7 @@ class Index:
 
 def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     """The cards prepared for search, and sections of guides and skills to name beside them."""
-    passages = [p for card in cards.values() for p in _passages(card)]
+    passages = list(dict.fromkeys(p for card in cards.values() for p in _passages(card)))
     tokens = [terms(p.text) for p in passages]
     held: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}
     for passage, words in zip(passages, tokens, strict=True):
@@ -133,7 +136,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     asked = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
     return Index(
         cards=cards,
-        passages=passages,
+        passages=dict(zip(passages, map(frozenset, tokens), strict=True)),
         fields={name: _bm25([parts[name] for parts in held.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
@@ -174,7 +177,7 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
     run = (stated or Facts()).over(facts(query))
     hits, enough = [], False
     for r in (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE):
-        hit = _hit(found, r.card, r.passages, run, only)
+        hit = _hit(found, r, words, run, only)
         if hit is not None:
             hits.append(hit)
             enough |= hit.applies and r.evidence >= least
@@ -276,16 +279,23 @@ def _weights(found: Index, words: list[str]) -> dict[str, float]:
     return {w: found.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
-def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run: Facts, only: frozenset[str] | None) -> Hit | None:
-    card = found.cards[card_id]
-    near = list(dict.fromkeys(p.claim for _, p in passages if p.claim))
+def _told(found: Index, ranked: _Ranked, words: list[str]) -> Passage:
+    """The sentence to quote: of the best, the one whose score times its share of the question's information is highest."""
+    weights = _weights(found, words)
+    sentences = [m for m in ranked.passages if m[1].kind not in ("alias", "comparison")] or ranked.passages
+    return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in found.passages[m[1]]))[1]
+
+
+def _hit(found: Index, ranked: _Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+    card = found.cards[ranked.card]
+    near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
     claims = [c for i in near for c in card.claims if c.id == i] + [c for c in card.claims if c.id not in near]
     kept = [c for c in claims if only is None or c.id in only or (c.mechanism_check and c.mechanism_check.id in only)]
     if not kept:
         return None
     limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
     whole = _limits(card.scope, run)
-    best = next((p for _, p in passages if p.kind not in ("alias", "comparison")), passages[0][1])  # neither is a sentence
+    best = _told(found, ranked, words)
     return Hit(
         id=card.id,
         title=card.title,
