@@ -1,12 +1,15 @@
-"""Twenty decisions over MCP alone: starts `playbook mcp`, makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the answers are right.
+"""Twenty decisions over MCP and on the command line: makes the calls of each task in `tests/mcp/decisions.yaml`, and says whether the answers are right.
 
     python tools/decisions.py
 
-No language model takes part: the calls are those that the skills name. Exit code 1 where an answer is wrong.
+No language model takes part: the calls are those that the skills name, over `playbook mcp` first and then as commands. Exit code 1 where an answer
+is wrong, or a command answers otherwise than the tool.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -26,6 +29,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer"), str(ROOT 
 
 from plan_page import DECISIONS  # noqa: E402
 
+from playbook.cli import exit_codes  # noqa: E402
+from playbook.cli.app import app  # noqa: E402
+
 TASKS = ROOT / "tests" / "mcp" / "decisions.yaml"
 MOST_CALLS = 5
 Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -38,6 +44,22 @@ _ARGUMENTS = {
     "--goal": "goal",
     "--allow": "allow",
 }
+_OPTIONS = {
+    **{argument: option for option, argument in _ARGUMENTS.items()},
+    "backend": "--backend", "fix": "--fix", "top": "--top", "mfu": "--mfu", "tokens_per_s": "--tokens-per-s", "layout": "--layout",
+    "framework": "--framework", "limit": "--limit", "model": "--model",
+}  # fmt: skip
+_COMMANDS = {
+    "plan_layout": "plan {model}",
+    "check_layout": "layout check",
+    "estimate_memory": "layout memory",
+    "diagnose": "diagnose",
+    "search": "search {query}",
+    "get_card": "cards show {card_id}",
+    "get_claim": "cards show {card_id}",
+    "list_evidence": "evidence list",
+}
+"""The command of each tool. That of `plan_confirmation` is `playbook confirm`, which says what it will do and begins."""
 _OPS: Mapping[str, Callable[[Any, Any], bool]] = {
     "equals": lambda found, wanted: bool(found == wanted),
     "contains": lambda found, wanted: wanted in (found if isinstance(found, str) else json.dumps(found)),
@@ -126,6 +148,57 @@ def _part(data: Any, path: str) -> Any:
     return _part(data[head], rest) if rest else data[head]
 
 
+def command(tool: str, arguments: Mapping[str, Any]) -> list[str]:
+    """The words of the command that asks the same as a call; KeyError where there is none."""
+    rest = dict(arguments)
+    words = [str(rest.pop(w[1:-1])) if w.startswith("{") else w for w in _COMMANDS[tool].split()]
+    settings = rest.pop("settings", None)
+    if settings is not None:
+        words += list(dict.fromkeys([f"gpus={rest.pop('gpus')}", *settings]))
+    for name in [k for k in rest if k in _OPTIONS and tool not in ("list_evidence", "get_claim", "get_card")]:
+        value = rest.pop(name)
+        words += [_OPTIONS[name], ",".join(value) if isinstance(value, list) else str(value)] if value not in ([], None) else []
+    return [*words, "--json"]
+
+
+async def on_the_command_line(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of the command in the shape of the tool's, an error as `error`; KeyError where no command asks this."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        exit_codes.run(app, command(tool, arguments))
+    if not out.getvalue():
+        return {"error": err.getvalue()}
+    found: Any = json.loads(out.getvalue())
+    if tool == "plan_layout":
+        return {**found, "gpus": found["question"]["gpus"]}
+    if tool == "diagnose":
+        walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
+        return {**found, "position": found["position"]["sentence"], "walls": [{k: w[k] for k in ("name", "share", "sign")} for w in walls]}
+    if tool in ("get_card", "get_claim"):
+        about = {arguments["claim_id"]} if tool == "get_claim" else set(found["status"])
+        return {**found, "verdicts": {claim: [newest] for claim, newest in found["status"].items() if newest and claim in about}}
+    if tool == "list_evidence":
+        return {"records": [r for r in found if r["claim"] == arguments["claim_id"]][: arguments["limit"]]}
+    return dict(found)
+
+
+def otherwise(task: Mapping[str, Any], answers: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Where the answers of two ways to ask differ: in what the task looks at, and in the plans' settings and speeds."""
+    paths = [path for path, *_ in task["right"] if not path.endswith("error")]
+    paths += [f"{name}.plans.{i}.{part}" for name, a in answers.items() if "plans" in a for i in range(len(a["plans"])) for part in ("settings", "tokens_per_s_per_gpu", "memory_gib")]  # fmt: skip
+    told = []
+    for path in paths:
+        here, other = (_plain(_part(a, path)) for a in (answers, there))
+        if here != other:
+            told.append(f"{path}: {json.dumps(here)[:160]} and {json.dumps(other)[:160]}")
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """A list of hits by what each says of itself alone; every other value as it is."""
+    return [v["id"] for v in value] if isinstance(value, list) and value and isinstance(value[0], dict) and "id" in value[0] else value
+
+
 async def over_stdio(use: Callable[[Call], Awaitable[int]]) -> int:
     """Use a server of its own process; an error is an answer with the message as `error`."""
     paths = os.pathsep.join(str(ROOT / p) for p in (".", "bench", "trainer"))
@@ -147,6 +220,11 @@ async def _all(call: Call) -> int:
         answers, wrong = await decide(task, call)
         failed += bool(wrong)
         print(f"{'wrong' if wrong else 'right'}  {len(answers)} calls  {time.monotonic() - began:4.1f} s  {task['question']}")
+        with contextlib.suppress(KeyError):
+            there, more = await decide(task, on_the_command_line)
+            differs = [f"on the command line: {line}" for line in [*more, *otherwise(task, answers, there)]] if not wrong else []
+            failed += bool(differs)
+            wrong += differs
         for line in wrong:
             print(f"       {line}")
     print(f"{len(tasks()) - failed} of {len(tasks())} right")

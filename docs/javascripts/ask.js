@@ -36,6 +36,7 @@
       ...data, numbers, weights, most: Math.max(...weights.values()),
       fieldScores: Object.keys(data.fields).map((name) => [data.fields[name], bm25(parts[name], data)]),
       pieceScores: bm25(data.passages.map((p) => p[2]), data),
+      questionScores: bm25(data.questions.map((q) => q[1]), data),
       vocabulary: parts.body.map((words) => new Set(words)),
       named: new Set([...parts.title, ...parts.signs].flat()),
       stopWords: new Set(data.stop),
@@ -89,9 +90,9 @@
     const gpus = found.gpus.filter((g) => said.has(g) || said.has(g + "s") || new RegExp(`\\b\\d{1,6}\\s?x\\s?(?:nvidia\\s)?${g}\\b|\\b${g}\\s?x\\s?\\d`).test(line));
     const family = Object.keys(found.families).filter((f) => said.has(f)).flatMap((f) => found.families[f]);
     const flat = words(line).join("").replaceAll(".", "");
-    const model = found.models.filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
+    const model = Object.keys(found.models).filter((m) => flat.includes(m.replaceAll("_", ""))).sort((a, b) => b.length - a.length)[0];
     const dense = /\bdense (?:model|llm|transformer|\d{1,3}b)\b/.test(line) && !/\b(?:moe|experts?)\b/.test(line);
-    return {gpus: [...gpus, ...family], model, dense};
+    return {gpus: [...gpus, ...family], model, dense: model ? !found.models[model] : dense};
   }
 
   function applies(card, said) {
@@ -107,8 +108,10 @@
     const scores = found.cards.map(() => 0), best = found.cards.map(() => 0);
     for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
     found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
+    const like = found.questionScores(known);
+    const [near, none] = [true, false].map((has) => Math.sqrt(Math.max(0, ...like.filter((_, i) => found.questions[i][0] === has))));
     const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
-      [t, found.numbers.has(t) ? found.weights.get(found.numbers.get(t)) : /\d/.test(t) ? 0 : found.unknown * found.most]));
+      [t, found.weights.get(found.numbers.get(t)) ?? (/\d/.test(t) ? 0 : found.unknown * found.most)]));
     const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;
     const ranked = found.cards.map((card, i) => {
       const held = [...weigh].reduce((n, [t, w]) => n + (found.vocabulary[i].has(found.numbers.get(t)) ? w : 0), 0);
@@ -116,9 +119,11 @@
     }).filter((r) => r.matched).sort((a, b) => b.score - a.score);
     const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
     const beyond = phrases(found, words(normal(query)).join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
-    if (beyond) return {cards: [], none: `No card covers “${beyond[0]}”.`, nearest};
-    const said = facts(found, normal(query)), kept = ranked.filter((r) => r.evidence >= found.beside);
-    if (!kept.some((r) => applies(r.card, said) && r.evidence >= found.least)) return {cards: [], none: "No card covers this question.", nearest};
+    const least = found.least + found.contrast * Math.max(0, none - near) / Math.sqrt(found.most) + (beyond ? found.beyond : 0);
+    const said = facts(found, normal(query)), kept = ranked.filter((r, i) => i === 0 || r.evidence >= found.beside);
+    if (!kept.some((r) => applies(r.card, said) && r.evidence >= least)) {
+      return {cards: [], none: beyond ? `No card covers “${beyond[0]}”.` : "No card covers this question.", nearest};
+    }
     const fits = kept.filter((r) => applies(r.card, said)), rest = kept.filter((r) => !applies(r.card, said));
     return {cards: [...fits, ...rest].slice(0, 5).map((r) => r.card), said};
   }

@@ -42,6 +42,11 @@
     for (const run of row.published ? row.published.rows : []) {
       lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id})`]);
     }
+    const share = tokens / row.tokens_per_mfu;
+    if (share > 1) {
+      const check = "expected at most 100 %. Check batch and GPUs, and that tokens/s are of one GPU";
+      return answer.replaceChildren(element("p", `That means ${whole(tokens)} tokens/s on each GPU, ${percent(share)} of its peak; ${check}.`, {id: "pb-position"}));
+    }
     const speed = given > 0 && isFinite(tokens);
     if (speed) lines.unshift(["you", `${whole(tokens)} tokens/s/GPU, ${percent(tokens / row.tokens_per_mfu)} MFU, ${(row.step_tokens / tokens).toFixed(2)} s a step`]);
     answer.replaceChildren(

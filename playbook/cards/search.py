@@ -1,7 +1,8 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover is answered with the reason and what is nearest.
+claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the questions that are known to have
+an answer or none, is answered with the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from math import log, sqrt
 from typing import Any
 
+from playbook.cards.asked import Asked, load_asked
 from playbook.cards.model import Card
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
@@ -29,12 +31,18 @@ FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-LEAST_EVIDENCE = 0.27
+LEAST_EVIDENCE = 0.24
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
+CONTRAST = 1.8
+"""How much more evidence it takes where the nearest known question has no card."""
+BEYOND = 0.5
+"""How much more it takes where the question names a subject that no card names."""
 BESIDE = 0.16
 """Least evidence of every further card in an answer."""
 NEAREST = 3
 _PAGES = 2
+_QUOTABLE = 8
+"""Of the sentences that match best, how many are weighed; aliases and comparisons are none."""
 _LEAST_PAGE = 0.15
 """Score that a section must have, as a share of what the question's words weigh."""
 MOSTLY = 0.5
@@ -95,13 +103,18 @@ class Index:
     """The cards, prepared. Build it once with `index`; a search reads it only."""
 
     cards: Mapping[str, Card]
-    passages: Sequence[Passage]
+    passages: Mapping[Passage, frozenset[str]]
+    """Each with its terms."""
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
     named: frozenset[str]
     """Terms in the title, the aliases, the symptoms or the pitfalls of some card."""
     weights: Mapping[str, float]
+    asked: Sequence[Asked]
+    """Known questions that one of the cards answers, or none does."""
+    questions: Any
+    """The index of the known questions."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -109,7 +122,7 @@ class Index:
 
 def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
     """The cards prepared for search, and sections of guides and skills to name beside them."""
-    passages = [p for card in cards.values() for p in _passages(card)]
+    passages = list(dict.fromkeys(p for card in cards.values() for p in _passages(card)))
     tokens = [terms(p.text) for p in passages]
     held: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}
     for passage, words in zip(passages, tokens, strict=True):
@@ -120,14 +133,17 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
             held[passage.card]["signs"] += words
     vocabulary = {i: frozenset(parts["body"]) for i, parts in held.items()}
     frequency = Counter(t for words in tokens for t in set(words))
+    asked = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
     return Index(
         cards=cards,
-        passages=passages,
+        passages=dict(zip(passages, map(frozenset, tokens), strict=True)),
         fields={name: _bm25([parts[name] for parts in held.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
         named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
+        asked=asked,
+        questions=_bm25([terms(q.text) for q in asked]),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -154,17 +170,17 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
     ranked = _ranked(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
-    if subjects := [phrase for phrase, term in phrases(query) if term not in found.named]:
-        return Answer([], f"no card covers '{subjects[0]}'", nearest, pages)
-    if max((r.evidence for r in ranked), default=0.0) < LEAST_EVIDENCE:
-        return Answer([], "no card covers this question", nearest, pages)
+    subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
+    least = LEAST_EVIDENCE + _reserve(found, words) + (BEYOND if subjects else 0.0)
+    if max((r.evidence for r in ranked), default=0.0) < least:
+        return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
     hits, enough = [], False
-    for r in (r for r in ranked if r.evidence >= BESIDE):
-        hit = _hit(found, r.card, r.passages, run, only)
+    for r in (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE):
+        hit = _hit(found, r, words, run, only)
         if hit is not None:
             hits.append(hit)
-            enough |= hit.applies and r.evidence >= LEAST_EVIDENCE
+            enough |= hit.applies and r.evidence >= least
     if enough:
         return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
@@ -249,6 +265,13 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     return float(share * sqrt(best / most))
 
 
+def _reserve(found: Index, words: list[str]) -> float:
+    """How much nearer the nearest known question without a card is than one with a card, on the scale of evidence; never less than nothing."""
+    like = _scores(found.questions, words)
+    near, none = (max((s for q, s in zip(found.asked, like, strict=True) if bool(q.cards) is has), default=0.0) for has in (True, False))
+    return CONTRAST * max(0.0, sqrt(none) - sqrt(near)) / sqrt(max(found.weights.values()))
+
+
 def _weights(found: Index, words: list[str]) -> dict[str, float]:
     """The information of each word. Whole identifiers have none, since their words are there too, nor have figures that no card has."""
     unknown = UNKNOWN * max(found.weights.values())
@@ -256,16 +279,23 @@ def _weights(found: Index, words: list[str]) -> dict[str, float]:
     return {w: found.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
-def _hit(found: Index, card_id: str, passages: list[tuple[float, Passage]], run: Facts, only: frozenset[str] | None) -> Hit | None:
-    card = found.cards[card_id]
-    near = list(dict.fromkeys(p.claim for _, p in passages if p.claim))
+def _told(found: Index, ranked: _Ranked, words: list[str]) -> Passage:
+    """The sentence to quote: of the best, the one whose score times its share of the question's information is highest."""
+    weights = _weights(found, words)
+    sentences = [m for m in ranked.passages if m[1].kind not in ("alias", "comparison")] or ranked.passages
+    return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in found.passages[m[1]]))[1]
+
+
+def _hit(found: Index, ranked: _Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+    card = found.cards[ranked.card]
+    near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
     claims = [c for i in near for c in card.claims if c.id == i] + [c for c in card.claims if c.id not in near]
     kept = [c for c in claims if only is None or c.id in only or (c.mechanism_check and c.mechanism_check.id in only)]
     if not kept:
         return None
     limits = {c.id: _limits(c.scope, run, cpu=bool(c.cpu_scope)) for c in kept}
     whole = _limits(card.scope, run)
-    best = next((p for _, p in passages if p.kind not in ("alias", "comparison")), passages[0][1])  # neither is a sentence
+    best = _told(found, ranked, words)
     return Hit(
         id=card.id,
         title=card.title,

@@ -16,7 +16,7 @@ import yaml
 
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
-from playbook.planner.models import MODELS
+from playbook.planner.models import MODELS, named
 from playbook.yaml_files import did_you_mean
 
 _SYNONYMS = "synonyms.yaml"
@@ -161,15 +161,16 @@ def stated(hardware: str | None, model: str | None, gpus: int | None) -> Facts:
     """A run as named by options; hardware is `h200`, `h200x4`, `4 x H200`, `hopper`, `cpu`, or another word that stands for itself.
 
     Raises:
-        PlaybookError: the model is not in the table.
+        PlaybookError: no preset has the model, by its own or a published name.
     """
-    if model is not None and model not in MODELS:
+    preset = None if model is None else named(model)
+    if model is not None and not preset:
         raise PlaybookError(f"model '{model[:40]}' is not known{did_you_mean(model[:40], MODELS)}")
     found = facts((hardware or "")[:100])
     if hardware and not found.hardware:
         word = " ".join(_WORD.findall(normal(hardware[:100])))
         found = Facts((word,) if word else (), 0 if word == "cpu" else found.gpus)
-    return Facts(found.hardware, found.gpus if gpus is None else gpus, model)
+    return Facts(found.hardware, found.gpus if gpus is None else gpus, preset)
 
 
 def _model(line: str) -> str | None:

@@ -199,7 +199,7 @@ def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
 def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
     """Number of launches by the schedule, and their cost by the stored A/A runs of this profile."""
     from playbook_bench.run import schedule
-    from playbook_bench.run.variants import resolve_variant
+    from playbook_bench.run.variants import overrides
 
     stored = _baselines(case.id, profile)
     looks = case.budget.pairs
@@ -213,7 +213,7 @@ def _profile(case: Case, profile: str, exact: bool) -> PlannedProfile:
     noise = "exact metric, no noise" if exact else "stored; measured again if the environment differs" if stored else "measured first"
     return PlannedProfile(
         profile=profile,
-        ranks=max(resolve_variant(case, v, profile).ranks for v in case.variants),
+        ranks=max(overrides(case, v, profile)[1] for v in case.variants),
         launches_least=least,
         launches_most=most,
         seconds_per_launch=each,

@@ -31,7 +31,7 @@ app.add_typer(_cards_app, name="cards")
 def search(
     query: Annotated[str, typer.Argument(metavar="QUESTION", help="A symptom, an error text or a goal, in your own words.")],
     hardware: Annotated[str | None, typer.Option(help="Where it runs, such as h200, h200x4, gb200 or cpu.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model's name, such as deepseek_v3.")] = None,
+    model: Annotated[str | None, typer.Option(help="A preset, or a published name, such as Qwen/Qwen3-30B-A3B.")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="How many GPUs.")] = None,
     status: Annotated[
         str | None,

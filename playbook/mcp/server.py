@@ -49,7 +49,6 @@ from playbook.mcp.answers import (
     Standing,
 )
 from playbook.mcp.brief import SUMMARIES, shallow, shortened
-from playbook.planner.models import named
 from playbook.records.read import Record, earlier, with_status
 from playbook.records.standing import in_words
 from playbook.skills.check import claim_ids
@@ -195,7 +194,7 @@ def _search(out: MCPServer[Any], library: Library) -> None:
         with _told():
             stock = library.stock()
             only = None if status is None else with_status(stock.cards, stock.records, stock.today, status)
-            run = stated(hardware, model and (named(model) or model), gpus)
+            run = stated(hardware, model, gpus)
             found = engine.search(index(), query, run, only=only, limit=limit)
             rows = [
                 SearchHit(

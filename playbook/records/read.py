@@ -119,7 +119,7 @@ class Record:
         """The claim as it stood when it was tested."""
         return self.content.measured.claim if isinstance(self.content, Evidence) else None
 
-    @property
+    @cached_property
     def claim(self) -> str | None:
         """The claim it speaks for, if any."""
         return self.claim_ref.id if self.claim_ref and not self.foreign else None
@@ -446,7 +446,7 @@ def verdicts(records: Iterable[Record], claim: str) -> list[Record]:
     """For each kind of machine, the record that speaks for a claim; confirmed and refuted ones first. Altered records do not count."""
     chosen: dict[tuple[Any, ...], Record] = {}
     for r in records:
-        if r.schema == EVIDENCE and r.claim == claim and not r.altered:
+        if r.claim == claim and r.schema == EVIDENCE and not r.altered:
             chosen[r.kind] = max(chosen.get(r.kind, r), r, key=lambda each: each.precedence)
     return sorted(chosen.values(), key=lambda r: (r.status not in _DECIDED, -r.gpus, r.machine))
 

@@ -15,31 +15,35 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 
 
 def asked(cards: Mapping[str, Card]) -> str:
-    """The cards' passages as numbers of terms, with the tables that make terms of a question."""
+    """The cards' passages and the known questions as numbers of terms, with the tables that make terms of a question."""
     found = search.index(cards)
     numbers: dict[str, int] = {}
     order = {card_id: i for i, card_id in enumerate(cards)}
     pieces = [
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
+    questions = [[bool(q.cards), [numbers.setdefault(t, len(numbers)) for t in terms(q.text)]] for q in found.asked]
     return json.dumps(
         {
             "cards": [_shown(card) for card in cards.values()],
             "terms": list(numbers),
             "passages": pieces,
+            "questions": questions,
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
             "least": search.LEAST_EVIDENCE,
+            "contrast": search.CONTRAST,
+            "beyond": search.BEYOND,
             "beside": search.BESIDE,
             "nearest": search.NEAREST,
             "unknown": search.UNKNOWN,
             "mostly": search.MOSTLY,
             "k1": search.K1,
             "b": search.B,
-            "models": list(MODELS),
+            "models": {name: shape.experts > 0 for name, shape in MODELS.items()},
             "families": FAMILIES,
             "gpus": sorted(GPUS),
-            **tables(p.text for p in found.passages),
+            **tables([*(p.text for p in found.passages), *(q.text for q in found.asked)]),
         },
         separators=(",", ":"),
         ensure_ascii=False,

@@ -220,7 +220,7 @@ def _verdicts(shelf: Shelf, card: Card, claim: Claim | MechanismCheck) -> str:
 def _row(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
     page = f"../evidence/{record.id}.md"
     old = record.stale(shelf.today, claim)
-    word = badge(record.status) + (f" {badge('stale')} {text(old)}" if old else "")
+    word = badge("stale" if old else record.status, in_words(record, old)) + (f"<br>{text(old)}" if old else "")
     shown, pairs = effect(record), record.get("derived", "comparison", "pairs")
     until = record.get("expires")
     return [

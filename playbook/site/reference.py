@@ -66,7 +66,8 @@ def _target(value: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | N
 
 
 def _row(key: str, value: Mapping[str, Any], definitions: Mapping[str, Any], doc: str) -> list[Any]:
-    default = markdown(code(plain(value["default"]))) if "default" in value else ""
+    default = plain(value.get("default", ""))
+    default = markdown(code(default)) if default else ""
     return [key, _type(value), default, value.get("description") or doc]
 
 

@@ -15,7 +15,7 @@ from playbook.mcp.server import server
 from playbook.paths import repo_root
 
 sys.path.insert(0, str(repo_root() / "tools"))
-from decisions import MOST_CALLS, decide, over_stdio, tasks
+from decisions import MOST_CALLS, decide, on_the_command_line, otherwise, over_stdio, tasks
 from plan_page import PAGE
 
 TASKS = {t["question"]: t for t in tasks()}
@@ -46,6 +46,33 @@ def test_there_are_twenty_and_each_takes_few_calls():
 @pytest.mark.parametrize("question", QUICK)
 def test_a_decision_is_right(library, question):
     assert decided(library, TASKS[question])[1] == []
+
+
+def compared(library, task):
+    """What differs on the command line, or is wrong there."""
+    there, wrong = anyio.run(decide, task, on_the_command_line)
+    return wrong or otherwise(task, decided(library, task)[0], there)
+
+
+ON_THE_COMMAND_LINE = [q for q in TASKS if not any(c["tool"] == "plan_confirmation" for c in TASKS[q]["calls"])]
+
+
+@pytest.mark.parametrize("question", [q for q in QUICK if q in ON_THE_COMMAND_LINE])
+def test_a_decision_is_the_same_on_the_command_line(library, question):
+    assert compared(library, TASKS[question]) == []
+
+
+@pytest.mark.full
+def test_all_decisions_are_the_same_on_the_command_line(library):
+    assert len(ON_THE_COMMAND_LINE) == 19
+    assert {q: found for q in ON_THE_COMMAND_LINE if (found := compared(library, TASKS[q]))} == {}
+
+
+def test_another_answer_on_the_command_line_is_told(library):
+    task = TASKS["DeepSeek-V3 with EP 24 on 256 GPUs does not start. What is the nearest layout that does?"]
+    answers = decided(library, task)[0]
+    assert otherwise(task, answers, answers) == []
+    assert otherwise(task, answers, {**answers, "mended": {**answers["mended"], "legal": False}}) == ["mended.legal: true and false"]
 
 
 def test_a_wrong_answer_is_told():

@@ -18,6 +18,7 @@ from site_browser import watched
 from site_tree import CARD
 
 from playbook.cards import search
+from playbook.cards.asked import load_asked
 from playbook.cards.load import load_all, read_cards
 from playbook.cards.terms import Facts
 from playbook.diagnosis.published import nearest
@@ -128,7 +129,8 @@ def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root:
     """The same cards first and the same silence, but for words whose forms the page has no stem of."""
     (tmp_path / "fixture-card.yaml").write_text(CARD, encoding="utf-8")
     index = search.index(load_all() | {e.card.id: e.card for e in read_cards([tmp_path]).loaded})
-    asked = [q["ask"] for name in ("issues", "questions") for q in yaml.safe_load((CARDS / f"{name}.yaml").read_text(encoding="utf-8"))]
+    files = [CARDS / f"{name}.yaml" for name in ("issues", "later_issues", "questions")]
+    asked = [q.text for q in load_asked()] + [q["ask"] for file in files for q in yaml.safe_load(file.read_text(encoding="utf-8"))]
     page.goto(f"{site_root}/index.html")
     found = page.evaluate(
         "async (all) => { const f = document.querySelector('form.pb-ask'), r = []; for (const q of all) r.push(await f.playbookAsk(q)); return r }",

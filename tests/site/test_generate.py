@@ -178,18 +178,6 @@ def test_what_a_claim_expects_is_said_in_words_that_mean_it(tree: Path) -> None:
     assert "times better" not in whole
 
 
-@pytest.mark.usefixtures("every_card")
-def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -> None:
-    generate(tree)
-    assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
-    whole = page(tree, "llms-full.txt")
-    assert "; avoid train.recompute_modules: " in whole
-    from playbook.cards.load import load_all
-
-    for dispute in (d for card in load_all().values() for d in card.disputes):
-        assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole
-
-
 def test_the_evidence_page_says_by_how_much_a_metric_of_which_less_is_better_fell(tree: Path) -> None:
     generate(tree)
     assert "Change of the metric itself" not in page(tree, f"evidence/{ID}.md"), "the same as the effect where higher is better"

@@ -226,3 +226,14 @@ def test_the_page_of_a_trace_says_what_the_difference_of_the_steps_is_made_of() 
     assert whole == pytest.approx(-619.3, abs=0.1)
     assert sum(figures.values()) == pytest.approx(whole, abs=0.5), "each is rounded"
     assert next(iter(figures)) == "<code>vision</code>"
+
+
+@pytest.mark.usefixtures("every_card")
+def test_what_a_card_says_to_avoid_and_what_is_in_dispute_is_shown(tree: Path) -> None:
+    generate(tree)
+    assert "avoid <code>train.recompute&#95;modules&#58; &#91;core&#95;attn&#93;</code>" in page(tree, "cards/recompute.md")
+    whole = page(tree, "llms-full.txt")
+    assert "; avoid train.recompute_modules: " in whole
+
+    for dispute in (d for card in load_all().values() for d in card.disputes):
+        assert f"- {dispute.subject}: {', '.join(dispute.claims)}; {dispute.stands} stands. {dispute.why}" in whole
