@@ -86,6 +86,12 @@ def test_a_sweeps_intervals_share_the_error_rate() -> None:
     assert found.points[1].value == pytest.approx(1.0005 * math.exp(-0.1) * np.mean(np.exp([0.002, -0.002, 0.001, -0.001])))
 
 
+def test_a_contrast_that_did_not_come_about_may_be_anything() -> None:
+    found = verdict.derive(record(sweep(), [0.0, 0.1, 0.2], expect("rising"))).curve
+    gone = found.model_copy(update={"contrasts": [c.model_copy(update={"mean": None}) for c in found.contrasts]})
+    assert effects.bounds(gone) == [(-math.inf, math.inf)] * 2
+
+
 def test_of_two_planned_contrasts_one_that_did_not_come_about_still_has_its_share() -> None:
     gone = expect("best", at=[2], infeasible=[1])
     found = verdict.derive(record(sweep(), [0.0, 0.3, 0.0], gone, outcomes={"1": "oom"})).curve
@@ -193,6 +199,11 @@ def test_how_many_pairs_would_settle_it_is_counted_from_the_end_that_is_open() -
     for op, ends in ((">=", [math.log(1.055)]), ("within", [math.log(1.055), -math.log(1.055)])):
         found = judge(d, op=op, margin=5.5)
         assert found.comparison.pairs_needed == statistics.pairs_needed(mean - ends[0], largest, RATES[0]), op
+    wide = judge(
+        [0.045, -0.035, 0.055, -0.045], op=">=", margin=1.0, s_aa=0.07
+    ).comparison  # 1 % worse is no end of `>=`, though the interval has it
+    pooled = max(wide.deviation, math.sqrt((3 * wide.deviation**2 + 4 * 0.07**2) / 7))
+    assert wide.pairs_needed == statistics.pairs_needed(wide.mean - math.log(1.01), pooled, RATES[0])
     both = [-0.084, 0.076, -0.073, 0.065]
     for sign in (1, -1):  # both ends are open, and the nearer one needs more
         open_ = judge([sign * x for x in both], op="within", margin=3.0, s_aa=0.07).comparison

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 from test_verdict import STEPS, make_case, make_run
 
 from playbook.records.case import Activation, Delta, Guardrails, Loss, Receipt, Rule, Traced
 from playbook.records.evidence import Baseline, CollectiveCount, Condition, Observed, Run, Sample
-from playbook_bench.judge import guards, metrics, receipt
+from playbook_bench.judge import guards, metrics, receipt, statistics
 from playbook_bench.judge.verdict_rules import Rules
 
 RULES = Rules()
@@ -136,15 +137,35 @@ PYTHONS = {
         ("{py}", ("a/python", "b/python"), "wide", (False, "differs in trainer.world_size")),
         ("{py}", ("a/python", "a/python"), "other", (False, "differs in packages.torch, python")),
         ("python", ("1", "2"), "other", (False, "differs in packages.torch, python")),
+        ("", ("1", "2"), "other", (False, "differs in packages.torch, python")),
     ],
 )
 def test_two_pythons_may_bring_other_packages_and_nothing_else(
     command: str, variants: tuple[str, str], seen: str, expected: tuple[bool, str]
 ) -> None:
+    """Where a command names them; our trainer's cases, here without a command, never do."""
     words = {"trainer": None, "activation": Activation(), "command": [command, "x.py", "{py}", "{more}"]}
-    case = make_case(**words, baseline={"py": variants[0], "more": 1}, candidate={"py": variants[1], "more": 2})
+    deltas = {"baseline": {"py": variants[0], "more": 1}, "candidate": {"py": variants[1], "more": 2}}
+    case = make_case(**words, **deltas) if command else make_case()
     runs = [make_run(run_id=f"r{i}", strict_sha=sha) for i, sha in enumerate(("s", seen))]
     assert said(guards.environment(case, PYTHONS, runs)) == expected
+
+
+def test_each_variant_has_its_share_of_the_error_rate_of_steadiness() -> None:
+    """A single run that is predicted has all of it."""
+
+    class Asked(Rules):
+        shares: ClassVar[list[float]] = []
+
+        def unsteady(self, variant, launches, alpha, tolerance):
+            self.shares.append(alpha)
+            return ""
+
+    run = make_run()
+    for blocks in ([{"baseline": run}], [{"baseline": run, "candidate": run}]):
+        assert guards.steady(Asked(), blocks, 0.01).ok
+    whole = statistics.STEADY_ALPHA
+    assert Asked.shares == [whole, whole / 2, whole / 2]
 
 
 def test_a_noise_of_the_neighbourhood_is_said_to_be_one() -> None:

@@ -4,6 +4,7 @@ import pytest
 from test_curve import expect
 from test_verdict_edges import BESIDE_FIVE
 
+from playbook.cards.model import Expect, Quantity
 from playbook_bench.judge import curve_rules
 from playbook_bench.judge.curve_rules import Question
 
@@ -97,6 +98,9 @@ def test_a_crossing_beside_a_margin_of_one(second, status):
     assert curve_rules.decide(Question("crossover", FOUR, 1), [(1, 2), second], interaction=True) is status
 
 
+INSIDE = "op 'inside' has neither 'margin' nor 'infeasible': the case has the intervals, and all of it must run"
+
+
 @pytest.mark.parametrize(
     ("wanted", "names", "problem"),
     [
@@ -105,6 +109,9 @@ def test_a_crossing_beside_a_margin_of_one(second, status):
         (expect("rising"), ["1", "2", "4"], None),
         (expect("rising"), ["1", "2"], "op 'rising' needs at least 3 values, the case has 2"),
         (expect("best", at=[2]), ["1", "2"], None),
+        (Expect(op="inside"), ["1", "2"], None),
+        (Expect(op="inside", margin=Quantity(value=5, unit="percent")), ["1", "2"], INSIDE),
+        (Expect(op="inside", infeasible=[2]), ["1", "2"], INSIDE),
     ],
 )
 def test_what_a_rule_needs_of_its_case(wanted, names, problem):
