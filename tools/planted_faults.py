@@ -75,7 +75,7 @@ FAULTS = (
     Fault(JUDGE + "slowdown.py", "return loss > allowed * abs(baseline)", "return loss > 2 + allowed * abs(baseline)", "an exact metric may get worse", ("bench/judge", "whole/test_gate.py")),
     # Records.
     Fault("playbook/files.py", "os.link(temporary, path)", "temporary.rename(path)", "a record is replaced", ("bench/run/test_store.py",)),
-    Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records")),
+    Fault(RUN + "store.py", "[] if sha == evidence.sha256 else", "[] if sha else", "an altered record counts", ("bench/run/test_store.py", "records", "whole/test_replay.py")),
     Fault(RUN + "replay.py", "return [] if a == b else", "return [] if True else", "any figures replay", ("bench/run/test_store.py", "whole/test_replay.py")),
     Fault("playbook/records/consistency.py", "if plan.looks != case.content.budget.pairs:", "if False:", "a record chooses its own looks", ("records",)),
     Fault("playbook/records/staleness.py", "if _minor(was) != _minor(here.packages[name])", "if was is None", "verdicts outlive their libraries", ("records/test_staleness.py",)),

@@ -200,7 +200,7 @@ def test_how_many_pairs_would_settle_it_is_counted_from_the_end_that_is_open() -
         found = judge(d, op=op, margin=5.5)
         assert found.comparison.pairs_needed == statistics.pairs_needed(mean - ends[0], largest, RATES[0]), op
     wide = judge(
-        [0.045, -0.035, 0.055, -0.045], op=">=", margin=1.0, s_aa=0.07
+        [-0.045, 0.035, -0.055, 0.045], op=">=", margin=1.0, s_aa=0.07
     ).comparison  # 1 % worse is no end of `>=`, though the interval has it
     pooled = max(wide.deviation, math.sqrt((3 * wide.deviation**2 + 4 * 0.07**2) / 7))
     assert wide.pairs_needed == statistics.pairs_needed(wide.mean - math.log(1.01), pooled, RATES[0])
