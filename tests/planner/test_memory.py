@@ -259,6 +259,16 @@ def test_offload_leaves_one_layer_on_the_gpu_and_brings_two_back():
     assert some.activations + some.host == pytest.approx(plain.activations)
 
 
+@pytest.mark.parametrize(("precision_aware", "leaves"), [(False, 8 / 12), (True, 1.0)])
+def test_offload_of_the_optimizer_moves_both_moments_and_masters_with_the_precision_aware_one(precision_aware, leaves):
+    """16 bytes a parameter on the host, for each that leaves: float32 weight, gradient and both moments."""
+    plain = memory.estimate(plan_of("gpus=8", "llama3_8b"))[0]
+    options = Options(optimizer_offload=50, precision_aware=precision_aware)
+    half = memory.estimate(replace(plan_of("gpus=8", "llama3_8b"), options=options))[0]
+    assert half.optimizer == pytest.approx(plain.optimizer * (1 - 0.5 * leaves))
+    assert half.host == pytest.approx(0.5 * plain.optimizer * 16 / 12)
+
+
 def test_layers_that_do_not_divide_get_stages_of_unlike_lengths():
     stages = memory.estimate(plan_of("gpus=64 ep=8 pp=4", "qwen3_235b_a22b"))
     assert [s.layers for s in stages] == [23, 24, 24, 23]
