@@ -214,6 +214,7 @@ def _base(config: str, words: tuple[str, ...]) -> TrainerConfig:
 LAYOUTS: tuple[Layout, ...] = (
     # One choice at a time: when these fail, they say where.
     Layout(dp="fsdp"),
+    Layout(dp="fsdp", ep=2),
     Layout(tp="2"),
     Layout(cp=2),
     Layout(pp="2"),
