@@ -6,6 +6,7 @@ import pytest
 
 from playbook.planner import flops
 from playbook.planner.plan import parse
+from playbook.planner.time import collectives
 from playbook.planner.time.cluster import cluster, clusters
 from playbook.planner.time.step import least_seconds, step_time
 
@@ -90,3 +91,17 @@ def test_the_bound_of_the_search_is_never_above_a_time(each, gpu, pp):
     assert (
         0.3 * step_time(each, cluster(gpu)).seconds.value < least_seconds(each, cluster(gpu)) <= step_time(each, cluster(gpu)).seconds.value
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "microseconds"),
+    [
+        (2, (44.2, 61.2, 86.9, 131.9, 230.0, 404.7)),
+        (4, (51.4, 77.3, 116.8, 179.6, 284.2, 543.8)),
+        (8, (92.8, 95.8, 134.3, 232.4, 358.1, 579.9)),
+    ],
+)
+def test_all_reduces_of_a100s_take_what_was_published(gpus, microseconds):
+    """vTrain, trace/a100/AR_GPU*_1M_1024M_LUT: 1, 4, 8, 16, 32 and 64 MiB."""
+    for size, shown in zip((1, 4, 8, 16, 32, 64), microseconds, strict=True):
+        assert 2e6 * collectives.ring(cluster("a100"), gpus, 1, size * 2**20) == pytest.approx(shown, rel=0.15)

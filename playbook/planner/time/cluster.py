@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ _CALIBRATION = "h200.json"
 _REFERENCE = "h200"
 _GIGA = 1e9
 _TERA = 1e12
+_MICRO = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,8 @@ class Cluster:
     """One kind of GPU with its host and networks; bandwidths are for one GPU and one direction.
 
     `domain` is the number of GPUs that reach one another over NVLink; beyond it a GPU has its network adapter. `host_speed` is relative to the
-    calibrated machine. `transferred` says that the laws were measured on another kind of GPU,
+    calibrated machine. `rings` has, by number of GPUs in one domain, seconds that a gather takes to start and its rate, where they were measured.
+    `transferred` says that the laws were measured on another kind of GPU,
     `host_known` that the host's speed was measured or published. `provenance` has the source of each figure.
     Units: FLOP/s, bytes per second, GiB.
     """
@@ -41,6 +44,7 @@ class Cluster:
     laws: Laws
     transferred: bool
     has_fp8: bool = True
+    rings: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     host_known: bool = True
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -109,6 +113,7 @@ def _load(name: str) -> Cluster:
         laws=laws.scaled(bf16, fp8 or bf16),
         transferred=name != _REFERENCE,
         has_fp8="fp8_tflops" in figures,
+        rings={int(degree): (start * _MICRO, rate * _GIGA) for degree, (start, rate) in figures.get("rings", {}).items()},
         host_known=not said["host_speed"].startswith("assumed"),
         provenance=said,
     )

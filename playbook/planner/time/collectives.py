@@ -36,8 +36,8 @@ def ring(cluster: Cluster, degree: int, stride: int, num_bytes: float) -> float:
     if degree <= 1:
         return 0.0
     near = inside(cluster, degree, stride)
-    rate = LINK_RING.value * cluster.link_bytes_per_s
-    starts = LINK_START.value * ceil(log2(near)) if near > 1 else 0.0
+    supposed = LINK_START.value * ceil(log2(near)) if near > 1 else 0.0, LINK_RING.value * cluster.link_bytes_per_s
+    starts, rate = cluster.rings.get(degree, supposed) if near == degree else supposed
     if near < degree:
         rate = min(rate, NIC_RING.value * cluster.nic_bytes_per_s * near)
         starts += NIC_START.value * ceil(log2(degree / near))
