@@ -1,7 +1,7 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the questions that are known to have
+claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the words of questions that are known to have
 an answer or none, is answered with the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
@@ -31,10 +31,12 @@ FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-LEAST_EVIDENCE = 0.24
+LEAST_EVIDENCE = 0.2
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
-CONTRAST = 1.8
-"""How much more evidence it takes where the nearest known question has no card."""
+DOUBT = 0.03
+"""How much more evidence it takes for each unit of the log odds that a question's words speak against a card."""
+UNSEEN = 0.5
+"""What a word counts that is in no known question of a kind, in questions (Jeffreys' prior)."""
 BEYOND = 0.5
 """How much more it takes where the question names a subject that no card names."""
 BESIDE = 0.16
@@ -113,8 +115,8 @@ class Index:
     weights: Mapping[str, float]
     asked: Sequence[Asked]
     """Known questions that one of the cards answers, or none does."""
-    questions: Any
-    """The index of the known questions."""
+    odds: Mapping[str, float]
+    """By how much each term of the known questions speaks against a card, as a logarithm; under the empty name, that of any other term."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -143,7 +145,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
         asked=asked,
-        questions=_bm25([terms(q.text) for q in asked]),
+        odds=_odds(asked),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -171,7 +173,7 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
     ranked = _ranked(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
     subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
-    least = LEAST_EVIDENCE + _reserve(found, words) + (BEYOND if subjects else 0.0)
+    least = LEAST_EVIDENCE + _doubt(found, words) + (BEYOND if subjects else 0.0)
     if max((r.evidence for r in ranked), default=0.0) < least:
         return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
@@ -265,11 +267,17 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     return float(share * sqrt(best / most))
 
 
-def _reserve(found: Index, words: list[str]) -> float:
-    """How much nearer the nearest known question without a card is than one with a card, on the scale of evidence; never less than nothing."""
-    like = _scores(found.questions, words)
-    near, none = (max((s for q, s in zip(found.asked, like, strict=True) if bool(q.cards) is has), default=0.0) for has in (True, False))
-    return CONTRAST * max(0.0, sqrt(none) - sqrt(near)) / sqrt(max(found.weights.values()))
+def _odds(asked: Sequence[Asked]) -> dict[str, float]:
+    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them."""
+    held = {has: Counter(t for q in asked if bool(q.cards) is has for t in set(terms(q.text))) for has in (True, False)}
+    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * UNSEEN for has in held}
+    share = {t: {has: (held[has][t] + UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
+    return {t: log(s[False] / s[True]) for t, s in share.items()}
+
+
+def _doubt(found: Index, words: list[str]) -> float:
+    """How far a question's words are those of questions without a card, on the scale of evidence; never less than nothing."""
+    return DOUBT * max(0.0, sum(found.odds.get(w, found.odds[""]) for w in set(words)))
 
 
 def _weights(found: Index, words: list[str]) -> dict[str, float]:
