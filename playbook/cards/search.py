@@ -21,7 +21,7 @@ from playbook.cards.asked import Asked, load_asked
 from playbook.cards.model import Card
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
-from playbook.cards.terms import Facts, facts, foreign_share, phrases, terms
+from playbook.cards.terms import Facts, facts, foreign_share, opening, phrases, terms
 from playbook.errors import PlaybookError
 
 MAX_QUERY = 2000
@@ -154,7 +154,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
 def search(found: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
     """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
-    `stated` goes before what the question itself says. `only` keeps claims with these ids, and cards that have one.
+    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with these ids, and cards that have one.
 
     Raises:
         PlaybookError: the question is too long, or holds no word.
@@ -163,7 +163,8 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError(
             f"the question has {len(query)} characters; at most {MAX_QUERY} are read, ask with a few words or one error line"
         )
-    words = terms(query)
+    asked = opening(query)
+    words = terms(asked)
     if foreign_share(query) > MOSTLY:
         return Answer(
             [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
@@ -172,7 +173,7 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
     ranked = _ranked(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
-    subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
+    subjects = [phrase for phrase, term in phrases(asked) if term not in found.named]
     least = LEAST_EVIDENCE + _doubt(found, words) + (BEYOND if subjects else 0.0)
     if max((r.evidence for r in ranked), default=0.0) < least:
         return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
