@@ -35,7 +35,7 @@ LEAST_EVIDENCE = 0.24
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
 DOUBT = 0.02
 """How much more evidence it takes for each unit of the log odds that a question's words speak against a card."""
-UNSEEN = 0.3
+_UNSEEN = 0.3
 """What a word counts that is in no known question of a kind, in questions."""
 BEYOND = 0.5
 """How much more it takes where the question names a subject that no card names."""
@@ -271,8 +271,8 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
 def _odds(asked: Sequence[Asked]) -> dict[str, float]:
     """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them."""
     held = {has: Counter(t for q in asked if bool(q.cards) is has for t in set(terms(q.text))) for has in (True, False)}
-    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * UNSEEN for has in held}
-    share = {t: {has: (held[has][t] + UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
+    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * _UNSEEN for has in held}
+    share = {t: {has: (held[has][t] + _UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
     return {t: log(s[False] / s[True]) for t, s in share.items()}
 
 
