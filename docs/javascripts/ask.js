@@ -36,7 +36,7 @@
       ...data, numbers, weights, most: Math.max(...weights.values()),
       fieldScores: Object.keys(data.fields).map((name) => [data.fields[name], bm25(parts[name], data)]),
       pieceScores: bm25(data.passages.map((p) => p[2]), data),
-      questionScores: bm25(data.questions.map((q) => q[1]), data),
+      odds: new Map(data.odds),
       vocabulary: parts.body.map((words) => new Set(words)),
       named: new Set([...parts.title, ...parts.signs].flat()),
       stopWords: new Set(data.stop),
@@ -108,8 +108,7 @@
     const scores = found.cards.map(() => 0), best = found.cards.map(() => 0);
     for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
     found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
-    const like = found.questionScores(known);
-    const [near, none] = [true, false].map((has) => Math.sqrt(Math.max(0, ...like.filter((_, i) => found.questions[i][0] === has))));
+    const against = [...new Set(asked)].reduce((sum, t) => sum + (found.odds.get(found.numbers.get(t)) ?? found.unseen), 0);
     const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
       [t, found.weights.get(found.numbers.get(t)) ?? (/\d/.test(t) ? 0 : found.unknown * found.most)]));
     const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;
@@ -119,7 +118,7 @@
     }).filter((r) => r.matched).sort((a, b) => b.score - a.score);
     const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
     const beyond = phrases(found, words(normal(query)).join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
-    const least = found.least + found.contrast * Math.max(0, none - near) / Math.sqrt(found.most) + (beyond ? found.beyond : 0);
+    const least = found.least + found.doubt * Math.max(0, against) + (beyond ? found.beyond : 0);
     const said = facts(found, normal(query)), kept = ranked.filter((r, i) => i === 0 || r.evidence >= found.beside);
     if (!kept.some((r) => applies(r.card, said) && r.evidence >= least)) {
       return {cards: [], none: beyond ? `No card covers “${beyond[0]}”.` : "No card covers this question.", nearest};

@@ -1,7 +1,7 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the questions that are known to have
+claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the words of questions that are known to have
 an answer or none, is answered with the reason and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
@@ -21,7 +21,7 @@ from playbook.cards.asked import Asked, load_asked
 from playbook.cards.model import Card
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
-from playbook.cards.terms import Facts, facts, foreign_share, phrases, terms
+from playbook.cards.terms import Facts, facts, foreign_share, opening, phrases, terms
 from playbook.errors import PlaybookError
 
 MAX_QUERY = 2000
@@ -33,8 +33,10 @@ PASSAGE = 2.0
 
 LEAST_EVIDENCE = 0.24
 """Least evidence of the best card for the search to answer at all; chosen like the weights."""
-CONTRAST = 1.8
-"""How much more evidence it takes where the nearest known question has no card."""
+DOUBT = 0.02
+"""How much more evidence it takes for each unit of the log odds that a question's words speak against a card."""
+_UNSEEN = 0.3
+"""What a word counts that is in no known question of a kind, in questions."""
 BEYOND = 0.5
 """How much more it takes where the question names a subject that no card names."""
 BESIDE = 0.16
@@ -113,8 +115,8 @@ class Index:
     weights: Mapping[str, float]
     asked: Sequence[Asked]
     """Known questions that one of the cards answers, or none does."""
-    questions: Any
-    """The index of the known questions."""
+    odds: Mapping[str, float]
+    """By how much each term of the known questions speaks against a card, as a logarithm; under the empty name, that of any other term."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -143,7 +145,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
         asked=asked,
-        questions=_bm25([terms(q.text) for q in asked]),
+        odds=_odds(asked),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -152,7 +154,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
 def search(found: Index, query: str, stated: Facts | None = None, *, only: frozenset[str] | None = None, limit: int = 5) -> Answer:
     """The cards that answer a question, best first; where they do not cover it or none applies to the stated run, why, and what is nearest.
 
-    `stated` goes before what the question itself says. `only` keeps claims with these ids, and cards that have one.
+    Of a pasted text with logs, its opening is the question. `stated` goes before what the text itself says. `only` keeps claims with these ids, and cards that have one.
 
     Raises:
         PlaybookError: the question is too long, or holds no word.
@@ -161,7 +163,8 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError(
             f"the question has {len(query)} characters; at most {MAX_QUERY} are read, ask with a few words or one error line"
         )
-    words = terms(query)
+    asked = opening(query)
+    words = terms(asked)
     if foreign_share(query) > MOSTLY:
         return Answer(
             [], "the cards are in English, and most of this question is in another script; ask in English, or with the error line"
@@ -170,8 +173,8 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
     ranked = _ranked(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
-    subjects = [phrase for phrase, term in phrases(query) if term not in found.named]
-    least = LEAST_EVIDENCE + _reserve(found, words) + (BEYOND if subjects else 0.0)
+    subjects = [phrase for phrase, term in phrases(asked) if term not in found.named]
+    least = LEAST_EVIDENCE + _doubt(found, words) + (BEYOND if subjects else 0.0)
     if max((r.evidence for r in ranked), default=0.0) < least:
         return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
@@ -265,11 +268,17 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     return float(share * sqrt(best / most))
 
 
-def _reserve(found: Index, words: list[str]) -> float:
-    """How much nearer the nearest known question without a card is than one with a card, on the scale of evidence; never less than nothing."""
-    like = _scores(found.questions, words)
-    near, none = (max((s for q, s in zip(found.asked, like, strict=True) if bool(q.cards) is has), default=0.0) for has in (True, False))
-    return CONTRAST * max(0.0, sqrt(none) - sqrt(near)) / sqrt(max(found.weights.values()))
+def _odds(asked: Sequence[Asked]) -> dict[str, float]:
+    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them."""
+    held = {has: Counter(t for q in asked if bool(q.cards) is has for t in set(terms(q.text))) for has in (True, False)}
+    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * _UNSEEN for has in held}
+    share = {t: {has: (held[has][t] + _UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
+    return {t: log(s[False] / s[True]) for t, s in share.items()}
+
+
+def _doubt(found: Index, words: list[str]) -> float:
+    """How far a question's words are those of questions without a card, on the scale of evidence; never less than nothing."""
+    return DOUBT * max(0.0, sum(found.odds.get(w, found.odds[""]) for w in set(words)))
 
 
 def _weights(found: Index, words: list[str]) -> dict[str, float]:

@@ -5,6 +5,7 @@ Text of others: every pattern here is linear in its length.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,9 @@ _DEGREE = re.compile(r"\b(tp|pp|ep|cp|dp|sp|vpp|etp|edp|fsdp|mbs|gbs)=?(\d{1,5})
 _TOKENS = re.compile(r"\b(\d{1,4})\s?([km])\b(?!\s?(?:tokens?|tok)?\s?/|\s?(?:tok|tokens?) per s)")
 _GAP = r"(?: [^ ]+){0,5}? "
 """Up to five words, where a phrase of the table has ` * `."""
+_FEW_WORDS = 3
+_PROSE = 0.8
+"""Share of letters and spaces from which on a line is prose; log lines have figures, paths and brackets."""
 _WORD = re.compile(r"[a-z0-9]+(?:\.[0-9]+)?")
 _IDENTIFIER = re.compile(r"(?<![a-z0-9])[a-z0-9]++(?:_[a-z0-9]+)+")
 _COUNT = re.compile(r"\b(\d{1,6})\s?(?:x\s?)?(?:gpus?|cards|accelerators|devices)\b")
@@ -91,6 +95,22 @@ def normal(text: str) -> str:
 
 def _power(match: re.Match[str]) -> str:
     return str(int(match[1]) * (1 << (10 if match[2] == "k" else 20)))
+
+
+def opening(text: str) -> str:
+    """What a pasted text asks: its first line of prose and the prose right below. Where it has none, its first line, or its last below a heading."""
+    lines = [line.strip() for line in text.splitlines()]
+    start = next((i for i, line in enumerate(lines) if _is_prose(line)), None)
+    if start is None:
+        written = [line for line in lines if line] or [""]
+        return written[-1 if written[0].endswith(":") else 0]
+    return " ".join([lines[start], *itertools.takewhile(_is_prose, lines[start + 1 :])])
+
+
+def _is_prose(line: str) -> bool:
+    """Whether a line is written for people: three words or more, hardly anything but letters, and no heading of what follows."""
+    letters = sum(c.isalpha() or c.isspace() for c in line)
+    return len(line.split()) >= _FEW_WORDS and letters >= _PROSE * len(line) and not line.endswith(":")
 
 
 def terms(text: str) -> list[str]:

@@ -15,24 +15,25 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 
 
 def asked(cards: Mapping[str, Card]) -> str:
-    """The cards' passages and the known questions as numbers of terms, with the tables that make terms of a question."""
+    """The cards' passages as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
     found = search.index(cards)
     numbers: dict[str, int] = {}
     order = {card_id: i for i, card_id in enumerate(cards)}
     pieces = [
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
-    questions = [[bool(q.cards), [numbers.setdefault(t, len(numbers)) for t in terms(q.text)]] for q in found.asked]
+    odds = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
     return json.dumps(
         {
             "cards": [_shown(card) for card in cards.values()],
             "terms": list(numbers),
             "passages": pieces,
-            "questions": questions,
+            "odds": odds,
+            "unseen": found.odds[""],
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
             "least": search.LEAST_EVIDENCE,
-            "contrast": search.CONTRAST,
+            "doubt": search.DOUBT,
             "beyond": search.BEYOND,
             "beside": search.BESIDE,
             "nearest": search.NEAREST,

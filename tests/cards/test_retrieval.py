@@ -25,7 +25,7 @@ from playbook.cards import search
 from playbook.cards.asked import Asked, load_asked
 from playbook.cards.load import load_all
 from playbook.cards.sections import load_sections
-from playbook.cards.terms import Facts, facts, phrases, stated, terms
+from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
 from playbook.cli import app
 from playbook.errors import PlaybookError
 from playbook.paths import data_root, repo_root
@@ -246,6 +246,38 @@ def test_degrees_are_read_as_people_write_them() -> None:
 )
 def test_a_phrase_with_a_gap_allows_a_few_words(ask: str, found: list[str]) -> None:
     assert [words for words, name in phrases(ask) if name == "=weight_conversion"] == found
+
+
+LOG = """
+Traceback (most recent call last):
+  File "/opt/app/train.py", line 412, in <module>
+    main(sys.argv[1:])
+[rank3]: INFO iteration 120/ 5000 | consumed samples: 30720 | elapsed time per iteration (ms): 4123.4 | lm loss: 6.2131
+python 3.11.9, torch 2.5.1+cu124, driver 550.90
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("MoE is slow on 104% of days" + LOG, "MoE is slow on 104% of days"),
+        (LOG + "why is the step so slow", "why is the step so slow"),
+        ("the step is slow\non eight of them\n\nanother paragraph of it", "the step is slow on eight of them"),
+        ("EP=4 | 25% MFU\n[0] a=1", "EP=4 | 25% MFU"),
+        ("Traceback (most recent call last):\n  a=b(c)\nRuntimeError: 1/2", "RuntimeError: 1/2"),
+        ("oom", "oom"),
+        (" \n ", ""),
+    ],
+)
+def test_the_opening_of_a_pasted_text_is_its_question(text: str, asked: str) -> None:
+    assert opening(text) == asked
+
+
+def test_logs_do_not_drown_the_question_above_them(index: search.Index) -> None:
+    """Long threads get the answers that their first sentence gets, but for one in ten at most."""
+    covered = [q for q in threads() if q.cards][:100]
+    alone, pasted = ([rank(index, Question(q.ask + tail, q.cards)) for q in covered] for tail in ("", LOG))
+    assert sum(a == b for a, b in zip(alone, pasted, strict=True)) >= 0.9 * len(covered)
 
 
 def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
