@@ -34,8 +34,9 @@ test: $(VENV)/.dev
 	$(PYTEST)
 	$(BIN)/playbook cards check
 
+# One worker more than cores: these tests wait for their ranks a quarter of the time.
 test-rest: $(VENV)/.dev
-	$(PYTEST) -m full
+	$(PYTEST) -n $$(( $$(nproc) + 1 )) -m full
 
 test-all: test test-rest
 
