@@ -82,7 +82,7 @@ def calibrate(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as h200.json.")],
     budget: Annotated[float, typer.Option(help="Seconds; kernels that do not fit are named in the file.")] = 300.0,
 ) -> None:
-    """Measure what this GPU reaches on the kernels that a training step is made of; about 80 seconds on an H200."""
+    """Measure what this GPU reaches on the kernels that a training step is made of, and what collectives take where there are several; about 80 seconds on an H200."""
     from playbook_trainer.calibrate import main as measure
 
     raise typer.Exit(measure([str(out), "--budget", str(budget)]))

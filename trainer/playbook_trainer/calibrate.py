@@ -1,4 +1,4 @@
-"""What one GPU reaches on the kernels that a training step is made of: `python -m playbook_trainer.calibrate OUT.json`.
+"""What one GPU reaches on the kernels that a training step is made of, and several in collectives: `python -m playbook_trainer.calibrate OUT.json`.
 
 Every row is one kernel at one shape, timed alone with warm caches: an upper bound of what it reaches inside a step. A planner interpolates between
 the rows instead of fitting constants to whole runs.
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from playbook_trainer import collectives
 from playbook_trainer.config.environment import GROUPED_GEMM
 
 SCHEMA = "calibration/1"
@@ -237,9 +238,18 @@ def host() -> Iterator[dict[str, Any]]:
     yield _row("device_to_host", seconds(lambda: pinned.copy_(device, non_blocking=True)), num_bytes=1 << 28)
 
 
+def between() -> Iterator[dict[str, Any]]:
+    """Collectives between all GPUs of this machine, where it has several, and between two of them."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise RuntimeError("collectives need two GPUs")
+    for degree in sorted({2, count}):
+        yield from collectives.rows(degree)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "host": host, "elementwise": _elementwise, "optimizer": optimizer, "attention": attention, "loss": loss, "grouped": grouped,
-    "linear": linear, "linear_fp8": linear_fp8, "megatron_grouped": _megatron_grouped,
+    "linear": linear, "linear_fp8": linear_fp8, "megatron_grouped": _megatron_grouped, "collectives": between,
 }  # fmt: skip
 
 
