@@ -32,6 +32,7 @@ class Plan:
     """What is trained and how it is spread. `gbs` 0 stands for one pipeline's worth of microbatches.
 
     `etp` is 1 unless set, where megatron takes tp. The three `*_bytes` are per parameter (moments: each of the two); `imbalance` multiplies the tokens of the fullest rank's experts.
+    `even_rows` says that every expert gets equally many tokens, as benchmarks force them to.
     """
 
     shape: Shape
@@ -51,6 +52,7 @@ class Plan:
     moment_bytes: int = 4
     loss: str = "te"
     imbalance: float = 1.0
+    even_rows: bool = True
     options: Options = field(default_factory=Options)
 
     @property
@@ -128,7 +130,7 @@ def idle(plan: Plan, given: Iterable[str]) -> list[str]:
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _OPTIONS = {f.name: f for f in fields(Options)}
-_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance"} | {"layers"}
+_NUMBERS = {f.name for f in fields(Plan)} - {"shape", "model", "options", "loss", "imbalance", "even_rows"} | {"layers"}
 KEYS = tuple(sorted(_NUMBERS | set(_OPTIONS) | {"loss", "imbalance"}))
 
 
@@ -163,7 +165,7 @@ def _build(model: str, values: Mapping[str, str], shape: Shape) -> Plan:
     loss, imbalance = values.get("loss", "torch" if options.backend == "torch" else "te"), _ratio(values.get("imbalance", "1"))
     if loss not in LOSSES:
         raise ConfigError(f"loss is '{loss[:40]}'; set it to one of {', '.join(LOSSES)}")
-    return Plan(shape, model, loss=loss, imbalance=imbalance, options=options, **numbers)
+    return Plan(shape, model, loss=loss, imbalance=imbalance, even_rows=imbalance == 1, options=options, **numbers)
 
 
 def _number(key: str, text: str) -> int:

@@ -105,3 +105,17 @@ def test_all_reduces_of_a100s_take_what_was_published(gpus, microseconds):
     """vTrain, trace/a100/AR_GPU*_1M_1024M_LUT: 1, 4, 8, 16, 32 and 64 MiB."""
     for size, shown in zip((1, 4, 8, 16, 32, 64), microseconds, strict=True):
         assert 2e6 * collectives.ring(cluster("a100"), gpus, 1, size * 2**20) == pytest.approx(shown, rel=0.15)
+
+
+def test_experts_of_uneven_rows_cost_megatrons_host_more_and_as_much_more_as_there_are():
+    machine, waits = cluster("h200"), {}
+    for ep in (1, 2):
+        even = parse("qwen3_30b_a3b", f"gpus=2 pp={2 // ep} ep={ep} gbs=16 mbs=2".split())
+        waits[ep] = [step_time(replace(even, even_rows=rows), machine).parts["host"] for rows in (True, False)]
+    assert all(uneven > 1.5 * even for even, uneven in waits.values())
+    assert waits[1][1] > 1.2 * waits[2][1]
+
+
+def test_the_torch_backend_launches_one_product_for_all_experts():
+    sharded, machine = parse("qwen3_30b_a3b", ["gpus=2", "sharding=fsdp2", "gbs=16", "mbs=2"]), cluster("h200")
+    assert step_time(replace(sharded, even_rows=False), machine) == step_time(sharded, machine)

@@ -71,7 +71,7 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     par, train = config.parallel, config.train
     return Plan(
         shape_of(config.model), config.model.name, gpus=world, tp=par.tp, cp=par.cp, pp=par.pp, ep=par.ep, etp=par.etp or par.tp, vpp=par.vpp,
-        mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len,
+        mbs=train.micro_batch_size, gbs=train.global_batch_size, seq_len=config.data.seq_len, even_rows=False,
         options=arithmetic.options(config) if config.backend == "megatron" else _options(config),
     )  # fmt: skip
 
