@@ -6,6 +6,7 @@ It also writes `docs/plans.jsonl`, the answers of the plan tables, which takes s
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
@@ -80,11 +81,14 @@ def diagnosis() -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="leave out docs/plans.jsonl")
+    page_alone = parser.parse_args().page
     README.write_text(readme(), encoding="utf-8")
     before = DIAGNOSIS.read_text(encoding="utf-8").partition(ANSWERED)[0]
     DIAGNOSIS.write_text(f"{before}{ANSWERED}\n\n```text\n{diagnosis()}\n```\n", encoding="utf-8")
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     about = "Written by `python tools/plan_page.py`; each answer takes one to four seconds on one core. A test asks all ten again.\n"
     PAGE.write_text(f"{head}{MARK}\n\n{about}\n{sections()}\n", encoding="utf-8")
-    if "--page" not in sys.argv:
+    if not page_alone:
         TABLES.write_text("".join(f"{line(ask(asked))}\n" for asked in questions()), encoding="utf-8")

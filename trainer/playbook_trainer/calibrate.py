@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from playbook_trainer import collectives
+from playbook_trainer import links
 from playbook_trainer.config.environment import GROUPED_GEMM
 
 SCHEMA = "calibration/1"
@@ -244,7 +244,7 @@ def between() -> Iterator[dict[str, Any]]:
     if count < 2:
         raise RuntimeError("collectives need two GPUs")
     for degree in sorted({2, count}):
-        yield from collectives.rows(degree)
+        yield from links.rows(degree)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
