@@ -38,7 +38,9 @@
       pieceScores: bm25(data.passages.map((p) => p[2]), data),
       odds: new Map(data.odds),
       vocabulary: parts.body.map((words) => new Set(words)),
+      own: parts.title.map((words, i) => new Set([...words, ...parts.signs[i]])),
       named: new Set([...parts.title, ...parts.signs].flat()),
+      kinds: Object.entries(data.kinds).map(([kind, known]) => [kind, new Set(known)]),
       stopWords: new Set(data.stop),
       phrase: new RegExp("(?<![^ ])(?:" + longest.join("|") + ")(?![^ ])", "g"),
       gap: new RegExp(data.gapped.replaceAll("(?P<", "(?<"), "g"),
@@ -112,15 +114,20 @@
     const weigh = new Map(asked.filter((t) => t.startsWith("=") || !t.includes("_")).map((t) =>
       [t, found.weights.get(found.numbers.get(t)) ?? (/\d/.test(t) ? 0 : found.unknown * found.most)]));
     const all = [...weigh.values()].reduce((a, b) => a + b, 0) || 1;
-    const ranked = found.cards.map((card, i) => {
-      const held = [...weigh].reduce((n, [t, w]) => n + (found.vocabulary[i].has(found.numbers.get(t)) ? w : 0), 0);
-      return {card, score: scores[i] + found.passage * best[i], evidence: held / all * Math.sqrt(best[i] / found.most), matched: best[i] > 0};
-    }).filter((r) => r.matched).sort((a, b) => b.score - a.score);
+    const share = (held) => [...weigh].reduce((n, [t, w]) => n + (held.has(found.numbers.get(t)) ? w : 0), 0) / all;
+    const ranked = found.cards.map((card, i) => (
+      {card, i, score: scores[i] + found.passage * best[i], evidence: share(found.vocabulary[i]) * Math.sqrt(best[i] / found.most)}
+    )).filter((r) => best[r.i] > 0).sort((a, b) => b.score - a.score);
     const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
-    const beyond = phrases(found, words(normal(query)).join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
-    const least = found.least + found.doubt * Math.max(0, against) + (beyond ? found.beyond : 0);
+    const plain = words(normal(query)), beyond = phrases(found, plain.join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
+    const signs = ranked.length && {
+      constant: 1, evidence: Math.max(...ranked.map((r) => r.evidence)), passage: Math.log1p(best[ranked[0].i]), own: share(found.own[ranked[0].i]),
+      beyond: beyond ? 1 : 0, odds: against,
+      ...Object.fromEntries(found.kinds.map(([kind, known]) => [kind, Math.min(found.most_words, plain.filter((w) => known.has(w)).length)])),
+    };
+    const covered = signs && Object.entries(signs).reduce((sum, [name, value]) => sum + found.weights[name] * value, 0) >= found.least;
     const said = facts(found, normal(query)), kept = ranked.filter((r, i) => i === 0 || r.evidence >= found.beside);
-    if (!kept.some((r) => applies(r.card, said) && r.evidence >= least)) {
+    if (!covered || !kept.some((r) => applies(r.card, said))) {
       return {cards: [], none: beyond ? `No card covers “${beyond[0]}”.` : "No card covers this question.", nearest};
     }
     const fits = kept.filter((r) => applies(r.card, said)), rest = kept.filter((r) => !applies(r.card, said));

@@ -1,8 +1,8 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
 A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
-claims speaks for the machine that was stated. A question that the cards do not cover, by the evidence and by the words of questions that are known to have
-an answer or none, is answered with the reason and what is nearest.
+claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.coverage` judges it, is answered with the reason
+and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
 """
 
@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from math import log, sqrt
+from math import log, log1p, sqrt
 from typing import Any
 
 from playbook.cards.asked import Asked, load_asked
+from playbook.cards.coverage import LEAST, MOST, Signs, against, covered, kinds, odds
 from playbook.cards.model import Card
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
@@ -31,14 +32,6 @@ FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
 
-LEAST_EVIDENCE = 0.24
-"""Least evidence of the best card for the search to answer at all; chosen like the weights."""
-DOUBT = 0.02
-"""How much more evidence it takes for each unit of the log odds that a question's words speak against a card."""
-_UNSEEN = 0.3
-"""What a word counts that is in no known question of a kind, in questions."""
-BEYOND = 0.5
-"""How much more it takes where the question names a subject that no card names."""
 BESIDE = 0.16
 """Least evidence of every further card in an answer."""
 NEAREST = 3
@@ -110,13 +103,15 @@ class Index:
     fields: Mapping[str, Any]
     pieces: Any
     vocabulary: Mapping[str, frozenset[str]]
+    own: Mapping[str, frozenset[str]]
+    """Terms in the title, the aliases, the symptoms and the pitfalls of each card."""
     named: frozenset[str]
-    """Terms in the title, the aliases, the symptoms or the pitfalls of some card."""
+    """All of these."""
     weights: Mapping[str, float]
     asked: Sequence[Asked]
     """Known questions that one of the cards answers, or none does."""
     odds: Mapping[str, float]
-    """By how much each term of the known questions speaks against a card, as a logarithm; under the empty name, that of any other term."""
+    """By how much each term of theirs speaks against a card."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -134,6 +129,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         if passage.kind in ("symptom", "pitfall", "alias"):
             held[passage.card]["signs"] += words
     vocabulary = {i: frozenset(parts["body"]) for i, parts in held.items()}
+    own = {i: frozenset(parts["title"] + parts["signs"]) for i, parts in held.items()}
     frequency = Counter(t for words in tokens for t in set(words))
     asked = [q for q in load_asked() if not q.cards or q.cards & set(cards)]
     return Index(
@@ -142,10 +138,11 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         fields={name: _bm25([parts[name] for parts in held.values()]) for name in FIELDS},
         pieces=_bm25(tokens),
         vocabulary=vocabulary,
-        named=frozenset(t for parts in held.values() for name in ("title", "signs") for t in parts[name]),
+        own=own,
+        named=frozenset().union(*own.values()),
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
         asked=asked,
-        odds=_odds(asked),
+        odds=odds(asked),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -171,20 +168,15 @@ def search(found: Index, query: str, stated: Facts | None = None, *, only: froze
         )
     if not words:
         raise PlaybookError("the question holds no word to search for; say what you see or want, such as 'out of memory at 128k'")
-    ranked = _ranked(found, words)
+    ranked = rank(found, words)
     nearest, pages = [r.card for r in ranked[:NEAREST]], _pages(found, words)
     subjects = [phrase for phrase, term in phrases(asked) if term not in found.named]
-    least = LEAST_EVIDENCE + _doubt(found, words) + (BEYOND if subjects else 0.0)
-    if max((r.evidence for r in ranked), default=0.0) < least:
+    if not ranked or covered(signs(found, asked, words, ranked)) < LEAST:
         return Answer([], f"no card covers {repr(subjects[0]) if subjects else 'this question'}", nearest, pages)
     run = (stated or Facts()).over(facts(query))
-    hits, enough = [], False
-    for r in (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE):
-        hit = _hit(found, r, words, run, only)
-        if hit is not None:
-            hits.append(hit)
-            enough |= hit.applies and r.evidence >= least
-    if enough:
+    kept = (r for i, r in enumerate(ranked) if i == 0 or r.evidence >= BESIDE)
+    hits = [hit for r in kept if (hit := _hit(found, r, words, run, only)) is not None]
+    if any(h.applies for h in hits):
         return Answer(sorted(hits, key=lambda h: not h.applies)[:limit], pages=pages)
     out = next((h for h in hits if not h.applies), None)
     why = f"{out.id} would answer, and does not apply to the stated run ({out.limits[0]})" if out else "no claim of that status answers"
@@ -219,7 +211,7 @@ def _passages(card: Card) -> Iterator[Passage]:
 
 
 @dataclass(frozen=True)
-class _Ranked:
+class Ranked:
     """A card with its evidence and its passages that match, best first."""
 
     card: str
@@ -228,7 +220,7 @@ class _Ranked:
     passages: list[tuple[float, Passage]]
 
 
-def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
+def rank(found: Index, words: list[str]) -> list[Ranked]:
     """The cards that share a word with the question, best first."""
     scores = dict.fromkeys(found.cards, 0.0)
     for name, weight in FIELDS.items():
@@ -243,8 +235,21 @@ def _ranked(found: Index, words: list[str]) -> list[_Ranked]:
         if own:
             own.sort(key=lambda m: -m[0])
             best = own[0][0]
-            out.append(_Ranked(card_id, scores[card_id] + PASSAGE * best, _evidence(found, card_id, words, best), own))
+            out.append(Ranked(card_id, scores[card_id] + PASSAGE * best, _evidence(found, card_id, words, best), own))
     return sorted(out, key=lambda r: -r.score)
+
+
+def signs(found: Index, asked: str, words: list[str], ranked: Sequence[Ranked]) -> Signs:
+    """What speaks for and against an answer, given the terms of the question and the cards that share one."""
+    first = ranked[0]
+    return Signs(
+        evidence=max(r.evidence for r in ranked),
+        passage=log1p(first.passages[0][0]),
+        own=_share(_weights(found, words), found.own[first.card]),
+        beyond=float(min(MOST, sum(term not in found.named for _, term in phrases(asked)))),
+        odds=against(found.odds, words),
+        **kinds(asked),
+    )
 
 
 def _pages(found: Index, words: list[str]) -> list[Section]:
@@ -264,21 +269,12 @@ def _evidence(found: Index, card_id: str, words: list[str], best: float) -> floa
     score in units of the rarest word.
     """
     weights, most = _weights(found, words), max(found.weights.values())
-    share = sum(v for w, v in weights.items() if w in found.vocabulary[card_id]) / (sum(weights.values()) or 1.0)
-    return float(share * sqrt(best / most))
+    return _share(weights, found.vocabulary[card_id]) * sqrt(best / most)
 
 
-def _odds(asked: Sequence[Asked]) -> dict[str, float]:
-    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them."""
-    held = {has: Counter(t for q in asked if bool(q.cards) is has for t in set(terms(q.text))) for has in (True, False)}
-    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * _UNSEEN for has in held}
-    share = {t: {has: (held[has][t] + _UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
-    return {t: log(s[False] / s[True]) for t, s in share.items()}
-
-
-def _doubt(found: Index, words: list[str]) -> float:
-    """How far a question's words are those of questions without a card, on the scale of evidence; never less than nothing."""
-    return DOUBT * max(0.0, sum(found.odds.get(w, found.odds[""]) for w in set(words)))
+def _share(weights: Mapping[str, float], held: frozenset[str]) -> float:
+    """The share of a question's information that a set of terms holds."""
+    return sum(v for w, v in weights.items() if w in held) / (sum(weights.values()) or 1.0)
 
 
 def _weights(found: Index, words: list[str]) -> dict[str, float]:
@@ -288,14 +284,14 @@ def _weights(found: Index, words: list[str]) -> dict[str, float]:
     return {w: found.weights.get(w, 0.0 if any(c.isdigit() for c in w) else unknown) for w in counted}
 
 
-def _told(found: Index, ranked: _Ranked, words: list[str]) -> Passage:
+def _told(found: Index, ranked: Ranked, words: list[str]) -> Passage:
     """The sentence to quote: of the best, the one whose score times its share of the question's information is highest."""
     weights = _weights(found, words)
     sentences = [m for m in ranked.passages if m[1].kind not in ("alias", "comparison")] or ranked.passages
     return max(sentences[:_QUOTABLE], key=lambda m: m[0] * sum(v for w, v in weights.items() if w in found.passages[m[1]]))[1]
 
 
-def _hit(found: Index, ranked: _Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
+def _hit(found: Index, ranked: Ranked, words: list[str], run: Facts, only: frozenset[str] | None) -> Hit | None:
     card = found.cards[ranked.card]
     near = list(dict.fromkeys(p.claim for _, p in ranked.passages if p.claim))
     claims = [c for i in near for c in card.claims if c.id == i] + [c for c in card.claims if c.id not in near]

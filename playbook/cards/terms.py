@@ -123,6 +123,11 @@ def terms(text: str) -> list[str]:
     return [*_stemmer().stemWords(words), *named, *_IDENTIFIER.findall(line)]
 
 
+def words(text: str) -> list[str]:
+    """The words of a text as they stand, in lower case; identifiers in their parts."""
+    return _WORD.findall(normal(text))
+
+
 def phrases(text: str) -> list[tuple[str, str]]:
     """The phrases of the table of synonyms in a text, each with the term that stands for it."""
     return _phrases(" ".join(_WORD.findall(normal(text))))

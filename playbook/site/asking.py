@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from playbook.cards import search
+from playbook.cards import coverage, search
 from playbook.cards.model import Card
 from playbook.cards.terms import FAMILIES, GPUS, tables, terms
 from playbook.planner.models import MODELS
@@ -22,19 +22,20 @@ def asked(cards: Mapping[str, Card]) -> str:
     pieces = [
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
-    odds = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
+    weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
     return json.dumps(
         {
             "cards": [_shown(card) for card in cards.values()],
             "terms": list(numbers),
             "passages": pieces,
-            "odds": odds,
+            "odds": weighed,
             "unseen": found.odds[""],
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
-            "least": search.LEAST_EVIDENCE,
-            "doubt": search.DOUBT,
-            "beyond": search.BEYOND,
+            "least": coverage.LEAST,
+            "weights": coverage.load_weights(),
+            "kinds": {kind: sorted(known) for kind, known in coverage.load_words().items()},
+            "most_words": coverage.MOST,
             "beside": search.BESIDE,
             "nearest": search.NEAREST,
             "unknown": search.UNKNOWN,

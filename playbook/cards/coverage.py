@@ -1,0 +1,89 @@
+"""Whether the cards cover a question at all: a logistic regression over a few signs, its weights in a table.
+
+The signs are what the search knows about its best card, whether the question names a subject that no card names, how its words stand among known questions
+with a card and without, and how many of its words are about an aim of the cards, a fault, files or serving. `tools/search/fit_coverage.py` fits the weights
+on known questions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import log
+
+import yaml
+
+from playbook.cards.asked import Asked
+from playbook.cards.terms import terms, words
+from playbook.paths import data_root
+
+_WORDS = "question_words.yaml"
+_WEIGHTS = "coverage.yaml"
+MOST = 2
+"""How many words of a kind, or phrases, count at most, so that a long question says no more than a short one."""
+LEAST = -0.5
+"""Log odds from which on the search answers: with each sixth of the known questions left out of the fit, one covered question in forty stays unanswered."""
+_UNSEEN = 0.3
+"""What a word counts that is in no known question of a kind, in questions."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What speaks for and against an answer to one question; each has its weight in the table, under its name."""
+
+    evidence: float
+    """Of the card that has most of it, as `playbook.cards.search` counts it."""
+    passage: float
+    """Logarithm of one more than the best passage's score in the first card."""
+    own: float
+    """Share of the question's information in title, aliases, symptoms and pitfalls of the first card."""
+    beyond: float
+    """Phrases that name a subject which no card names, up to two."""
+    odds: float
+    """Log odds that its words speak against a card."""
+    aim: float
+    """Words about speed, memory, layout and choice, up to two; so are the next three for what they are about."""
+    fault: float
+    things: float
+    serving: float
+
+
+def covered(signs: Signs) -> float:
+    """The log odds that a card answers."""
+    weights = load_weights()
+    return float(weights["constant"] + sum(weights[name] * value for name, value in asdict(signs).items()))
+
+
+def kinds(text: str) -> dict[str, float]:
+    """How many words of each kind a question has."""
+    said = words(text)
+    return {kind: float(min(MOST, sum(w in known for w in said))) for kind, known in load_words().items()}
+
+
+def odds(asked: Sequence[Asked]) -> dict[str, float]:
+    """The log odds of each term between the known questions without a card and those with one, as naive Bayes has them; under the empty name, of any other."""
+    held = {has: Counter(t for q in asked if bool(q.cards) is has for t in set(terms(q.text))) for has in (True, False)}
+    many = {has: sum(bool(q.cards) is has for q in asked) + 2 * _UNSEEN for has in held}
+    share = {t: {has: (held[has][t] + _UNSEEN) / many[has] for has in held} for t in {*held[True], *held[False], ""}}
+    return {t: log(s[False] / s[True]) for t, s in share.items()}
+
+
+def against(known: Mapping[str, float], said: Iterable[str]) -> float:
+    """The log odds that these terms speak against a card, each counted once."""
+    return float(sum(known.get(t, known[""]) for t in set(said)))
+
+
+@cache
+def load_words() -> Mapping[str, frozenset[str]]:
+    """The words of each kind."""
+    table: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / _WORDS).read_text(encoding="utf-8"))
+    return {kind: frozenset(known) for kind, known in table.items()}
+
+
+@cache
+def load_weights() -> Mapping[str, float]:
+    """The weight of each sign, and the constant."""
+    table: Mapping[str, float] = yaml.safe_load((data_root("tables") / _WEIGHTS).read_text(encoding="utf-8"))
+    return table
