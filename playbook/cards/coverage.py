@@ -1,7 +1,8 @@
 """Whether the cards cover a question at all: a logistic regression over a few signs, its weights in a table.
 
 The signs are what the search knows about its best card, whether the question names a subject that no card names, how its words stand among known questions
-with a card and without, and how many of its words are about an aim of the cards, a fault, files or serving. `tools/search/fit_coverage.py` fits the weights
+with a card and without, and how many of its words are about an aim of the cards, a fault, files, serving
+or a project. `tools/search/fit_coverage.py` fits the weights
 on known questions.
 """
 
@@ -44,10 +45,11 @@ class Signs:
     odds: float
     """Log odds that its words speak against a card."""
     aim: float
-    """Words about speed, memory, layout and choice, up to two; so are the next three for what they are about."""
+    """Words about speed, memory, layout and choice, up to two; so are the next four for what they are about."""
     fault: float
     things: float
     serving: float
+    project: float
 
 
 def covered(signs: Signs) -> float:
