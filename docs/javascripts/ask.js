@@ -119,16 +119,16 @@
       {card, i, score: scores[i] + found.passage * best[i], evidence: share(found.vocabulary[i]) * Math.sqrt(best[i] / found.most)}
     )).filter((r) => best[r.i] > 0).sort((a, b) => b.score - a.score);
     const nearest = ranked.slice(0, found.nearest).map((r) => r.card);
-    const plain = words(normal(query)), beyond = phrases(found, plain.join(" ")).find((p) => !found.named.has(found.numbers.get(p[1])));
+    const plain = words(normal(query)), beyond = phrases(found, plain.join(" ")).filter((p) => !found.named.has(found.numbers.get(p[1])));
     const signs = ranked.length && {
       constant: 1, evidence: Math.max(...ranked.map((r) => r.evidence)), passage: Math.log1p(best[ranked[0].i]), own: share(found.own[ranked[0].i]),
-      beyond: beyond ? 1 : 0, odds: against,
+      beyond: Math.min(found.most_words, beyond.length), odds: against,
       ...Object.fromEntries(found.kinds.map(([kind, known]) => [kind, Math.min(found.most_words, plain.filter((w) => known.has(w)).length)])),
     };
-    const covered = signs && Object.entries(signs).reduce((sum, [name, value]) => sum + found.weights[name] * value, 0) >= found.least;
+    const covered = signs && Object.entries(signs).reduce((sum, [name, value]) => sum + found.signs[name] * value, 0) >= found.least;
     const said = facts(found, normal(query)), kept = ranked.filter((r, i) => i === 0 || r.evidence >= found.beside);
     if (!covered || !kept.some((r) => applies(r.card, said))) {
-      return {cards: [], none: beyond ? `No card covers “${beyond[0]}”.` : "No card covers this question.", nearest};
+      return {cards: [], none: beyond.length ? `No card covers “${beyond[0][0]}”.` : "No card covers this question.", nearest};
     }
     const fits = kept.filter((r) => applies(r.card, said)), rest = kept.filter((r) => !applies(r.card, said));
     return {cards: [...fits, ...rest].slice(0, 5).map((r) => r.card), said};

@@ -33,7 +33,7 @@ def asked(cards: Mapping[str, Card]) -> str:
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
             "least": coverage.LEAST,
-            "weights": coverage.load_weights(),
+            "signs": coverage.load_weights(),
             "kinds": {kind: sorted(known) for kind, known in coverage.load_words().items()},
             "most_words": coverage.MOST,
             "beside": search.BESIDE,

@@ -12,10 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
+import fit_coverage
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from playbook.cards import search
 from playbook.cards.asked import Asked, load_asked
+from playbook.cards.coverage import MOST, Signs, kinds, load_weights
 from playbook.cards.load import load_all
 from playbook.cards.sections import load_sections
 from playbook.cards.terms import Facts, facts, opening, phrases, stated, terms
@@ -32,6 +34,7 @@ from playbook.paths import data_root, repo_root
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 THREADS = [Path(__file__).parent / name for name in ("issues.yaml", "later_issues.yaml")]
+NEWEST = Path(__file__).parent / "tenth_issues.yaml"
 TOP = 10
 
 
@@ -78,9 +81,14 @@ def untouched() -> list[Question]:
     return [Question(q["ask"], frozenset(q["cards"]), q["from"]) for q in rows]
 
 
+def newest() -> list[Question]:
+    """Questions from public issue threads that were written when the search was finished."""
+    return [Question(q["ask"], frozenset(q["cards"]), q["from"]) for q in yaml.safe_load(NEWEST.read_text(encoding="utf-8"))]
+
+
 def threads() -> list[Question]:
     """All questions from public issue threads: those that the search knows, and those that measure it."""
-    return [*(Question(q.text, q.cards, q.thread) for q in load_asked()), *untouched()]
+    return [*(Question(q.text, q.cards, q.thread) for q in load_asked()), *untouched(), *newest()]
 
 
 def rank(index: search.Index, question: Question) -> int | None:
@@ -121,7 +129,8 @@ def test_the_questions_are_many_and_split_in_halves(index: search.Index) -> None
         assert {c for q in every for c in q.cards} <= set(index.cards)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", q.thread) for q in threads())
     # What the search knows does not measure it.
-    assert not {q.ask for q in untouched()} & {q.text for q in load_asked()}
+    assert all(q.held_out for q in untouched())
+    assert not {q.thread for q in newest()} & {q.thread for q in [*load_asked(), *untouched()]}
 
 
 # (recall@1, recall@3, abstention recall, one less false abstention): what the search has to reach on either half; tune on the tuned half only.
@@ -137,9 +146,58 @@ def test_questions_find_their_card(index: search.Index, half: str) -> None:
     assert all(a >= b for a, b in zip(reached, FLOORS, strict=True)), found
 
 
+FIRST_LOOK = (28 / 39, 34 / 39, 34 / 44, 38 / 39)
+"""The same of the newest batch, when its answers were first looked at: it stays below the aims, and may not get worse."""
+
+
+def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.Index) -> None:
+    found = score(index, newest())
+    print(found)
+    reached = (found.recall_1, found.recall_3, found.abstention_recall, 1 - found.false_abstention)
+    assert all(a >= b - 1e-9 for a, b in zip(reached, FIRST_LOOK, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind"),
+    [
+        ("step time is slow", "aim"),
+        ("crashes with a TypeError", "fault"),
+        ("resume from a checkpoint", "things"),
+        ("serve it with a KV cache", "serving"),
+        ("where is the documentation", "project"),
+    ],
+)
+def test_words_say_what_a_question_is_about(ask: str, kind: str) -> None:
+    found = kinds(ask)
+    assert found[kind] > 0
+    assert found[kind] == max(found.values())
+    assert kinds(" ".join([ask] * 9))[kind] == MOST
+
+
+def test_an_aim_speaks_for_an_answer_and_all_else_against_it() -> None:
+    weights = load_weights()
+    assert {name for name, weight in weights.items() if weight > 0} == {"evidence", "passage", "own", "aim"}
+    assert set(weights) == {"constant", *(f.name for f in fields(Signs))}
+
+
+def test_the_weights_are_those_that_the_fit_gives() -> None:
+    assert fit_coverage.main(["--check"]) == 0
+
+
+def test_the_fit_finds_the_sign_that_decides() -> None:
+    plain = Signs(**{f.name: 0.0 for f in fields(Signs)})
+    signs = [
+        replace(plain, evidence=i % 2, aim=i % 3, fault=i % 5, passage=i % 7, own=i % 11, beyond=i % 13, odds=i % 17) for i in range(200)
+    ]
+    signs = [replace(s, things=i % 4, serving=i % 6, project=i % 9) for i, s in enumerate(signs)]
+    weights = fit_coverage.fit(signs, [s.evidence > 0 for s in signs])
+    assert max(weights, key=lambda name: abs(weights[name])) in ("evidence", "constant")
+    assert weights["evidence"] > 4
+
+
 def test_a_search_takes_milliseconds(index: search.Index) -> None:
     took = []
-    for question in threads():
+    for question in threads()[::5]:
         began = time.process_time()
         search.search(index, question.ask)
         took.append(time.process_time() - began)
