@@ -95,7 +95,7 @@ FAULTS = (
     # Cards, search, lint, MCP.
     Fault(CARDS + "load.py", "elif claim not in claims:", "elif False:", "advice rests on claims that do not exist", ("cards/test_findings.py",)),
     Fault(CARDS + "scope.py", "set(_words(part)) <= have", "set(_words(part)) & have", "a claim for GB200 NVL72 applies elsewhere", ("cards/test_scope.py", "lint")),
-    Fault(CARDS + "search.py", "    if enough:\n", "    if hits:\n", "cards for other machines answer", ("cards/test_retrieval.py", "mcp")),
+    Fault(CARDS + "search.py", "    if any(h.applies for h in hits):\n", "    if hits:\n", "cards for other machines answer", ("cards/test_retrieval.py", "mcp")),
     Fault("playbook/lint/figures.py", "if max(low_a, low_b) > min(high_a, high_b):", "if False:", "two peaks of one chip stand side by side", ("lint",)),
     Fault("playbook/mcp/server.py", "if known is not None and unknown:", "if False:", "a misspelt degree counts as 1", ("mcp",)),
     # The trainer.
