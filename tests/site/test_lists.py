@@ -201,7 +201,12 @@ def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_ot
     assert row.rstrip(" |").endswith("303")
     assert '<table class="pb-forest">' in settled
     assert "<b>V10.c</b>" in settled
-    assert "undecided after all 8 pairs" in next(line for line in waiting.splitlines() if "#v6-u)" in line)
+    rows = {name: next(line for line in shown.splitlines() if f"#{name})" in line) for name in ("v6-u", "v3", "d1")}
+    assert "undecided after all 8 pairs" in rows["v6-u"]
+    assert rows["v6-u"].rstrip(" |").endswith("458")
+    # Its A/A ran before the series, for another verdict too: 157 s of launches of its own and 109 s.
+    assert rows["v3"].rstrip(" |").endswith("266")
+    assert "untested: <code>playbook confirm dense-models/D1 --profile h200x1</code> |  |  |" in rows["d1"]
     assert "#w9)" not in shown, "its scope asks for several GPUs"
 
 
