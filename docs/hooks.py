@@ -44,7 +44,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if "Cards" in entry:
             phases = ({phase: [{made.cards[name]: f"cards/{name}.md"} for name in names]} for phase, names in made.phases.items())
             entry["Cards"] = ["cards/index.md", *phases]
-    config.nav = [*(config.nav or []), *_project(Path(config.docs_dir))]
+    trainer = [{made.cards[name]: f"cards/{name}.md"} for name in made.trainer]
+    config.nav = [*(config.nav or []), *_project(Path(config.docs_dir), trainer)]
     return config
 
 
@@ -74,12 +75,13 @@ def _edit_url(page: str, address: str | None) -> str | None:
     return None if page.startswith(("cards/", "evidence/", "_generated/")) else address
 
 
-def _project(docs: Path) -> list[dict[str, Any]]:
-    """How it is built, what was tried and what was decided, where there are such pages."""
+def _project(docs: Path, trainer: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """How it is built, how fast its trainer is, what was tried and what was decided, where there are such pages."""
     experiments = sorted(
         (p.relative_to(docs).as_posix() for p in (docs / "experiments").glob("*.md")), key=lambda p: (not p.endswith("index.md"), p)
     )
     entries: list[Any] = ["guide/architecture.md"] if (docs / "guide/architecture.md").is_file() else []
+    entries += trainer
     entries += [{"Experiments": experiments}] if experiments else []
     decisions = sorted(p.relative_to(docs).as_posix() for p in (docs / "adr").glob("*.md"))
     if decisions:

@@ -130,6 +130,11 @@ class Claim(Strict):
     depends_on: list[str] = Field(default_factory=list)
 
 
+def guidance(cards: Mapping[str, Card]) -> dict[str, Card]:
+    """The cards that advise people on their own runs: all but those about Playbook's own trainer."""
+    return {card.id: card for card in cards.values() if not card.own_trainer}
+
+
 def by_claim(cards: Mapping[str, Card]) -> dict[str, tuple[str, Claim | MechanismCheck]]:
     """Each claim and mechanism check by its id, with the id of its card."""
     return {c.id: (card.id, c) for card in cards.values() for claim in card.claims for c in (claim, claim.mechanism_check) if c}
@@ -229,6 +234,8 @@ class Card(Strict):
     aliases: list[str] = Field(default_factory=list)
     phase: Literal["fit", "scale", "profile", "retune"]
     wall: Literal["memory", "communication", "compute", "host", "data"]
+    own_trainer: bool = False
+    """It speaks of Playbook's own trainer: its claims are tested like any, and it has its page, but no list and no search of guidance names it."""
     scope: dict[str, Any] = Field(default_factory=dict)
     """Scope of the whole card: runs outside it find nothing of use in it."""
     claims: list[Claim] = Field(min_length=1)

@@ -19,7 +19,7 @@ from typing import Any
 
 from playbook.cards.asked import Asked, load_asked
 from playbook.cards.coverage import LEAST, MOST, Signs, against, covered, kinds, odds
-from playbook.cards.model import Card
+from playbook.cards.model import Card, guidance
 from playbook.cards.scope import unmet
 from playbook.cards.sections import Section
 from playbook.cards.terms import Facts, facts, foreign_share, opening, phrases, terms
@@ -118,7 +118,8 @@ class Index:
 
 
 def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
-    """The cards prepared for search, and sections of guides and skills to name beside them."""
+    """The cards of guidance prepared for search, and sections of guides and skills to name beside them."""
+    cards = guidance(cards)
     passages = list(dict.fromkeys(p for card in cards.values() for p in _passages(card)))
     tokens = [terms(p.text) for p in passages]
     held: dict[str, dict[str, list[str]]] = {i: {name: [] for name in FIELDS} for i in cards}

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.model import Card, by_claim
+from playbook.cards.model import Card, by_claim, guidance
 from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, complain, print_findings, print_json, print_table, say
@@ -106,16 +106,15 @@ def cards_check(
 def cards_list(
     claims: Annotated[bool, typer.Option("--claims", help="One line per claim, with its status.")] = False, as_json: AsJson = False
 ) -> None:
-    """List the cards, or their claims."""
+    """List the cards of guidance, or the claims of all cards."""
     known = load.load_all()
-    cards = known.values()
     if claims:
         records = records_here(known, here())
-        rows = [row for card in cards for row in _claim_rows(card, records)]
+        rows = [row for card in known.values() for row in _claim_rows(card, records)]
         print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
     keys = ("id", "phase", "wall", "title", "symptoms")
-    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in cards]
+    rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(known).values()]
     print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
 
 

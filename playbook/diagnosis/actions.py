@@ -220,7 +220,7 @@ def _checks(where: Setting, base: Plan) -> Iterator[Action]:
         )  # fmt: skip
     if base.shape.vision is not None:
         yield Action(
-            "packing", "several samples packed into each row", ("data wait",), base, base, measures=("T1",), also=("V3", "P7", "T11"),
+            "packing", "several samples packed into each row", ("data wait",), base, base, measures=("T1",), also=("V3", "T11"),
             keys=(("data.pack", False, True),),
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, To
 from pydantic import BaseModel, Field, ValidationError
 
 from playbook.cards import search as engine
-from playbook.cards.model import Card
+from playbook.cards.model import Card, guidance
 from playbook.cards.sections import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.answer import Exporter
@@ -330,7 +330,7 @@ def _resources(out: MCPServer[Any], library: Library) -> None:
         }
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
-    for card in library.cards.values():
+    for card in guidance(library.cards).values():
         _resource(out, f"card://{card.id}", card.id, card.title, partial(whole, card.id))
     for skill in library.skills.values():
         copies = attachments(skill)[0]
@@ -359,15 +359,15 @@ def _resource(out: MCPServer[Any], uri: str, name: str, description: str, read: 
 
 def _card_list(library: Library) -> CardList:
     """One row for each card, cut at the length of an answer."""
-    stock = library.stock()
+    stock, cards = library.stock(), list(guidance(library.cards).values())
     rows = []
-    for card in list(library.cards.values())[:MAX_ROWS]:
+    for card in cards[:MAX_ROWS]:
         stands = {i: _stands(card, i, stock) for i in claim_ids(card)}
         texts = {k: str(getattr(card, k))[:_MAX_TEXT] for k in ("id", "title", "summary", "phase", "wall")}
         rows.append(CardRow(**texts, claims=stands))
     while len(CardList(cards=rows).model_dump_json()) > MAX_CHARS:
         rows.pop()
-    return CardList(cards=rows, left_out=len(library.cards) - len(rows))
+    return CardList(cards=rows, left_out=len(cards) - len(rows))
 
 
 _PARTS: dict[str, tuple[str, ...]] = {

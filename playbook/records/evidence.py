@@ -400,6 +400,13 @@ class Evidence(Strict):
     sha256: str = ""
     """Hash of everything else in this record."""
 
+    @property
+    def gpu_seconds(self) -> float | None:
+        """What the verdict cost: the wall seconds of its launches, burn-ins and A/A included, times the GPUs of each; None where no GPU was used or a launch has no time."""
+        runs = [*self.measured.runs, *(self.measured.aa.runs if self.measured.aa else [])]
+        costs = [run.wall_s * min(run.ranks, self.measured.machine.gpus) for run in runs]
+        return sum(costs) if costs and all(c > 0 for c in costs) else None
+
 
 def canonical(data: Any) -> str:
     """`data` as the one JSON text that is hashed: sorted keys, no spaces, no NaN."""

@@ -18,14 +18,14 @@ def asked(cards: Mapping[str, Card]) -> str:
     """The cards' passages as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
     found = search.index(cards)
     numbers: dict[str, int] = {}
-    order = {card_id: i for i, card_id in enumerate(cards)}
+    order = {card_id: i for i, card_id in enumerate(found.cards)}
     pieces = [
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
     weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
     return json.dumps(
         {
-            "cards": [_shown(card) for card in cards.values()],
+            "cards": [_shown(card) for card in found.cards.values()],
             "terms": list(numbers),
             "passages": pieces,
             "odds": weighed,

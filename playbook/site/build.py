@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from playbook.cards.load import read_cards
-from playbook.cards.model import Card, by_claim
+from playbook.cards.model import Card, by_claim, guidance
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders, repo_root
 from playbook.records.read import EVIDENCE, Present, Record, read
@@ -62,7 +62,9 @@ class Site:
     cards: dict[str, str]
     """Card ids with their titles, in order of title."""
     phases: dict[str, list[str]]
-    """For each phase of the work, in words, the ids of its cards."""
+    """For each phase of the work, in words, the ids of its cards of guidance."""
+    trainer: list[str]
+    """Ids of the cards about Playbook's own trainer."""
     statuses: dict[str, int]
     """How many records there are of each status."""
     inserts: dict[str, str]
@@ -91,17 +93,18 @@ def generate(
     known = _load_cards([cards] if cards else folders("cards"))
     now = reference or Reference()
     records = read([r for r in results if r.is_dir()], known, now.present)
-    shelf = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
+    whole = _shelf(known, records, today or datetime.now(UTC).date(), now.flags)
+    shelf = replace(whole, cards=guidance(known))
     pages = {
         "cards/index.md": index_page(shelf),
         "_generated/claims.md": matrix_page(shelf),
         "_generated/one-h200.md": one_gpu_page(shelf),
         "_generated/calculator.md": calculator_page(),
-        "_generated/families.md": families_page(shelf),
+        "_generated/families.md": families_page(whole),
         "_generated/models.md": models_page(data_root("configs")),
         "_generated/published.md": published_page(data_root("tables") / "published_runs.csv"),
-        "evidence/index.md": list_page(shelf),
-        **{f"cards/{card.id}.md": card_page(shelf, card) for card in shelf.cards.values()},
+        "evidence/index.md": list_page(whole),
+        **{f"cards/{card.id}.md": card_page(whole, card) for card in known.values()},
         **_reference(now),
         "_generated/parity.md": parity_page(out / "parity"),
     }
@@ -111,11 +114,11 @@ def generate(
     guides = [path for path in sorted((out / "guide").glob("*.md")) if path.is_file()]
     pages |= {"llms.txt": llms(shelf, guides, base), "llms-measured.txt": llms_measured(shelf), "llms-full.txt": llms_full(shelf, guides)}
     for record in shelf.records:
-        pages[f"evidence/{record.id}.md"] = _record_page(shelf, record)
+        pages[f"evidence/{record.id}.md"] = _record_page(whole, record)
     written = [_write(out / name, content) for name, content in pages.items()]
     written += [_copy(record, out / "evidence" / f"{record.id}.json") for record in shelf.records]
     _remove_others(out, set(written))
-    titles = {c.id: c.title for c in sorted(shelf.cards.values(), key=lambda c: c.title)}
+    titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
     by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
     inserts = {
         "forest of verdicts": verdict_forest(shelf, shelf.cards.values()),
@@ -127,7 +130,8 @@ def generate(
         **worked(),
     }
     plain = {f"cards/{card.id}.html.md": plain_card(shelf, card) for card in shelf.cards.values()}
-    return Site(titles, by, summary(shelf.records), inserts, plain, asked(shelf.cards), written)
+    trainer = [i for i in titles if i not in shelf.cards]
+    return Site(titles, by, trainer, summary(shelf.records), inserts, plain, asked(shelf.cards), written)
 
 
 def _load_cards(paths: Sequence[Path]) -> dict[str, Card]:

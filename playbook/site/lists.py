@@ -7,12 +7,14 @@ from typing import Any
 
 from playbook.cards.model import Card, Claim, MechanismCheck
 from playbook.cards.scope import unmet
+from playbook.records.case import list_cases, load_case
+from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
 from playbook.records.standing import in_words
 from playbook.site.cards import PHASES, badges, effect
 from playbook.site.pages import markdown, render
 from playbook.site.shelf import DECIDED, Shelf, anchor, verdict_forest
-from playbook.site.text import attribute, badge, link, text
+from playbook.site.text import attribute, badge, code, link, text
 
 
 def each(card: Card) -> list[Claim | MechanismCheck]:
@@ -82,30 +84,41 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
         name = link(text(claim.id), f"../cards/{card.id}.md#{anchor(claim.id)}")
         if now := [r for r in found if r.status in DECIDED and not r.stale(shelf.today, claim)]:
             settled += [[name, text(claim.statement), *_priced(r)] for r in now]
-        elif found or _speaks_for_one(claim):
-            waiting.append([name, text(claim.statement), "; ".join(_open(shelf, r, claim) for r in found) or UNTESTED])
+        elif found:
+            waiting += [[name, text(claim.statement), *_open(shelf, r, claim)] for r in found]
+        elif why := _unrun(card, claim, machine):
+            waiting.append([name, text(claim.statement), why, "", ""])
     drawn = verdict_forest(shelf, cards, "../", machine)
     return render("one_gpu.md", forest=markdown(drawn), settled=settled, waiting=waiting)
 
 
 def _priced(record: Record) -> list[str]:
     """The cells of a current verdict: in words, its effect, and what it cost."""
-    seconds = record.get("seconds", "total")
-    price = f"{seconds:.0f}" if isinstance(seconds, int | float) and record.runs else ""
     page = f"../evidence/{record.id}.md"
-    return [link(badge(record.status, in_words(record)), page), effect(record), price]
+    return [link(badge(record.status, in_words(record)), page), effect(record), _price(record)]
 
 
-def _speaks_for_one(claim: Claim | MechanismCheck) -> bool:
+def _price(record: Record) -> str:
+    seconds = record.content.gpu_seconds if isinstance(record.content, Evidence) else None
+    return f"{seconds:.0f}" if seconds is not None else ""
+
+
+def _unrun(card: Card, claim: Claim | MechanismCheck, machine: str) -> str:
+    """Why a claim that is about one GPU has no run on it, or nothing where it is about something else."""
     scope = claim.scope if isinstance(claim, Claim) else {}
-    return claim.case is not None and "gpus" in scope and not unmet({"gpus": scope["gpus"]}, {"gpus": 1})
+    case = load_case(claim.case) if claim.case in list_cases() else None
+    if case and machine in case.profiles:
+        return f"{UNTESTED}: {code(f'playbook confirm {card.id}/{claim.id} --profile {machine}')}"
+    if case and case.profiles and "gpus" in scope and not unmet({"gpus": scope["gpus"]}, {"gpus": 1}):
+        return f"its case runs elsewhere: {text(', '.join(case.profiles))}"
+    return ""
 
 
-def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> str:
-    """Why an older or undecided verdict settles nothing."""
+def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[str]:
+    """The cells of an older or undecided verdict: why it settles nothing, its effect, and what it cost."""
     why = record.stale(shelf.today, claim)
     words = text(f"{record.status.replace('_', ' ')}, stale: {why}" if why else record.sentence)
-    return link(words, f"../evidence/{record.id}.md")
+    return [link(words, f"../evidence/{record.id}.md"), effect(record), _price(record)]
 
 
 def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:

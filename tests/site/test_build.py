@@ -92,6 +92,9 @@ def test_every_card_is_a_page_and_in_the_navigation(built: Path) -> None:
     for card in load_all().values():
         assert (built / "cards" / f"{card.id}.html").is_file()
         assert f"cards/{card.id}.html" in home
+    # Cards of guidance stand under their phase, that about the trainer stands beside what else tells of the project.
+    start, project = home.index("cards/index.html"), home.index("experiments/index.html")
+    assert start < home.index("cards/recompute.html") < home.index("cards/torch-trainer-speed.html") < project
 
 
 @pytest.mark.full

@@ -45,24 +45,25 @@ def known() -> list[Asked]:
     return [*load_asked(), *documents]
 
 
-def signs_of(questions: Sequence[Asked]) -> list[Signs]:
-    """The signs of each question, the odds of its words from the other folds."""
+def signs_of(questions: Sequence[Asked]) -> list[tuple[Signs, bool]]:
+    """The signs of each question, the odds of its words from the other folds, and whether it has a card; without those that share no word with any card."""
     found = search.index(load_all())
     held = [replace(found, odds=odds([q for i, q in enumerate(questions) if i % FOLDS != fold])) for fold in range(FOLDS)]
     out = []
     for i, question in enumerate(questions):
         asked = opening(question.text)
         words = terms(asked)
-        out.append(search.signs(held[i % FOLDS], asked, words, search.rank(found, words)))
+        if ranked := search.rank(found, words):
+            out.append((search.signs(held[i % FOLDS], asked, words, ranked), bool(question.cards)))
     return out
 
 
-def fit(signs: Sequence[Signs], answered: Sequence[bool]) -> dict[str, float]:
+def fit(seen: Sequence[tuple[Signs, bool]]) -> dict[str, float]:
     """The weights of the signs as they are, and the constant."""
-    raw = np.array([list(asdict(s).values()) for s in signs])
+    raw = np.array([list(asdict(signs).values()) for signs, _ in seen])
     mean, spread = raw.mean(axis=0), raw.std(axis=0)
     x = np.hstack([(raw - mean) / spread, np.ones((len(raw), 1))])
-    y = np.array(answered, dtype=float)
+    y = np.array([answered for _, answered in seen], dtype=float)
     ridge = np.diag([RIDGE] * raw.shape[1] + [0.0])
     weights = np.zeros(x.shape[1])
     for _ in range(30):
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a weight is not the one in the table")
     args = parser.parse_args(argv)
     questions = known()
-    weights = fit(signs_of(questions), [bool(q.cards) for q in questions])
+    weights = fit(signs_of(questions))
     if args.check:
         stored = load_weights()
         off = [name for name in weights if abs(weights[name] - stored.get(name, float("inf"))) > TOLERANCE]
