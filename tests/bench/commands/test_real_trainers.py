@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
-from preloaded import serving
 
 from playbook_bench.run import confirm, prove, replay
 from playbook_bench.run.options import Options
@@ -41,13 +41,13 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def hugging_face():
-    with serving(SCRIPTS / "train_hugging_face.py") as place:
+    with preloaded.serving(SCRIPTS / "train_hugging_face.py") as place:
         yield place, SCRIPTS / "train_hugging_face.py"
 
 
 @pytest.fixture(scope="module")
 def lightning():
-    with serving(SCRIPTS / "train_lightning.py") as place:
+    with preloaded.serving(SCRIPTS / "train_lightning.py") as place:
         yield place, SCRIPTS / "train_lightning.py"
 
 
@@ -55,7 +55,7 @@ def case(folder, trainer, baseline, candidate, where, more="", steps=10, pairs=2
     path = folder / "real-trainer.yaml"
     values = {"baseline": baseline, "candidate": candidate, "where": where, "more": more, "steps": steps, "pairs": pairs}
     place, script = trainer
-    path.write_text(CASE.format(python=sys.executable, preloaded=SCRIPTS / "preloaded.py", socket=place, script=script, **values))
+    path.write_text(CASE.format(python=sys.executable, preloaded=preloaded.__file__, socket=place, script=script, **values))
     return str(path)
 
 
