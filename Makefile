@@ -34,9 +34,9 @@ test: $(VENV)/.dev
 	$(PYTEST)
 	$(BIN)/playbook cards check
 
-# One worker more than cores: these tests wait for their ranks a quarter of the time.
+# One worker more than cores, for these tests wait for their ranks a quarter of the time; modules in the order of tests/conftest.py, the longest first.
 test-rest: $(VENV)/.dev
-	$(PYTEST) -n $$(( $$(nproc) + 1 )) -m full
+	$(PYTEST) -n $$(( $$(nproc) + 1 )) --no-loadscope-reorder -m full
 
 test-all: test test-rest
 

@@ -1,4 +1,4 @@
-"""What holds for all tests: which of them `make test` leaves out, how often cycles are looked for, and no deadline for examples of property tests.
+"""What holds for all tests: which of them `make test` leaves out, in which order they run, how often cycles are looked for, and no deadline for examples of property tests.
 
 Property tests take the time that they take: where a machine does other work too, a pause is no fault of an example.
 """
@@ -6,6 +6,7 @@ Property tests take the time that they take: where a machine does other work too
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that may take the longest, as their time limits say, come first: on several workers none of them is what all others wait for at the end."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

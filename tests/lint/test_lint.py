@@ -225,6 +225,8 @@ def test_two_hundred_cards_are_checked_in_seconds(tmp_path):
         took.append(time.process_time() - start)
         assert [str(f) for f in found] == []
         assert len(cards.loaded) == 200
+        if took[-1] < 8.0:
+            break
     assert min(took) < 8.0, took  # 2 on a quiet machine, 9.5 where each claim resolved its case anew
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ RISES_AGAIN = ["train.steps=6", "optimizer.lr=0.05", "optimizer.schedule=constan
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield forks
-    forks.close()
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("forks") / "log")
 
 
 def saved(folder: Path) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import parity
@@ -26,10 +25,8 @@ QUICK = ["train.receipt=false", "train.warmup_steps=1", "train.steps=4", "data.s
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield forks
-    forks.close()
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("forks") / "log")
 
 
 def said(forks: Forks, rank: int, before: int) -> list[str]:

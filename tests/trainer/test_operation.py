@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +120,8 @@ checkpoint_files.Writer.finish = slowly
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield forks
-    forks.close()
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("forks") / "log")
 
 
 def tensors(folder: Path) -> dict[str, bytes]:

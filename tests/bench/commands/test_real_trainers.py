@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from playbook_bench.run import confirm, prove, replay
@@ -13,7 +14,7 @@ CASE = """
 id: real-trainer
 kind: command
 summary: A trainer of somebody else.
-command: [{python}, {script}, --steps, "{steps}", --output, "{{run}}/out"]
+command: [{python}, {preloaded}, {socket}, {script}, --steps, "{steps}", --output, "{{run}}/out"]
 baseline: {baseline}
 candidate: {candidate}
 steps: {{{where}, count: {steps}, warm_up: 4}}
@@ -29,6 +30,8 @@ activation:
   candidate: {require: [{log: one product for all tokens}]}
 """
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
@@ -36,10 +39,23 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def case(folder, script, baseline, candidate, where, more="", steps=10, pairs=2):
+@pytest.fixture(scope="module")
+def hugging_face():
+    with preloaded.serving(SCRIPTS / "train_hugging_face.py") as place:
+        yield place, SCRIPTS / "train_hugging_face.py"
+
+
+@pytest.fixture(scope="module")
+def lightning():
+    with preloaded.serving(SCRIPTS / "train_lightning.py") as place:
+        yield place, SCRIPTS / "train_lightning.py"
+
+
+def case(folder, trainer, baseline, candidate, where, more="", steps=10, pairs=2):
     path = folder / "real-trainer.yaml"
     values = {"baseline": baseline, "candidate": candidate, "where": where, "more": more, "steps": steps, "pairs": pairs}
-    path.write_text(CASE.format(python=sys.executable, script=SCRIPTS / script, **values))
+    place, script = trainer
+    path.write_text(CASE.format(python=sys.executable, preloaded=preloaded.__file__, socket=place, script=script, **values))
     return str(path)
 
 
@@ -51,20 +67,21 @@ def measured(path, folder):
 
 
 @pytest.mark.full
-def test_a_slow_collator_of_the_hugging_face_trainer_is_found(tmp_path):
+def test_a_slow_collator_of_the_hugging_face_trainer_is_found(tmp_path, hugging_face):
     """From what it prints, which holds no time: the arrival of its lines is the clock."""
     slow = "{arguments: [--collate-ms, '300']}"
     # Seven times as long a step, and four pairs: two whose noise is above the A/A's say nothing, and a busy machine has such.
-    found = measured(case(tmp_path, "train_hugging_face.py", "{arguments: [--collate-ms, '30']}", slow, "log: hf", pairs=4), tmp_path)
+    found = measured(case(tmp_path, hugging_face, "{arguments: [--collate-ms, '30']}", slow, "log: hf", pairs=4), tmp_path)
     assert found.comparison.high < 0
     assert "not vouched for" in found.verdict.sentence
 
 
 @pytest.mark.full
-def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_path):
+def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_path, hugging_face):
     """From the state that it saves. A candidate that leaves the setting out is noticed."""
     where = 'file: "{run}/out/trainer_state.json"'
-    told = ("train_hugging_face.py", "{arguments: [--batch, '24']}", "{arguments: [--batch, '24', --faster]}", where, PROOF)
+    words = "--batch, '24', --collate-ms, '60'"  # a pause in each step, for steps of a few milliseconds are all noise where a machine has other work
+    told = (hugging_face, f"{{arguments: [{words}]}}", f"{{arguments: [{words}, --faster]}}", where, PROOF)
     found = measured(case(tmp_path, *told), tmp_path)
     assert found.comparison.effect > 0.1
     assert [c.ok for c in found.receipts] == [True, True]
@@ -73,7 +90,7 @@ def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_pa
 
 
 @pytest.mark.full
-def test_less_work_in_lightning_is_found(tmp_path):
+def test_less_work_in_lightning_is_found(tmp_path, lightning):
     where = 'log: lightning, file: "{run}/out/metrics.csv"'
     told = ("{arguments: [--work, '2000']}", "{arguments: [--work, '500']}", where)
-    assert measured(case(tmp_path, "train_lightning.py", *told), tmp_path).comparison.effect > 0.1
+    assert measured(case(tmp_path, lightning, *told), tmp_path).comparison.effect > 0.1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+# megatron-core compiles its small fusions as it is imported; on a CPU the compiler takes more time than all steps of a test.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 CPU = torch.device("cpu")
 
 

@@ -1,38 +1,96 @@
 """Ranks of the trainer as forks of one process that has imported torch: a start costs a fraction of a second instead of several.
 
-Reads one JSON object per line from stdin ({"words", "ranks", "port", "plant", "log"}), prints the ranks' process ids, and once all of them have
+Reads one JSON object per line from stdin ({"words", "environments", "plant", "logs", "script"}), prints the ranks' process ids, and once all of them have
 ended, their return codes. `python forking.py` dies with its stdin, and the ranks die with it.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import os
+import runpy
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from ranks import ROOT, environment
+from ranks import ROOT, environment, environments
+
+
+class Server:
+    """The other end, one for all tests of a process; one that a test did not wait for is replaced."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.busy = False
+
+    def start(
+        self, words: list[str], environments: list[dict[str, str]], logs: list[tuple[str, str]], plant: str = "", script: Path | None = None
+    ) -> list[int]:
+        """Process ids of the ranks of the trainer or of a script, each of which has an environment and files for stdout and stderr."""
+        if self.busy:
+            self.close()
+        if self.process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+            self.process = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment(), **pipes)
+        assert self.process.stdin is not None
+        spec = {"words": words, "environments": environments, "logs": logs, "plant": plant, "script": script and str(script)}
+        self.process.stdin.write(json.dumps(spec).encode() + b"\n")
+        self.busy = True
+        return self._read()
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Return codes."""
+        assert self.process is not None
+        if timeout is not None and not select.select([self.process.stdout], [], [], timeout)[0]:
+            self.close()
+            raise TimeoutError(f"ranks that go on for more than {timeout:.0f} s")
+        codes = self._read()
+        self.busy = False
+        return codes
+
+    def _read(self) -> Any:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End it, and with it its ranks."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+        self.process, self.busy = None, False
+
+
+SERVER = Server()
+atexit.register(SERVER.close)
+
+
+def run(words: list[str], ranks: int, timeout: float, script: Path | None) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [(f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(ranks)]
+        SERVER.start(words, environments(ranks), logs, script=script)
+        codes = SERVER.wait(timeout)
+        return [(code, Path(out).read_text(), Path(err).read_text()) for code, (out, err) in zip(codes, logs, strict=True)]
 
 
 class Forks:
-    """The other end: starts the process, and ranks through it."""
+    """Ranks whose output is kept in one file for each rank, over all runs."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
 
     def start(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
         """`plant` is code that each rank runs first, such as a fault to put in."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"words": words, "ranks": ranks, "port": port, "plant": plant, "log": str(self.log)}) + "\n")
-        self.process.stdin.flush()
-        return self._read()
+        return SERVER.start(words, environments(ranks, port), [(f"{self.log}.{rank}",) * 2 for rank in range(ranks)], plant)
 
     def run(self, words: list[str], ranks: int, port: int, plant: str = "") -> list[int]:
         """Exit codes."""
@@ -44,24 +102,20 @@ class Forks:
         return Path(f"{self.log}.{rank}").read_text()
 
     def wait(self) -> list[int]:
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        return SERVER.wait()
 
 
 def child(spec: dict[str, Any], rank: int) -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    log = os.open(f"{spec['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+    out, err = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in spec["logs"][rank])
+    for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, err)):
         os.dup2(target, stream)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": spec["ranks"], "LOCAL_WORLD_SIZE": spec["ranks"]}
-    os.environ.update({k: str(v) for k, v in ranks.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]))
+    os.environ.clear()
+    os.environ.update(spec["environments"][rank])
+    if spec["script"]:
+        sys.argv = [spec["script"], *spec["words"]]
+        runpy.run_path(spec["script"], run_name="__main__")
+        return 0
     from playbook_trainer.__main__ import main
 
     exec(spec["plant"], {})
@@ -90,14 +144,20 @@ def serve() -> None:
 
     import playbook_trainer.loop  # noqa: F401
 
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         spec, pids = json.loads(line), []
-        for rank in range(spec["ranks"]):
+        for rank in range(len(spec["logs"])):
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
                     code = child(spec, rank)
+                except SystemExit as e:
+                    code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     with contextlib.suppress(OSError):
                         sys.stdout.flush()

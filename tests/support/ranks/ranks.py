@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nodes import place
+from nodes import gpus, place
 
 from playbook_bench.launch.local import free_port
 
-__all__ = ["ROOT", "SUPPORT", "environment", "free_port", "leave", "run", "start", "steps", "summary"]
+__all__ = ["ROOT", "SUPPORT", "environment", "environments", "free_port", "leave", "run", "start", "steps", "summary"]
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -26,19 +26,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(words: list[str], ranks: int, *, command: list[str] | None = None, log: Path | None = None) -> list[subprocess.Popen[str]]:
-    port = free_port()
+def environments(ranks: int, port: int | None = None) -> list[dict[str, str]]:
+    """Each rank's own, as a launcher makes them."""
+    port = port or free_port()
+    return [environment(**place(rank, ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(ranks)]
+
+
+def start(words: list[str], ranks: int, *, command: list[str] | None = None) -> list[subprocess.Popen[str]]:
     processes = []
-    for rank in range(ranks):
-        env = environment(**place(rank, ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for env in environments(ranks):
         line = [*(command or [sys.executable, "-m", "playbook_trainer"]), *words]
         processes.append(subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     return processes
 
 
-def run(words: list[str], ranks: int = 1, timeout: float = 120, **how: Any) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each rank."""
-    processes = start(words, ranks, **how)
+def run(
+    words: list[str], ranks: int = 1, timeout: float = 120, *, script: Path | None = None, command: list[str] | None = None
+) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank of the trainer, or of a `script`: forked where no GPU is. Ranks of a `command` are fresh processes."""
+    if command is None and not gpus():
+        import forking
+
+        return forking.run(words, ranks, timeout, script)
+    processes = start(words, ranks, command=[sys.executable, str(script)] if script else command)
     try:
         outputs = [p.communicate(timeout=timeout) for p in processes]
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import parity
@@ -40,9 +39,8 @@ def folder_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 def test_round_trip_over_ranks_is_exact(case: str, tmp_path: Path) -> None:
     name, ranks, words = CASES[case]
     given = folder_of(name, tmp_path / "in")
-    script = [sys.executable, str(SUPPORT / "ranks" / "weights_ranks.py")]
     line = [f"trainer/configs/{name}.yaml", str(tmp_path / "out"), f"init.weights={tmp_path / 'in'}", *words]
-    results = run(line, ranks, command=script, timeout=280)
+    results = run(line, ranks, script=SUPPORT / "ranks" / "weights_ranks.py", timeout=280)
     assert [r[0] for r in results] == [0] * ranks, results[0][2] + results[-1][2]
     counts = [tuple(map(int, out.split()[-2:])) for _, out, _ in results]
     assert all(read == held for read, held in counts)

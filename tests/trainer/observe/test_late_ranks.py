@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ COUNT = 6
 def test_steps_of_late_ranks_add_up(log_every: int, tmp_path: Path) -> None:
     words = ["trainer/configs/qwen3_moe_tiny.yaml", f"train.steps={2 + COUNT}", "train.warmup_steps=2", f"train.log_every={log_every}"]
     words += ["train.global_batch_size=2", "data.seq_len=64", "train.receipt=false", f"output={tmp_path}"]
-    ended = run(words, 2, command=[sys.executable, str(SUPPORT / "ranks" / "late_ranks.py")])
+    ended = run(words, 2, script=SUPPORT / "ranks" / "late_ranks.py")
     assert [code for code, _, _ in ended] == [0, 0], ended
     took = max(float(out.rsplit("took ", 1)[1]) for _, out, _ in ended)
     timed = [s["seconds"] for s in steps(tmp_path) if s["timed"]]

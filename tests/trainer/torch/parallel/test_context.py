@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def cases() -> list[dict[str, Any]]:
 def test_context_parallel_attention_equals_attention_over_the_whole_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = cases()
     monkeypatch.setenv("CASES", json.dumps(wanted))
-    results = run([str(SUPPORT / "ranks" / "context_ranks.py")], 4, command=[sys.executable])
+    results = run([], 4, script=SUPPORT / "ranks" / "context_ranks.py")
     assert [r[0] for r in results] == [0] * 4, results[0][2]
     errors = json.loads(results[0][1])
     assert len(errors) == len(wanted) == 72

@@ -1,4 +1,4 @@
-"""Every layout computes what one rank computes: same data, same seed, FP32, ten steps."""
+"""Every layout computes what one rank computes: same data, same seed, FP32, every step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from layout_runs import Job, difference, note, train_all
-from layout_table import LAYOUTS, every_pair, pairs_of
+from layout_table import LAYOUTS, STEPS, every_pair, pairs_of
 from ranks import ROOT, run, steps, summary
 
 TEXT, VISION = "trainer/configs/qwen3_moe_tiny.yaml", "trainer/configs/qwen3_vl_moe_tiny.yaml"
-COMMON = ["train.steps=10", "train.warmup_steps=1"]
+COMMON = ["train.steps=6", "train.warmup_steps=1"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
@@ -45,7 +45,7 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def test_layout_equals_one_rank(name: str, differences: dict[str, dict[str, float] | str]) -> None:
     found = differences[name]
     assert isinstance(found, dict), found
-    assert found["steps"] == 10
+    assert found["steps"] == STEPS
     assert found["loss"] < 1e-5
     assert found["grad_norm"] < 1e-4
 
