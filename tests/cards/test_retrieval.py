@@ -12,11 +12,10 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import fit_coverage
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 
 from playbook.cards import search
 from playbook.cards.asked import Asked, load_asked
-from playbook.cards.coverage import MOST, Signs, kinds, load_weights
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.cards.sections import load_sections
@@ -161,44 +159,6 @@ def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search
     print(found)
     reached = (found.recall_1, found.recall_3, found.abstention_recall, 1 - found.false_abstention)
     assert all(a >= b - 1e-9 for a, b in zip(reached, FIRST_LOOK, strict=True)), found
-
-
-@pytest.mark.parametrize(
-    ("ask", "kind"),
-    [
-        ("step time is slow", "aim"),
-        ("crashes with a TypeError", "fault"),
-        ("resume from a checkpoint", "things"),
-        ("serve it with a KV cache", "serving"),
-        ("where is the documentation", "project"),
-    ],
-)
-def test_words_say_what_a_question_is_about(ask: str, kind: str) -> None:
-    found = kinds(ask)
-    assert found[kind] > 0
-    assert found[kind] == max(found.values())
-    assert kinds(" ".join([ask] * 9))[kind] == MOST
-
-
-def test_an_aim_speaks_for_an_answer_and_all_else_against_it() -> None:
-    weights = load_weights()
-    assert {name for name, weight in weights.items() if weight > 0} == {"evidence", "passage", "own", "aim"}
-    assert set(weights) == {"constant", *(f.name for f in fields(Signs))}
-
-
-def test_the_weights_are_those_that_the_fit_gives() -> None:
-    assert fit_coverage.main(["--check"]) == 0
-
-
-def test_the_fit_finds_the_sign_that_decides() -> None:
-    plain = Signs(**{f.name: 0.0 for f in fields(Signs)})
-    signs = [
-        replace(plain, evidence=i % 2, aim=i % 3, fault=i % 5, passage=i % 7, own=i % 11, beyond=i % 13, odds=i % 17) for i in range(200)
-    ]
-    signs = [replace(s, things=i % 4, serving=i % 6, project=i % 9) for i, s in enumerate(signs)]
-    weights = fit_coverage.fit([(s, s.evidence > 0) for s in signs])
-    assert max(weights, key=lambda name: abs(weights[name])) in ("evidence", "constant")
-    assert weights["evidence"] > 4
 
 
 def test_a_search_takes_milliseconds(index: search.Index) -> None:
