@@ -26,7 +26,7 @@ def rows(degree: int, device: str = "cuda", sizes: Sequence[int] = SIZES) -> Ite
     """A row for each operation and size between `degree` ranks, one for each GPU: bytes of the whole tensor, and seconds of one call.
 
     An all-gather collects the whole tensor, a reduce-scatter and an all-reduce sum it, an all-to-all sends each rank's own tensor in equal parts, and
-    a send carries it from one rank to the next.
+    a send carries it from each rank to the next, all at once.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"

@@ -19,7 +19,9 @@ _FOUR_H200 = "4 x H200, NVLink all to all, torch 2.11: 1 GiB per GPU"
 
 LINK_RING = Constant(328 / 450, 0.1, "measured", f"{_FOUR_H200}, all-gather 328 GB/s of 450")
 LINK_ALL_TO_ALL = Constant(334 / 450, 0.15, "measured", f"{_FOUR_H200}, all-to-all 334 GB/s of 450")
-LINK_START = Constant(15e-6, 0.4, "assumed", "small messages within a node take 5 to 20 us; not measured here")
+LINK_START = Constant(
+    15e-6, 0.4, "assumed", "small messages within a node take 5 to 20 us; where links were measured, a gather takes what they show"
+)
 NIC_RING = Constant(0.8, 0.15, "assumed", "rings between nodes reach 75 to 90 % of the adapters; not measured here")
 NIC_ALL_TO_ALL = Constant(0.7, 0.25, "assumed", "all-to-all between nodes reaches 50 to 90 % of the adapters; not measured here")
 LINK_DISPATCH = Constant(

@@ -404,7 +404,10 @@ def _moe(cluster: Cluster, shape: Shape, w: Work) -> Cost:
 
 
 def _launched(experts: float, w: Work) -> tuple[float, float]:
-    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows are a new number."""
+    """Host seconds of the experts' products in both passes: megatron-core launches each by itself, and looks for a kernel where its rows are a new number.
+
+    That is cuBLAS, the default; one CUTLASS kernel for all experts is not modelled.
+    """
     if w.torch:
         experts = min(experts, _TORCH_EXPERTS)
     forward, backward = constants.HOST_EXPERT if w.torch or w.even_rows else constants.HOST_EXPERT_UNEVEN
