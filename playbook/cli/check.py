@@ -25,6 +25,7 @@ from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.judge.metrics import METRICS
+from playbook_bench.machine.requirements import shares_a_gpu
 from playbook_bench.run import replay
 from playbook_bench.run.variants import configurations, resolve_all, trainer_path
 from playbook_bench.statements import table as logic
@@ -268,7 +269,7 @@ def _out_of_reach(entry: LoadedCard, here: Path_, claim: Claim, cases: Mapping[s
         varied = {k for delta in case.variants.values() for k in delta}
         fixed = {k: v for k, v in keys.items() if k not in varied}
         facts: dict[str, Any] = {fact: fixed[key] for key, fact in _DEGREE_KEYS.items() if isinstance(fixed.get(key), int)}
-        facts |= {"gpus": facts["ranks"]} if "ranks" in facts else {}
+        facts |= {"gpus": 1 if shares_a_gpu(name, facts["ranks"]) else facts["ranks"]} if "ranks" in facts else {}
         if (loaded.path, name) not in backends:
             backends[loaded.path, name] = _backends(case, name)
         facts |= {"backend": backend} if (backend := backends[loaded.path, name]) else {}

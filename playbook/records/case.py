@@ -180,7 +180,10 @@ class Case(Strict):
     also: list[str] = Field(default_factory=list)
     """Further metrics by which claims may judge the same runs."""
     profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ..."""
+    """Per machine class: `ranks` and configuration overrides (dotted keys). Keys: cpu, h200x1, h200x2, h200x4, ...
+
+    More ranks than one on a profile of one GPU take turns on it: such a case may judge what is counted (bytes, collectives, memory), and no time.
+    """
     variant_profiles: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """Per machine class and variant, where a variant's delta needs another value there."""
     requires: list[str] = Field(default_factory=list)

@@ -367,6 +367,12 @@ class Measured(Strict):
     """How launches ended that failed under earlier commands on this series' journal, and were launched again; they are not among the runs."""
     aa: Baseline | None = None
 
+    @property
+    def sharing(self) -> int:
+        """How many ranks took turns on the one GPU; 0 where each had its own, or none was used."""
+        ranks = max((run.ranks for run in self.runs), default=0)
+        return ranks if 0 < self.machine.gpus < ranks else 0
+
 
 class Derived(Strict):
     """What follows from `Measured`."""

@@ -57,5 +57,7 @@ def _machine(record: Record) -> str:
     apart = record.machine.partition(FROM)[0].removeprefix(machine.name)
     nodes = f" on {_NUMBERS.get(machine.nodes, machine.nodes)} nodes" if machine.nodes > 1 else ""
     gpus = machine.gpus
-    name = f"{_NUMBERS.get(gpus, gpus)} {short_gpu(machine.gpu or '').upper()}{'s' if gpus > 1 else ''}" if gpus else "CPU"
+    sharing = content.measured.sharing if isinstance(content, Evidence) else 0
+    ranks = f"{_NUMBERS.get(sharing, sharing)} ranks on " if sharing else ""
+    name = f"{ranks}{_NUMBERS.get(gpus, gpus)} {short_gpu(machine.gpu or '').upper()}{'s' if gpus > 1 else ''}" if gpus else "CPU"
     return f"{name}{nodes}{apart}"

@@ -107,9 +107,10 @@ def _unrun(card: Card, claim: Claim | MechanismCheck, machine: str) -> str:
     """Why a claim that is about one GPU has no run on it, or nothing where it is about something else."""
     scope = claim.scope if isinstance(claim, Claim) else {}
     case = load_case(claim.case) if claim.case in list_cases() else None
-    if case and machine in case.profiles:
+    on_one = "gpus" not in scope or not unmet({"gpus": scope["gpus"]}, {"gpus": 1})
+    if case and machine in case.profiles and on_one:
         return f"{UNTESTED}: {code(f'playbook confirm {card.id}/{claim.id} --profile {machine}')}"
-    if case and case.profiles and "gpus" in scope and not unmet({"gpus": scope["gpus"]}, {"gpus": 1}):
+    if case and case.profiles and "gpus" in scope and on_one:
         return f"its case runs elsewhere: {text(', '.join(case.profiles))}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -40,6 +41,13 @@ def test_a_verdict_names_the_machine_and_the_backend_or_that_it_needed_none(reco
     (found,) = verdicts(records, claim)
     assert in_words(found) == wanted
     assert in_words(found, "it has expired") == wanted.replace(", ", ", stale, ", 1)
+
+
+def test_ranks_that_shared_a_gpu_are_told_of(records):
+    (found,) = verdicts(records, "W1")
+    runs = [run.model_copy(update={"ranks": 4}) for run in found.content.measured.runs]
+    shared = found.content.model_copy(update={"measured": found.content.measured.model_copy(update={"runs": runs})})
+    assert in_words(replace(found, content=shared)) == "confirmed, four ranks on one H200, torch"
 
 
 @pytest.mark.parametrize(("backend", "wanted"), [("megatron", "untested"), ("torch", "confirmed, one H200, torch")])

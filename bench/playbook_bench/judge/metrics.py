@@ -30,6 +30,11 @@ class Metric:
     per_step: bool = False
     help: str = ""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether no clock goes into it: bytes, numbers and losses are the same where ranks wait for each other's turn on a GPU."""
+        return self.deterministic or self.unit == "bytes"
+
 
 def timed(run: Run) -> list[Sample]:
     """The steps inside the timed window."""

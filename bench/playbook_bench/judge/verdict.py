@@ -73,7 +73,11 @@ def derive(measured: Measured, statement: Statement | None = None) -> Derived:
         return Derived(figures=figures, verdict=_verdict("exact", sentence, holds))
     if measured.plan is None:
         raise ConfigError("a record of runs must hold the plan that was fixed before them")
-    return _Series(measured, case, measured.plan).derive()
+    found = _Series(measured, case, measured.plan).derive()
+    if measured.sharing:
+        told = f"{found.verdict.sentence}; {measured.sharing} ranks took turns on one GPU"
+        return found.model_copy(update={"verdict": found.verdict.model_copy(update={"sentence": told})})
+    return found
 
 
 class _Series:
@@ -143,6 +147,8 @@ class _Series:
         quiet, noise = guards.noise(self.metric, self.measured.runs, aa, self.rules.balanced_noise)
         # Of the blocks to the first look, at which an unsteady series starts over: a test at each look would reject more often than it promises.
         steady = guards.steady(self.rules, blocks[: self.plan.looks[0]], guards.step_deviation(aa))
+        if self.measured.sharing:
+            steady = Condition(name=steady.name, ok=True, detail="not asked: step time says nothing where ranks take turns on one GPU")
         conditions += [quiet, steady]
         bad = None
         if not quiet.ok:

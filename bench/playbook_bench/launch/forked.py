@@ -22,7 +22,7 @@ from pathlib import Path
 from playbook.errors import ConfigError
 from playbook.processes import die_with_parent
 from playbook.records.evidence import digest
-from playbook_bench.launch.local import LocalLauncher, Rank, Spec
+from playbook_bench.launch.local import LocalLauncher, Rank, Spec, place
 from playbook_trainer.config import environment as trainer_environment
 
 _IMPORT_S = 120.0
@@ -140,7 +140,7 @@ class ForkLauncher(LocalLauncher):
             self.servers[key] = self._start_server(config, environment)
         server = self.servers[key]
         log = spec.folder / f"rank{index}.log"
-        forked = server.fork([str(config)], {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}, log) if server else None
+        forked = server.fork([str(config)], {**environment, **place(index, spec.ranks, shared=spec.shared)}, log) if server else None
         return Rank(index, forked, log, None, forked=True) if forked else super()._start(spec, config, environment, index)
 
     def _start_server(self, config: Path, environment: Mapping[str, str]) -> ForkServer | None:

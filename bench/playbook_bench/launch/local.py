@@ -68,6 +68,8 @@ class Spec:
     """Where the trainer writes, if not into `folder`."""
     resolved: Mapping[str, Any] | None = None
     """The configuration as another commit's code resolved it, which is written in place of `config`."""
+    shared: bool = False
+    """Whether all ranks take turns on one GPU."""
 
     @property
     def written(self) -> Path:
@@ -155,7 +157,7 @@ class LocalLauncher:
 
     def _start(self, spec: Spec, config: Path, environment: Mapping[str, str], index: int) -> Rank:
         log = spec.folder / f"rank{index}.log"
-        env = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
+        env = {**environment, **place(index, spec.ranks, shared=spec.shared)}
         command = [*self.command, str(config)]
         with log.open("wb") as out:
             return started(index, self.wrap(index, command) if self.wrap else command, log, out, env)
@@ -208,12 +210,23 @@ def rank_environment(spec: Spec) -> dict[str, str]:
         # `python -m` would otherwise put the working folder first, where any file may shadow a module.
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": str(spec.threads),
-        "WORLD_SIZE": str(spec.ranks),
-        "LOCAL_WORLD_SIZE": str(spec.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         **spec.environment,
     }
+
+
+def place(rank: int, ranks: int, first: int = 0, *, shared: bool = False) -> dict[str, str]:
+    """The variables that say where a rank of several runs: on a GPU of its own, from `first` on, or all in turns on the first.
+
+    NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one machine
+    as many nodes of one GPU. What they compute, exchange and hold is what nodes would, and how long they take says nothing.
+    """
+    alone = shared and ranks > 1
+    local, of = (0, 1) if alone else (first + rank, ranks)
+    found = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(of)}
+    apart = {"NCCL_HOSTID": f"node-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+    return {**found, **(apart if alone else {})}
 
 
 def import_paths() -> list[str]:

@@ -116,9 +116,12 @@ class SrunLauncher:
         """Run the step to its end, and leave no task behind.
 
         Raises:
+            ConfigError: the ranks are to share a GPU.
             LaunchError: srun could not start the ranks, or the run's folder cannot be written.
             Interrupted: the job itself is being ended.
         """
+        if spec.shared:
+            raise ConfigError(f"{spec.ranks} ranks are to share one GPU, which srun gives to one of them; leave --launcher out")
         return again_where_the_port_was_taken(lambda: self._once(spec, on_step), spec.folder)
 
     def step(self, ranks: int, folder: Path, command: Sequence[str]) -> list[str]:
@@ -154,7 +157,8 @@ class SrunLauncher:
 
     def environment(self, spec: Spec) -> dict[str, str]:
         """What srun hands on to every rank; the shell in front of each adds its number."""
-        place = {"MASTER_ADDR": self.allocation.address, "LOCAL_WORLD_SIZE": str(min(spec.ranks, self.per_node(spec.ranks)))}
+        local = str(min(spec.ranks, self.per_node(spec.ranks)))
+        place = {"MASTER_ADDR": self.allocation.address, "WORLD_SIZE": str(spec.ranks), "LOCAL_WORLD_SIZE": local}
         return {**rank_environment(spec), **place, **spec.environment, **self.variables}
 
     def _once(self, spec: Spec, on_step: Callable[[int], None] | None) -> Result:

@@ -71,6 +71,11 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
     )
 
 
+def shares_a_gpu(profile: str, ranks: int) -> bool:
+    """Whether that many ranks of a profile take turns on its one GPU: what they count holds, and their times say nothing."""
+    return _profile_gpus(profile)[1] == 1 < ranks
+
+
 def _profile_gpus(profile: str) -> tuple[str, int]:
     match = _PROFILE.match(profile)
     return (match[1], int(match[2])) if match else ("", 0)

@@ -181,7 +181,7 @@ def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: 
     """Trace the variants once more where a timed verdict from GPUs has just been reached: what its effect is made of. A trace changes no verdict."""
     measured = records[0].measured
     judged = [r for r in records if r.derived.verdict.reason in ("margin", "power", "no_claim")]
-    if not judged or not measured.machine.gpus or case.command or isinstance(options.launcher, SrunLauncher):
+    if not judged or not measured.machine.gpus or measured.sharing or case.command or isinstance(options.launcher, SrunLauncher):
         return
     took = {r.variant: r.wall_s for r in measured.runs if r.outcome == "ok"}
     needed = _TRACED * sum(took.values())
@@ -408,7 +408,7 @@ def _burn_in(running: Series) -> bool:
 
 
 def _steady(running: Series) -> bool:
-    return verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
+    return running.measured().sharing > 0 or verdict.steady(running.plan, running.runs, running.alive, guards.step_deviation(running.aa))
 
 
 def _judge(running: Series, record: Measured) -> _Settled:

@@ -13,6 +13,7 @@ from playbook.records.case import Case
 from playbook.records.evidence import Machine, Missing, Variant, digest
 from playbook.renamed_keys import modern_key
 from playbook.yaml_files import did_you_mean
+from playbook_bench.judge import metrics
 from playbook_bench.launch.outcome import Result
 from playbook_bench.machine import requirements
 from playbook_trainer.config import automatic
@@ -109,6 +110,8 @@ class Resolved:
     target: Target = field(default_factory=Target)
     resolved: Mapping[str, Any] | None = None
     """The configuration as another commit's code resolved it; the gate launches that."""
+    shared: bool = False
+    """Whether all ranks take turns on one GPU."""
 
     @property
     def dump(self) -> Mapping[str, Any]:
@@ -168,7 +171,9 @@ class Resolved:
         """Run it once by the launcher."""
         from playbook_bench.launch.local import Spec  # commands that only read records start nothing
 
-        return launcher.run(Spec(self.config, self.ranks, folder, environment, timeout_s, resolved=self.resolved), on_step)
+        return launcher.run(
+            Spec(self.config, self.ranks, folder, environment, timeout_s, resolved=self.resolved, shared=self.shared), on_step
+        )
 
 
 def trainer_path(case: Case) -> Path:
@@ -194,7 +199,7 @@ def overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, Any
     """A variant's overrides of the trainer's file, and its number of ranks. The profile comes first, then the variant's delta, then its delta for this profile; later ones win.
 
     Raises:
-        ConfigError: the case has no such profile, or `ranks` is not a positive whole number.
+        ConfigError: the case has no such profile, `ranks` is not a positive whole number, or ranks share a GPU and time is judged.
     """
     merged, ranks = _overrides(case, variant, profile)
     if profile == "cpu":
@@ -210,6 +215,12 @@ def _overrides(case: Case, variant: Variant, profile: str) -> tuple[dict[str, An
     ranks = merged.pop("ranks", 1)
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"case '{case.id}', profile '{profile}': ranks is {ranks!r}; expected a whole number of at least 1")
+    timed = [name for name in (case.metric, *case.also) if name and not metrics.get(name).is_counted]
+    if timed and requirements.shares_a_gpu(profile, ranks):
+        raise ConfigError(
+            f"case '{case.id}', profile '{profile}': {ranks} ranks take turns on one GPU, where time says nothing, and {', '.join(timed)} rests on it; "
+            "name counted metrics alone, such as state_bytes_per_rank or peak_memory_bytes, or as many GPUs as ranks"
+        )
     return merged, ranks
 
 
@@ -241,7 +252,8 @@ def resolve_variant(case: Case, variant: Variant, profile: str) -> Resolved:
     config = automatic.switched(trainer_config.load(trainer_path(case), merged), target)
     if config.train.epochs is not None:
         raise ConfigError(f"case '{case.id}', profile '{profile}': train.epochs leaves open how many steps are compared; set train.steps")
-    return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target)
+    shared = requirements.shares_a_gpu(profile, ranks)
+    return Resolved(variant, config, ranks, dict(case.delta.environment.get(variant, {})), target, shared=shared)
 
 
 def resolve_all(case: Case, profile: str) -> dict[Variant, Runnable]:

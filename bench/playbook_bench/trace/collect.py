@@ -165,7 +165,7 @@ def _variant(
     )
     run_folder = folder / f"{resolved.variant}-run"
     limit = case.budget.launch_timeout_s + (_REPORT_S if collector == "nsys" else 60.0)
-    spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads)
+    spec = Spec(config, resolved.ranks, run_folder, environment, timeout_s=limit, stall_s=limit, threads=threads, shared=resolved.shared)
     launched = launcher.run(spec)
     summary = read_summary(run_folder) or {}
     out = VariantTrace(

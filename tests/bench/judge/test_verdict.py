@@ -247,6 +247,29 @@ def test_a_drift_inside_the_window_is_not_steady():
     assert verdict.derive(measured(runs, aa)).verdict.reason == "not_steady"
 
 
+def test_step_time_is_not_asked_to_be_steady_where_ranks_take_turns_on_a_gpu():
+    runs, aa = series(around(0.2), s_aa=0.001)
+
+    def drifting(run):
+        held = {"baseline": 10_000, "candidate": 8_000}[run.variant] + run.position
+        samples = [
+            s.model_copy(update={"seconds": s.seconds * (1 + 0.02 * i), "peak_memory_bytes": held}) for i, s in enumerate(run.samples)
+        ]
+        return run.model_copy(update={"ranks": 4, "samples": samples})
+
+    runs, aa = [drifting(r) for r in runs], aa.model_copy(update={"runs": [drifting(r) for r in aa.runs]})
+    case = make_case("peak_memory_bytes", profiles={"h200x1": {"ranks": 4}})
+
+    def judged(gpus):
+        machine = Machine(name="m", description="", gpus=gpus, gpu="NVIDIA H200", cpu="", cores=1)
+        return verdict.derive(measured(runs, aa, metric="peak_memory_bytes", case=case, machine=machine)).verdict
+
+    assert judged(4).reason == "not_steady"
+    alone = judged(1)
+    assert (alone.status, alone.reason) == ("confirmed", "margin")
+    assert alone.sentence.endswith("; 4 ranks took turns on one GPU")
+
+
 def test_steadiness_is_asked_once_of_the_pairs_to_the_first_look():
     """A test at every look would reject at its rate each time; pairs after the first look are no part of it."""
     runs, aa = series([0.2, 0.19, 0.21, 0.2] * 2, s_aa=0.001)

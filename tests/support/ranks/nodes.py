@@ -1,7 +1,6 @@
 """Where the ranks of a test go: on a GPU each, or, as many as PLAYBOOK_NODES says, all on one GPU.
 
-NCCL refuses two ranks on one GPU of one host. Ranks that call themselves hosts of their own it connects by sockets, which makes of one machine
-as many nodes of one GPU. They take the GPU in turns: what they compute is what nodes would, and how long they take says nothing.
+How ranks share one is `playbook_bench.launch.local.place`'s matter.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import os
 
 import torch
+
+from playbook_bench.launch import local
 
 
 def gpus() -> int:
@@ -28,10 +29,7 @@ def four_or_two() -> int:
 
 def place(rank: int, ranks: int, first: int = 0) -> dict[str, str]:
     """The variables of a launcher that say where a rank of several runs, on GPUs from `first` on."""
-    if _nodes() and ranks > 1:
-        alone = {"NCCL_HOSTID": f"node-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-        return {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", **alone}
-    return {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return local.place(rank, ranks, first, shared=bool(_nodes()))
 
 
 def _nodes() -> int:
