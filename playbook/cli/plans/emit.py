@@ -168,10 +168,11 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _predicted(run: _Run, found: Answer) -> dict[str, float]:
+    """What the run is predicted to reach with the routing that the trainer has: as it comes, where a plan supposes that it is even."""
     from playbook.planner.time.step import step_time
     from playbook_trainer.config.dry_run import attention
 
-    plan, cluster = run.plan, found.question.cluster
+    plan, cluster = replace(run.plan, even_rows=False), found.question.cluster
     if plan.options.backend == "torch" and not plan.options.attention:
         plan = replace(plan, options=replace(plan.options, attention=attention(_config(run.settings), cluster.name)))
     speed = step_time(plan, cluster).tokens_per_s_per_gpu
