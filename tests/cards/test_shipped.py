@@ -16,7 +16,7 @@ CARDS = load_all()
 CASES, _ = read_cases(data_root("cases"))
 NAMED = {
     "fsdp-vs-3d-parallel": {"V1", "V2", "V14"},
-    "long-context-cp-sizing": {"L1", "L1.b", "L1.c", "L2", "L5", "L6", "L7", "L8", "L8.b", "L9", "W6"},
+    "long-context-cp-sizing": {"L1", "L1.b", "L1.c", "L2", "L5", "L6", "L7", "L8", "L8.b", "L8.s", "L9", "W6"},
     "moe-dispatcher-choice": {"W9", "W10", "W10.b", "V5", "V5.b"},
     "vlm-real-data": {"V3", *(f"T{i}" for i in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12)), "T2.p", "T6.b", "T8", "T12.b"},
 }
