@@ -30,8 +30,8 @@ clamps, sigmoid, two products."""
 _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _TORCH_EXPERTS = 64
-"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them: with it four
-runs of MoE layers on two H200s are predicted within 4 % (text) and 17 % (with a tower), without it 20 to 40 % too fast."""
+"""The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them: with it three
+runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 

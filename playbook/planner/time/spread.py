@@ -71,9 +71,9 @@ def assumptions(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     found = [f"{cluster.name}: efficiencies measured on an H200, scaled to what this GPU's products reach"] if cluster.transferred else []
     found.append("gradients and parameters travel beside the passes")
     if plan.shape.experts and plan.even_rows and plan.options.backend == "megatron" and plan.options.sharding != "fsdp2":
-        found.append(
-            "every expert gets equally many tokens; where they differ, cuBLAS looks for kernels, 0.4 ms a layer for each expert on a GPU"
-        )
+        more = sum(x.value for x in c.HOST_EXPERT_UNEVEN) - sum(x.value for x in c.HOST_EXPERT)
+        cost = f"cuBLAS looks for kernels, {1e3 * more:.1f} ms a layer for each expert on a GPU"
+        found.append(f"every expert gets equally many tokens; where they differ, {cost}")
     if not plan.options.graphs:
         found.append("no CUDA graphs: each layer costs the host time")
     if not cluster.host_known:
