@@ -55,7 +55,9 @@ def main(words: list[str]) -> None:
         if profile is not None:
             profile.export_chrome_trace(str(trace))
         if dist.get_rank() == 0:
-            print(json.dumps({"step": step, "seconds": time.perf_counter() - began, "loss": loss, "tokens": tokens}), flush=True)
+            memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            row = {"step": step, "seconds": time.perf_counter() - began, "loss": loss, "tokens": tokens, "peak_memory_bytes": memory}
+            print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 

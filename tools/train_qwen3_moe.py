@@ -1,6 +1,7 @@
 """A Qwen3-MoE of Hugging Face transformers with random weights and tokens, trained as its users would; prints a JSON line for each step.
 
-`--experts` names how transformers computes the experts: `grouped_mm` or `eager`. `--trace FILE` leaves a trace of the last step.
+`--experts` names how transformers computes the experts: `grouped_mm` or `eager`. `--master` keeps float32 weights beside those in 16 bits, which AdamW
+updates with float32 moments. `--trace FILE` leaves a trace of the last step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +24,10 @@ def main() -> None:
     words.add_argument("--hidden", type=int, default=2048)
     words.add_argument("--num-experts", type=int, default=128)
     words.add_argument("--seq-len", type=int, default=4096)
-    words.add_argument("--rows", type=int, default=1, help="of a batch")
+    words.add_argument("--vocab", type=int, default=32_000)
+    words.add_argument("--rows", type=int, default=1, help="of a micro-batch")
+    words.add_argument("--micro-batches", type=int, default=1, help="of a step")
+    words.add_argument("--master", action="store_true")
     words.add_argument("--steps", type=int, default=30)
     words.add_argument("--trace", type=Path)
     told = words.parse_args()
@@ -38,14 +43,14 @@ def main() -> None:
         intermediate_size=told.hidden,
         num_experts=told.num_experts,
         num_experts_per_tok=min(8, told.num_experts),
-        vocab_size=32_000,
+        vocab_size=told.vocab,
     )
     with device:  # billions of random weights take the host most of a minute
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.set_experts_implementation(told.experts)
     print("experts are computed by", model.config._experts_implementation, flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = torch.randint(0, config.vocab_size, (told.rows, told.seq_len), device=device)
+    update = with_master(model) if told.master else torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True).step
+    tokens = torch.randint(0, config.vocab_size, (told.micro_batches, told.rows, told.seq_len), device=device)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     for step in range(1, told.steps + 1):
         wait()
@@ -53,16 +58,37 @@ def main() -> None:
         traced = told.trace is not None and step == told.steps
         with torch.profiler.profile() if traced else contextlib.nullcontext() as profile:
             with torch.profiler.record_function("step"):
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                value = loss.item()
+                value = torch.zeros((), device=device)
+                for rows in tokens:
+                    loss = model(input_ids=rows, labels=rows).loss / len(tokens)
+                    loss.backward()
+                    value += loss.detach()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                update()
+                model.zero_grad()
+                value = value.item()
             wait()
         seconds = time.perf_counter() - began
-        print(json.dumps({"step": step, "seconds": seconds, "loss": value, "tokens": tokens.numel()}), flush=True)
+        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        row = {"step": step, "seconds": seconds, "loss": value, "tokens": tokens.numel(), "peak_memory_bytes": memory}
+        print(json.dumps(row), flush=True)
         if profile is not None:
             profile.export_chrome_trace(str(told.trace))
+
+
+def with_master(model: torch.nn.Module) -> Callable[[], None]:
+    """AdamW on float32 weights beside the model's; a tensor at a time has its gradient in float32."""
+    of = {weight: torch.nn.Parameter(weight.detach().float()) for weight in model.parameters()}
+    each = {weight: torch.optim.AdamW([master], lr=1e-5, fused=True) for weight, master in of.items()}
+
+    def update() -> None:
+        for weight, master in of.items():
+            master.grad = weight.grad.float()
+            each[weight].step()
+            weight.data.copy_(master)
+            master.grad = None
+
+    return update
 
 
 if __name__ == "__main__":
