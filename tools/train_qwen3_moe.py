@@ -50,9 +50,9 @@ def main() -> None:
     model.set_experts_implementation(told.experts)
     print("experts are computed by", model.config._experts_implementation, flush=True)
     update = with_master(model) if told.master else torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True).step
-    tokens = torch.randint(0, config.vocab_size, (told.micro_batches, told.rows, told.seq_len), device=device)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     for step in range(1, told.steps + 1):
+        tokens = torch.randint(0, config.vocab_size, (told.micro_batches, told.rows, told.seq_len), device=device)
         wait()
         began = time.perf_counter()
         traced = told.trace is not None and step == told.steps

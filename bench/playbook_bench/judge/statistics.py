@@ -2,7 +2,7 @@
 
 The launch is the unit of replication: steps of one launch share its memory layout, its clock and its luck, so they never count as
 replicates. The interval is a t interval on log ratios (a percentile bootstrap covers too little at 4 to 12 pairs). It is computed only
-at the looks, which share the error rate. `tools/simulate_verdicts.py` shows what error rates come out.
+at the looks, which share the error rate. `tools/simulate/verdicts.py` shows what error rates come out.
 """
 
 from __future__ import annotations

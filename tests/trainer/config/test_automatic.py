@@ -25,6 +25,8 @@ OF_EXPERTS = {"moe.fused_permutation", "moe.fused_router", "moe.apply_probs_on"}
 COMPILED = {"train.compile.vision", "train.compile.decoder", "train.compile.loss"}
 BF16 = {"train.dtype": "bf16"}
 LARGE = {"train.micro_batch_size": 4}
+WIDE = {"data.seq_len": 16_384}
+"""Rows of which a micro-batch of the tiny model has as many values as the kernels are taken for."""
 
 
 def fast(config: TrainerConfig, target: Target) -> set[str]:
@@ -40,8 +42,12 @@ def fast(config: TrainerConfig, target: Target) -> set[str]:
         (MOE, {}, H200, KERNELS | OF_EXPERTS),
         (MOE, {}, Target("NVIDIA A100-SXM4-80GB"), KERNELS | OF_EXPERTS),
         (IMAGES, {}, H200, KERNELS | OF_EXPERTS),
-        (DENSE, BF16, H200, KERNELS),
-        (DENSE, {}, H200, KERNELS - {"train.fused_loss"}),
+        (DENSE, BF16 | WIDE, H200, KERNELS),
+        (DENSE, WIDE, H200, KERNELS - {"train.fused_loss"}),
+        # Too few values for a kernel to be worth its start.
+        (DENSE, {}, H200, set()),
+        (DENSE, WIDE | {"data.seq_len": 16_383}, H200, set()),
+        (DENSE, WIDE | {"parallel.cp": 2}, H200, set()),
         (MOE, {}, Target(), set()),
         (MOE, {"train.device": "cpu"}, H200, set()),
         (MOE, {}, Target("NVIDIA H200", triton=False), set()),
@@ -49,7 +55,7 @@ def fast(config: TrainerConfig, target: Target) -> set[str]:
         # Precision stays what is asked for: the remainder comes only where gradients are reduced in 16 bits anyway, or not at all.
         (MOE, {"parallel.reduce_dtype": "bf16"}, H200, KERNELS | OF_EXPERTS | {"optimizer.master_weights"}),
         (MOE, {"parallel.ep": 1}, ALONE, KERNELS | OF_EXPERTS | {"optimizer.master_weights"}),
-        (DENSE, {}, ALONE, KERNELS - {"train.fused_loss"}),
+        (DENSE, WIDE, ALONE, KERNELS - {"train.fused_loss"}),
         (MOE, {"parallel.reduce_dtype": "bf16", "parallel.fsdp": False}, H200, KERNELS | OF_EXPERTS),
         (MOE, {"parallel.reduce_dtype": "bf16", "optimizer.fused": False}, H200, (KERNELS | OF_EXPERTS) - {"optimizer.fused"}),
         (MOE, {"offload.optimizer": True, "parallel.reduce_dtype": "bf16"}, H200, (KERNELS | OF_EXPERTS) - {"optimizer.fused"}),
@@ -60,7 +66,7 @@ def fast(config: TrainerConfig, target: Target) -> set[str]:
         (MOE, {"moe.dispatcher": "dedup"}, H200, KERNELS | {"moe.fused_router"}),
         (MOE, {"moe.dispatcher": "dedup", "parallel.ep": 1}, H200, KERNELS | OF_EXPERTS),
         (MOE, {"train.fused_activation": False}, H200, (KERNELS | OF_EXPERTS) - {"train.fused_activation", "moe.apply_probs_on"}),
-        (DENSE, BF16 | {"model.head_dim": 48, "model.num_heads": 2, "model.num_kv_heads": 1}, H200, KERNELS - {"train.fused_norms"}),
+        (DENSE, BF16 | WIDE | {"model.head_dim": 48, "model.num_heads": 2, "model.num_kv_heads": 1}, H200, KERNELS - {"train.fused_norms"}),
         # What is said by hand stays.
         (MOE, {"train.compile.loss": True}, H200, (KERNELS | OF_EXPERTS | {"train.compile.loss"}) - {"train.fused_loss"}),
         (IMAGES, {"train.compile.vision": True, "train.fused_norms": False}, H200, (KERNELS | OF_EXPERTS | {"train.compile.vision"}) - {"train.fused_norms"}),
@@ -74,7 +80,8 @@ def test_a_switch_is_on_where_device_shapes_and_layout_allow_it(path: Path, word
     ("path", "words", "target", "expected"),
     [
         (MOE, LARGE, H200, "cudnn"),
-        (MOE, {}, H200, "auto"),
+        (MOE, {}, H200, "cudnn"),
+        (MOE, {"train.micro_batch_size": 1}, H200, "auto"),
         (MOE, LARGE, Target("NVIDIA H200"), "auto"),
         (MOE, LARGE | {"data.pack": False, "data.pad": False}, H200, "auto"),
         (IMAGES, LARGE | {"data.pack": False, "data.pad": False}, H200, "cudnn"),
@@ -129,9 +136,9 @@ def test_megatron_takes_auto_and_refuses_a_fast_value_by_hand() -> None:
 
 
 def test_one_line_says_what_was_chosen() -> None:
-    said = automatic.told(load(DENSE, {"train.dtype": "bf16", "optimizer.fused": False}), H200)
+    said = automatic.told(load(DENSE, BF16 | WIDE | {"optimizer.fused": False}), H200)
     assert said == (
-        "auto on NVIDIA H200: train.attention cudnn or flash; fast train.fused_activation, train.fused_norms, train.fused_loss; "
+        "auto on NVIDIA H200: train.attention cudnn; fast train.fused_activation, train.fused_norms, train.fused_loss; "
         "plain train.compile.decoder, train.compile.loss, optimizer.master_weights"
     )
     assert automatic.told(load(DENSE), Target()) == "auto on the CPU: train.attention plain; plain all switches"

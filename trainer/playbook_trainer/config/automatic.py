@@ -19,8 +19,11 @@ _HOPPER_OR_LATER = re.compile(r"\bG?[HB][1-9][0-9]{1,2}", re.IGNORECASE)
 """H100, H200, H20, B200, GB200 and their kin, in the driver's name of a GPU or in that of a profile such as h200x4."""
 _CUDNN_WIDTH = 128
 """The largest head for which cuDNN over packed documents has been held against flash."""
-_CUDNN_TOKENS = 16_384
+_CUDNN_TOKENS = 8_192
 """The smallest micro-batch in which it has been the faster one; smaller ones wait for their host, and Transformer Engine's calls take more of it."""
+_KERNEL_VALUES = 2**20
+"""The smallest layer's input, in values, for which the kernels are taken: reading fewer takes an H200 less than a microsecond, and starting a Triton
+kernel takes the host longer than starting an operator of torch's own (0.83 to 0.87 of the plain path's speed at 2**14 values, 3.2 times it at 2**23)."""
 _Part = TypeVar("_Part", bound=BaseModel)
 _EITHER = "cudnn or flash"
 """No value of the key: it differs between micro-batches."""
@@ -71,7 +74,7 @@ def resolve(flat: Mapping[str, Any], target: Target) -> dict[str, Any]:
         "train.attention": attention(flat, target) if has_gpu else "plain",
     }
     found = {**flat, **{key: value for key, value in chosen.items() if flat[key] == "auto"}}
-    can = has_gpu and target.triton and flat["backend"] == "torch"
+    can = has_gpu and target.triton and flat["backend"] == "torch" and _values(flat) >= _KERNEL_VALUES
     for key, switch in SWITCHES.items():
         if found[key] == "auto":
             at = {**found, RANKS: target.ranks}
@@ -145,6 +148,11 @@ def attention(at: At, target: Target) -> str:
     across = at["parallel.cp"] > 1 and at["parallel.cp_comm"] != "ulysses"
     large = at["train.micro_batch_size"] * at["data.seq_len"] >= _CUDNN_TOKENS
     return "cudnn" if unequal and serves and large and not across and _widest_head(at) <= _CUDNN_WIDTH else _EITHER
+
+
+def _values(at: At) -> int:
+    """Of a micro-batch's hidden states on one rank."""
+    return int(at["train.micro_batch_size"] * at["data.seq_len"] * at["model.hidden_size"] // at["parallel.cp"])
 
 
 def _widest_head(at: At) -> int:

@@ -1,6 +1,6 @@
 """How often the gate's answers are right: series of invented launches, judged by the product's own code. Prints Markdown tables.
 
-    python tools/simulate_gate.py [--series 2000]
+    python tools/simulate/gate.py [--series 2000]
 
 Each series has an A/A of four pairs and up to twelve pairs of commits, looked at after 4, 8 and 12. A launch is log-normal around its commit's speed.
 """

@@ -1,6 +1,6 @@
 """How often verdicts err, and what they find: series drawn at random go through the product's own rules; prints Markdown tables.
 
-    python tools/simulate_verdicts.py [--series 2000]
+    python tools/simulate/verdicts.py [--series 2000]
 
 Launches are normal on logarithms. Effects are in standard deviations of a pair's difference, s. Version 1 are the rules that records
 without a version replay by, version 2 those of today.
