@@ -85,6 +85,7 @@ def test_a_switch_is_on_where_device_shapes_and_layout_allow_it(path: Path, word
         (MOE, LARGE, Target("NVIDIA H200"), "auto"),
         (MOE, LARGE | {"data.pack": False, "data.pad": False}, H200, "auto"),
         (IMAGES, LARGE | {"data.pack": False, "data.pad": False}, H200, "cudnn"),
+        (IMAGES, {"train.micro_batch_size": 2}, H200, "auto"),
         (MOE, {}, Target("NVIDIA A100-SXM4-80GB", transformer_engine=True), "flash"),
         (MOE, {"train.dtype": "fp32"}, H200, "plain"),
         (MOE, LARGE | {"train.deterministic": True}, H200, "auto"),
