@@ -230,8 +230,8 @@ def _same(
     if case.metric is not None and metric not in (case.metric, *case.also):
         expected = "' or '".join((case.metric, *case.also))
         yield entry.finding((*here, "metric"), f"metric '{metric}' differs from '{expected}' in case '{case.id}'; make them agree")
-    for variant in ("baseline", "candidate"):
-        ours, theirs = getattr(comparison, variant), getattr(case, variant)
+    for variant, ours in (("baseline", comparison.baseline), ("candidate", comparison.candidate)):
+        theirs = case.compared(variant)
         if ours != theirs:
             where = (*here, "comparison", variant)
             yield entry.finding(where, f"{variant} {_delta(ours)} differs from {_delta(theirs)} in case '{case.id}'; make them agree")

@@ -201,6 +201,11 @@ class Case(Strict):
     def _one_word_for_pairs(cls, kind: str) -> str:
         return "pair" if kind == "command" else kind
 
+    def compared(self, side: str) -> dict[str, Any]:
+        """What a claim about a pair says of one side: its delta, and the environment variables that it sets."""
+        own: dict[str, Any] = getattr(self, side)
+        return {**own, **self.delta.environment.get(side, {})}
+
     @property
     def variants(self) -> dict[str, dict[str, Any]]:
         """Every variant that is launched, with its configuration delta, in order. The first is what noise is measured on."""

@@ -237,6 +237,14 @@ def test_a_claim_may_use_a_further_metric_of_its_case_and_no_other(tmp_path):
     assert any("metric 'peak_memory' is not known" in f for f in case_findings(tmp_path, also.replace("peak_memory_bytes", "peak_memory")))
 
 
+def test_environment_variables_that_a_case_sets_are_a_part_of_what_its_claim_compares(tmp_path):
+    shipped = (data_root("cards") / "allocator-fragmentation.yaml").read_text(encoding="utf-8")
+    moved = shipped.replace('candidate: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}', "candidate: {}")
+    assert any(
+        "candidate {} differs from {PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True} in case" in f for f in findings(tmp_path, moved)
+    )
+
+
 OWN_CASE = """\
 id: our-floor
 kind: arithmetic

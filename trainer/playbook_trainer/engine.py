@@ -19,6 +19,10 @@ class Saver(Protocol):
     latest: int | None
     """The step of the newest checkpoint; None before the first."""
 
+    @property
+    def writing(self) -> bool:
+        """Whether the checkpoint that was saved last is left to the background, beside the steps that follow."""
+
     def restore(self) -> Any | None:
         """Load the newest complete checkpoint. Returns its header, which has `step`, `data` and `best`, or None where there is no checkpoint."""
 

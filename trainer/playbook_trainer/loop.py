@@ -354,8 +354,11 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     recorder.flush()
     # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
     trainer.watchdog.rest()
-    if bad := trainer.engine.saver.save(trainer.step, _data_state(trainer), trainer.best):
+    saver, began = trainer.engine.saver, time.perf_counter()
+    if bad := saver.save(trainer.step, _data_state(trainer), trainer.best):
         recorder.say(f"step {trainer.step}  {bad} is not finite: no checkpoint")
+    else:
+        recorder.note_save(time.perf_counter() - began, in_background=saver.writing)
     recorder.pause()
 
 
@@ -411,6 +414,7 @@ def _observe_step(trainer: Trainer) -> dict[str, Any]:
             train_step(trainer)
         if seen is not None:
             observer.kernels, counters = seen.names, counters | seen.counters
+        counters["expandable_segments"] = sum(bool(s.get("is_expandable")) for s in torch.cuda.memory_snapshot())
     highest = {**held, "saved_activation_bytes_per_rank": observer.saved.peak}
     if axes.world.size > 1:
         values = torch.tensor([float(v) for v in highest.values()], device=trainer.device, dtype=torch.float64)

@@ -424,8 +424,14 @@ def again_where_the_port_was_taken(once: Callable[[], Result], folder: Path) -> 
 
 
 def write_config(spec: Spec) -> Path:
-    """The resolved configuration, as JSON: every JSON text is YAML, and no value changes its type on the way."""
+    """The resolved configuration, as JSON: every JSON text is YAML, and no value changes its type on the way.
+
+    `{run}` in `checkpoint.dir` is the run's own folder, which is removed with what is saved there.
+    """
     data = {**(trainer_config.dump(spec.config) if spec.resolved is None else spec.resolved), "output": str(spec.written)}
+    saving = data["checkpoint"]
+    if saving["dir"]:
+        data["checkpoint"] = {**saving, "dir": saving["dir"].replace("{run}", str(spec.folder))}
     path = spec.folder / "resolved.yaml"
     try:
         spec.folder.mkdir(parents=True, exist_ok=True)

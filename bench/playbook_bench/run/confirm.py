@@ -439,8 +439,8 @@ def _check(task: Task, loaded: dict[str, Case]) -> None:
     problems = [] if case.kind == "pair" else curve_rules.problems(claim.expect, list(case.variants), case.kind)
     if problems:
         raise ConfigError(f"claim {claim.id}, case {case.id}: {'; '.join(problems)}")
-    for variant in ("baseline", "candidate"):
-        if getattr(claim.comparison, variant) != getattr(case, variant):
+    for variant, told in (("baseline", claim.comparison.baseline), ("candidate", claim.comparison.candidate)):
+        if told != case.compared(variant):
             raise ConfigError(f"claim {claim.id} and case {case.id} name different deltas for the {variant}; make them equal")
 
 

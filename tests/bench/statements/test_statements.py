@@ -10,13 +10,14 @@ import pytest
 from playbook.errors import ConfigError
 from playbook.records.case import list_cases, load_case
 from playbook_bench.statements import number_formats, table
-from playbook_bench.statements.arithmetic.coarser import coarser
 from playbook_bench.statements.arithmetic.interleaving import interleaving
 from playbook_bench.statements.arithmetic.mfu_falls_as_throughput_rises import mfu_falls_as_throughput_rises
 from playbook_bench.statements.arithmetic.offload_makes_it_fit import offload_makes_it_fit
 from playbook_bench.statements.arithmetic.platform_walls import platform_walls
-from playbook_bench.statements.arithmetic.routing_flips import routing_flips
 from playbook_bench.statements.arithmetic.rows_per_rank import rows_per_rank
+from playbook_bench.statements.arithmetic.save_interval import save_interval
+from playbook_bench.statements.numerics.coarser import coarser
+from playbook_bench.statements.numerics.routing_flips import routing_flips
 
 H100 = {"peak_flops_per_s": 989.5e12, "domain": 8, "fast_bytes_per_s": 450e9, "slow_bytes_per_s": 50e9}
 GB200 = {"peak_flops_per_s": 2500e12, "domain": 64, "fast_bytes_per_s": 900e9, "slow_bytes_per_s": 50e9}
@@ -114,3 +115,17 @@ def test_rows_vary_without_dropping_and_a_larger_capacity_drops_less():
     assert holds
     assert tight["dropped"] > 0 == wide["dropped"]
     assert not rows_per_rank(**{**case, "ranks": 1}, capacity_factor=1.0)[0]  # one rank gets every copy, always
+
+
+SAVES = {"waits_s": [1, 50], "failures_h": [3], "slack": 0.001, "at_h": 3, "before_s": 50, "after_s": 1, "gain": 0.07}
+
+
+def test_the_interval_of_saves_is_youngs_and_a_shorter_wait_pays():
+    holds, sentence, figures = save_interval(**SAVES)
+    assert holds
+    assert "every 1039 s" in sentence  # sqrt(2 x 50 x 10800)
+    assert figures["lost_before"] == pytest.approx(50 / 1039 + 1039 / 2 / 10800, rel=0.05), "waits, and half an interval for each failure"
+    assert all(row["least_lost"] <= row["lost"] <= row["least_lost"] + 1e-4 for row in figures["rows"])
+    assert not save_interval(**{**SAVES, "gain": 0.09})[0]
+    rare = {**SAVES, "waits_s": [3600], "failures_h": [1]}
+    assert not save_interval(**rare)[0], "a wait as long as the time between failures is beyond the rule"

@@ -91,6 +91,14 @@ def test_where_results_go_and_who_watches_does_not_count():
     assert config_sha(other, H200) == config_sha(load(TINY), H200)
 
 
+@pytest.mark.parametrize("words", [{"checkpoint.every": 5}, {"checkpoint.async_save": False}])
+def test_how_checkpoints_are_saved_counts_where_they_are(words):
+    """Training waits for them, so two ways are two variants."""
+    assert config_sha(load(TINY, words), H200) == config_sha(load(TINY), H200)
+    saved = {"checkpoint.dir": "c", "checkpoint.keep": 1}
+    assert config_sha(load(TINY, {**saved, **words}), H200) != config_sha(load(TINY, saved), H200)
+
+
 @pytest.mark.parametrize(
     ("target", "words", "meant"),
     [

@@ -24,6 +24,14 @@ from playbook_trainer.export.change import change
             {"megatron.overlap_grad_reduce": "for exposed gradient reduction"},
             {"megatron-lm": ["--overlap-grad-reduce"], "megatron-bridge": ["ddp.overlap_grad_reduce=true"]},
         ),
+        (
+            {"checkpoint.async_save": True, "checkpoint.every": "now and then"},
+            {
+                "megatron-lm": ["--async-save"],
+                "megatron-bridge": ["checkpoint.async_save=true"],
+                "torchtitan": ["--checkpoint.async_mode async"],
+            },
+        ),
         ({"parallel.ep": "higher", "order": "first this"}, {}),
         ({}, {}),
     ],

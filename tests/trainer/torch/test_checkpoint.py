@@ -88,6 +88,17 @@ def test_a_resumed_run_warms_up_anew_and_times_the_rest(forks: Forks, tmp_path: 
     assert found["flops"]["flops_per_step"]["linear"] > 0
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_summary_says_how_long_saves_kept_training_waiting(in_background: bool, forks: Forks, tmp_path: Path) -> None:
+    """Those after the warm-up; the one in it takes the host memory."""
+    trained(forks, tmp_path / "out", TEXT, "one", "train.steps=3", *saving(tmp_path / "saved", 1), f"checkpoint.async_save={in_background}")
+    found = summary(tmp_path / "out")
+    assert 0 < found["metrics"]["checkpoint_seconds"] < found["seconds"]["total"]
+    counters = found["receipt"]["counters"]
+    assert (counters["checkpoints"], counters["checkpoints_in_background"]) == (3, 3 * in_background)
+    assert found["metrics"]["peak_reserved_bytes"] == found["metrics"]["peak_memory_bytes"], "off the GPU nothing is reserved"
+
+
 @pytest.mark.full
 def test_a_resumed_run_is_traced(forks: Forks, tmp_path: Path) -> None:
     words = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=4"]

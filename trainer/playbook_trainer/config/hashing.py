@@ -15,6 +15,8 @@ from playbook_trainer.config.tree import TrainerConfig, dump, flatten
 
 _WATCHING = ("output", "checkpoint", "tracker", "profile", "train.hang_timeout_s")
 """Keys that the hash leaves out: they say where results go and what observes the run, and change nothing that is computed."""
+_SAVING = ("checkpoint.every", "checkpoint.async_save")
+"""Keys that count all the same where checkpoints are saved: how often, and whether training waits."""
 
 
 def config_sha(config: TrainerConfig, target: Target) -> str:
@@ -34,6 +36,7 @@ def covered(data: Mapping[str, Any], target: Target) -> dict[str, Any]:
     whole = {**plain, **flatten(modern(data))}
     resolved = automatic.resolve(whole, target)
     watched = {key for key in resolved if any(key == name or key.startswith(f"{name}.") for name in _WATCHING)}
+    watched -= set(_SAVING) if resolved["checkpoint.dir"] else set()
     return dict(
         first_name(key, value) for key, value in resolved.items() if key not in watched and (key not in plain or value != plain[key])
     )

@@ -51,7 +51,9 @@ def _said(keys: Mapping[str, Any], target: Target, base: Path) -> list[str]:
 
 
 def _config(base: Path, keys: Mapping[str, Any]) -> TrainerConfig | None:
+    """The base with the keys; how checkpoints are saved means something only where there is a folder for them."""
+    saves = {"checkpoint.dir": "checkpoints"} if any(k.startswith("checkpoint.") for k in keys) else {}
     try:
-        return load(base, keys)
+        return load(base, {**saves, **keys})
     except PlaybookError:
         return None

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import resource
+import statistics
 import sys
 import time
 from collections import Counter
@@ -84,8 +85,8 @@ class Recorder:
     timed_compile: dict[str, float] = field(default_factory=dict)
     timed_seconds: float = 0.0
     timed_steps: int = 0
-    peak_memory: int = 0
-    """Bytes; of the rank that has the largest."""
+    peak_memory: tuple[int, int] = (0, 0)
+    """Bytes allocated and reserved; of the rank that has the largest."""
     model_flops: Counter[str] = field(default_factory=Counter)
     """Of the timed steps, by class, over all ranks."""
     hardware_flops: Counter[str] = field(default_factory=Counter)
@@ -93,6 +94,10 @@ class Recorder:
     """Comparisons of the ranks' own times, by step."""
     loads: dict[int, Tensor] = field(default_factory=dict)
     """How often each expert of each layer was chosen, by step; of those that are not written yet."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds that each save after the warm-up has kept training waiting, on this rank."""
+    saves: Counter[str] = field(default_factory=lambda: Counter(checkpoints=0, checkpoints_in_background=0))
+    """Checkpoints of the whole run."""
     trackers: list[Tracker] = field(default_factory=list)
     _own_s: float = 0.0
     """Seconds of this rank since all began to count."""
@@ -147,6 +152,12 @@ class Recorder:
         """Record how often each expert of each layer was chosen in a step; read with the step's other figures."""
         self.loads[step] = load
 
+    def note_save(self, seconds: float, *, in_background: bool) -> None:
+        """Record a checkpoint that training has waited `seconds` for; it may still be being written in the background."""
+        self.saves.update(checkpoints=1, checkpoints_in_background=int(in_background))
+        if self._timed:
+            self.waits.append(seconds)
+
     def pause(self) -> None:
         """Write what is pending, and leave the time since the last step out of all steps."""
         self.flush()
@@ -159,15 +170,15 @@ class Recorder:
         steps = [stats.totals.read() for stats, _, _ in self.pending]
         rows = [self._row(totals, *entry) for totals, entry in zip(steps, self.pending, strict=True)]
         own = list(itertools.accumulate((r["seconds"] for r in rows), initial=self._own_s))[1:]
-        most = torch.tensor([*own, float(peak_memory(self.device))], dtype=torch.float64, device=self.device)
+        most = torch.tensor([*own, *map(float, peak_memory(self.device))], dtype=torch.float64, device=self.device)
         if self.axes.world.size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        *latest, peak_bytes = most.tolist()
-        self.peak_memory = int(peak_bytes)
+        *latest, allocated, reserved = most.tolist()
+        self.peak_memory = int(allocated), int(reserved)
         lasted = lengths(self._latest_s, latest)
         self._own_s, self._latest_s = own[-1], latest[-1]
         for row, step, seconds in zip(rows, steps, lasted, strict=True):
-            row["seconds"], row["peak_memory_bytes"] = seconds, self.peak_memory
+            row["seconds"], row["peak_memory_bytes"] = seconds, int(allocated)
             row["mfu"] = self.utilisation(row["flops"], seconds)
             self.nan = self.nan or ("nan" in row and "skipped" not in row)
             self.nan_steps += "nan" in row
@@ -324,11 +335,11 @@ def _keep_until(path: Path, step: int) -> None:
     files.replace(path, "".join(kept))
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on the GPU, or resident on the CPU."""
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Peak bytes: allocated and reserved on the GPU; on the CPU both are what was resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,) * 2
 
 
 def compile_counters() -> dict[str, float]:
@@ -390,11 +401,14 @@ def write_summary(
     rows = [json.loads(line) for line in (recorder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = [r for r in rows if r["timed"] and r["step"] > recorder.first_step]
     compiled = {k: recorder.timed_compile.get(k, 0.0) for k in ("recompiles", "compile_seconds")}
+    allocated, reserved = recorder.peak_memory if any(recorder.peak_memory) else peak_memory(recorder.device)
     metrics = {
         **extra.get("metrics", {}),
         "nan_steps": recorder.nan_steps,
         "skipped_steps": recorder.skipped_steps,
-        "peak_memory_bytes": recorder.peak_memory or peak_memory(recorder.device),
+        "peak_memory_bytes": allocated,
+        "peak_reserved_bytes": reserved,
+        **({"checkpoint_seconds": statistics.fmean(recorder.waits)} if recorder.waits else {}),
         "recompiles": int(compiled["recompiles"]),
         "recompiles_per_step": compiled["recompiles"] / len(timed) if timed else 0.0,
         "compile_time_share": compiled["compile_seconds"] / recorder.timed_seconds if recorder.timed_seconds else 0.0,
@@ -438,6 +452,7 @@ def write_summary(
             **receipt,
             "counters": {
                 **receipt["counters"],
+                **recorder.saves,
                 "recompiles": metrics["recompiles"],
                 "graphs_compiled": int(compile_counters()["recompiles"]),
             },

@@ -6,7 +6,6 @@ ranks held them. See `checkpoint_files` for the files.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,8 +66,11 @@ class Checkpointer:
         self._buffers: dict[str, list[Tensor]] = {}
         self.latest: int | None = None
         """The step that was saved last."""
-        self.seconds = 0.0
-        """How long training has waited for checkpoints."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether the checkpoint that was saved last is left to the background."""
+        return self._pending is not None
 
     def restore(self) -> Index | None:
         """Load the newest complete checkpoint into this rank's parts; None where there is none.
@@ -105,8 +107,7 @@ class Checkpointer:
         Raises:
             DataError: this one, or the one before it, could not be written.
         """
-        began = time.perf_counter()
-        self._wait()
+        self.wait()
         state = self._state()
         tops = [(name, torch.linalg.vector_norm(t, float("inf"))) for name, p in state.items() for _, t in p.pieces if t.dim()]
         if bad := not_finite(tops, self._axes.world.size):
@@ -131,7 +132,6 @@ class Checkpointer:
         else:
             self._write(state, header)
         self.latest = step
-        self.seconds += time.perf_counter() - began
         return None
 
     def wait(self) -> None:
@@ -140,11 +140,6 @@ class Checkpointer:
         Raises:
             DataError: it could not be written.
         """
-        began = time.perf_counter()
-        self._wait()
-        self.seconds += time.perf_counter() - began
-
-    def _wait(self) -> None:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
