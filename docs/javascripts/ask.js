@@ -24,6 +24,24 @@
     }, 0));
   }
 
+  // For each card, the log odds of terms between the known questions that it answers and all, as naive Bayes has them.
+  function likeness(data) {
+    const many = data.cards.map(() => 0), held = new Map();
+    for (const [cards, terms] of data.asked) {
+      cards.forEach((card) => { many[card] += 1 / cards.length; });
+      for (const term of terms) {
+        if (!held.has(term)) held.set(term, {times: 0, of: data.cards.map(() => 0)});
+        const seen = held.get(term);
+        seen.times += 1;
+        cards.forEach((card) => { seen.of[card] += 1 / cards.length; });
+      }
+    }
+    return (words) => [...new Set(words)].filter((t) => held.has(t)).map((t) => held.get(t)).reduce((sums, {times, of}) => {
+      const share = (times + 1) / (data.asked.length + 2);
+      return sums.map((sum, i) => sum + Math.log((of[i] / share + data.prior) / (many[i] + data.prior)));
+    }, data.cards.map(() => 0));
+  }
+
   function prepare(data) {
     const numbers = new Map(data.terms.map((term, i) => [term, i]));
     const of = (wanted) => data.cards.map((_, i) => data.passages.filter((p) => p[0] === i && wanted(p[1])).flatMap((p) => p[2]));
@@ -37,6 +55,7 @@
       fieldScores: Object.keys(data.fields).map((name) => [data.fields[name], bm25(parts[name], data)]),
       pieceScores: bm25(data.passages.map((p) => p[2]), data),
       odds: new Map(data.odds),
+      likeness: likeness(data),
       vocabulary: parts.body.map((words) => new Set(words)),
       own: parts.title.map((words, i) => new Set([...words, ...parts.signs[i]])),
       named: new Set([...parts.title, ...parts.signs].flat()),
@@ -107,7 +126,7 @@
     const asked = terms(found, query);
     if (!asked.length) return {cards: [], none: "Say what you see or want, such as: out of memory at 128k."};
     const known = asked.map((t) => found.numbers.get(t)).filter((t) => t !== undefined);
-    const scores = found.cards.map(() => 0), best = found.cards.map(() => 0);
+    const scores = found.likeness(known).map((odds) => found.alike * odds), best = found.cards.map(() => 0);
     for (const [weight, score] of found.fieldScores) score(known).forEach((s, i) => { scores[i] += weight * s; });
     found.pieceScores(known).forEach((s, i) => { best[found.passages[i][0]] = Math.max(best[found.passages[i][0]], s); });
     const against = [...new Set(asked)].reduce((sum, t) => sum + (found.odds.get(found.numbers.get(t)) ?? found.unseen), 0);

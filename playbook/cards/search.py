@@ -1,6 +1,6 @@
 """Finding cards by what a person sees or wants: BM25 over fields of a card, with the scope of its claims as the judge of what applies.
 
-A card's score is a weighted sum of BM25 over its fields and of its best passage. Every hit says why it was found and whether any of its
+A card's score is a weighted sum of BM25 over its fields, of its best passage, and of how like the question is to known ones that it answers. Every hit says why it was found and whether any of its
 claims speaks for the machine that was stated. A question that the cards do not cover, as `playbook.cards.coverage` judges it, is answered with the reason
 and what is nearest.
 Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; https://github.com/xhluca/bm25s.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from math import log, log1p, sqrt
 from typing import Any
 
-from playbook.cards.asked import Asked, load_asked
+from playbook.cards.asked import Asked, Likeness, likeness, load_asked
 from playbook.cards.coverage import LEAST, MOST, Signs, against, covered, kinds, odds
 from playbook.cards.model import Card, guidance
 from playbook.cards.scope import unmet
@@ -31,6 +31,8 @@ MAX_QUERY = 2000
 FIELDS = {"title": 1.0, "signs": 2.0, "body": 0.5}
 PASSAGE = 2.0
 """Weights, chosen on the half of the test set that is for tuning."""
+ALIKE = 2.0
+"""Weight of the likeness to known questions, chosen so that each batch was asked with only earlier ones known."""
 
 BESIDE = 0.16
 """Least evidence of every further card in an answer."""
@@ -112,6 +114,8 @@ class Index:
     """Known questions that one of the cards answers, or none does."""
     odds: Mapping[str, float]
     """By how much each term of theirs speaks against a card."""
+    alike: Likeness
+    """By how much their terms speak for each card."""
     pages: Sequence[Section]
     sections: Any
     """The index of the pages."""
@@ -144,6 +148,7 @@ def index(cards: Mapping[str, Card], pages: Sequence[Section] = ()) -> Index:
         weights={t: log(1 + (len(tokens) - n + 0.5) / (n + 0.5)) for t, n in frequency.items()},
         asked=asked,
         odds=odds(asked),
+        alike=likeness(asked, list(cards)),
         pages=pages,
         sections=_bm25([terms(f"{p.title} {p.title} {p.text}") for p in pages]) if pages else None,
     )
@@ -223,7 +228,7 @@ class Ranked:
 
 def rank(found: Index, words: list[str]) -> list[Ranked]:
     """The cards that share a word with the question, best first."""
-    scores = dict.fromkeys(found.cards, 0.0)
+    scores = {card_id: ALIKE * odds for card_id, odds in found.alike.of(words).items()}
     for name, weight in FIELDS.items():
         for card_id, score in zip(found.cards, _scores(found.fields[name], words), strict=True):
             scores[card_id] += weight * float(score)

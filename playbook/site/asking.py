@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from playbook.cards import coverage, search
+from playbook.cards.asked import PRIOR
 from playbook.cards.model import Card
 from playbook.cards.terms import FAMILIES, GPUS, tables, terms
 from playbook.planner.models import MODELS
@@ -15,7 +16,7 @@ _FIELDS = {"title": "t", "alias": "a", "symptom": "s", "pitfall": "s"}
 
 
 def asked(cards: Mapping[str, Card]) -> str:
-    """The cards' passages as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
+    """The cards' passages and known questions as numbers of terms, and what these speak against a card, with the tables that make terms of a question."""
     found = search.index(cards)
     numbers: dict[str, int] = {}
     order = {card_id: i for i, card_id in enumerate(found.cards)}
@@ -23,6 +24,11 @@ def asked(cards: Mapping[str, Card]) -> str:
         [order[p.card], _FIELDS.get(p.kind, ""), [numbers.setdefault(t, len(numbers)) for t in terms(p.text)]] for p in found.passages
     ]
     weighed = [[numbers.setdefault(t, len(numbers)), round(v, 4)] for t, v in sorted(found.odds.items()) if t]
+    known = [
+        [[order[c] for c in sorted(q.cards & order.keys())], sorted(numbers[t] for t in q.said)]
+        for q in found.asked
+        if q.cards & order.keys()
+    ]
     return json.dumps(
         {
             "cards": [_shown(card) for card in found.cards.values()],
@@ -30,6 +36,9 @@ def asked(cards: Mapping[str, Card]) -> str:
             "passages": pieces,
             "odds": weighed,
             "unseen": found.odds[""],
+            "asked": known,
+            "prior": PRIOR,
+            "alike": search.ALIKE,
             "fields": search.FIELDS,
             "passage": search.PASSAGE,
             "least": coverage.LEAST,

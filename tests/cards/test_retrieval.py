@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from playbook.cards import search
-from playbook.cards.asked import Asked, load_asked
+from playbook.cards.asked import Asked, likeness, load_asked
 from playbook.cards.load import load_all
 from playbook.cards.model import guidance
 from playbook.cards.sections import load_sections
@@ -33,7 +33,7 @@ from playbook.paths import data_root, repo_root
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 THREADS = [Path(__file__).parent / name for name in ("issues.yaml", "later_issues.yaml")]
-NEWEST = Path(__file__).parent / "tenth_issues.yaml"
+NEWEST = {name: Path(__file__).parent / f"{name}_issues.yaml" for name in ("tenth", "eleventh")}
 TOP = 10
 
 
@@ -85,14 +85,19 @@ def untouched() -> list[Question]:
     return [Question(q["ask"], frozenset(q["cards"]) & advising(), q["from"]) for q in rows]
 
 
-def newest() -> list[Question]:
-    """Questions from public issue threads that were written when the search was finished."""
-    return [Question(q["ask"], frozenset(q["cards"]) & advising(), q["from"]) for q in yaml.safe_load(NEWEST.read_text(encoding="utf-8"))]
+def newest(batch: str) -> list[Question]:
+    """The questions of a batch that was written to measure a finished search."""
+    rows = yaml.safe_load(NEWEST[batch].read_text(encoding="utf-8"))
+    return [Question(q["ask"], frozenset(q["cards"]) & advising(), q["from"]) for q in rows]
 
 
 def threads() -> list[Question]:
     """All questions from public issue threads: those that the search knows, and those that measure it."""
-    return [*(Question(q.text, q.cards & advising(), q.thread) for q in load_asked()), *untouched(), *newest()]
+    return [
+        *(Question(q.text, q.cards & advising(), q.thread) for q in load_asked()),
+        *untouched(),
+        *(q for batch in NEWEST for q in newest(batch)),
+    ]
 
 
 def rank(index: search.Index, question: Question) -> int | None:
@@ -134,7 +139,8 @@ def test_the_questions_are_many_and_split_in_halves(index: search.Index) -> None
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", q.thread) for q in threads())
     # What the search knows does not measure it.
     assert all(q.held_out for q in untouched())
-    assert not {q.thread for q in newest()} & {q.thread for q in [*load_asked(), *untouched()]}
+    newer = {q.thread for batch in NEWEST for q in newest(batch)}
+    assert not newer & {q.thread for q in [*load_asked(), *untouched()]}
 
 
 # (recall@1, recall@3, abstention recall, one less false abstention): what the search has to reach on either half; tune on the tuned half only.
@@ -150,15 +156,16 @@ def test_questions_find_their_card(index: search.Index, half: str) -> None:
     assert all(a >= b for a, b in zip(reached, FLOORS, strict=True)), found
 
 
-FIRST_LOOK = (28 / 39, 34 / 39, 33 / 44, 38 / 39)
-"""The same of the newest batch: what the first look gave, but for one question without a card; it stays below the aims, and may not get worse."""
+FIRST_LOOK = {"tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39), "eleventh": (50 / 67, 58 / 67, 33 / 49, 62 / 67)}
+"""The same of the newest batches: what the first look gave, but for one question without a card; it stays below the aims, and may not get worse."""
 
 
-def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.Index) -> None:
-    found = score(index, newest())
+@pytest.mark.parametrize("batch", NEWEST)
+def test_the_newest_questions_find_their_card_as_at_the_first_look(index: search.Index, batch: str) -> None:
+    found = score(index, newest(batch))
     print(found)
     reached = (found.recall_1, found.recall_3, found.abstention_recall, 1 - found.false_abstention)
-    assert all(a >= b - 1e-9 for a, b in zip(reached, FIRST_LOOK, strict=True)), found
+    assert all(a >= b - 1e-9 for a, b in zip(reached, FIRST_LOOK[batch], strict=True)), found
 
 
 def test_a_search_takes_milliseconds(index: search.Index) -> None:
@@ -314,6 +321,19 @@ def test_a_question_like_one_without_a_card_takes_more_evidence(monkeypatch: pyt
 
     assert found(frozenset({"investigating-regressions"}))
     assert found(frozenset()) == []
+
+
+def test_a_card_comes_nearer_for_a_question_like_those_that_it_answers(index: search.Index) -> None:
+    """What another card answers in other words moves it no nearer, and a word that no known question has says nothing."""
+    known = [Asked(f"the step is slow on tuesdays, {i}", frozenset({"investigating-regressions"}), "o/r#1") for i in range(6)]
+    others = [Asked(f"memory is short in room {i}", frozenset({"recompute", "offloading"}), "o/r#2") for i in range(6)]
+    alike = likeness([*known, *others, Asked("tuesdays", frozenset(), "o/r#3")], list(index.cards))
+    found = alike.of(terms("slow on tuesdays with qwertz"))
+    assert found["investigating-regressions"] > 0 > found["recompute"] == found["offloading"]
+    assert found == alike.of(terms("slow on tuesdays"))
+    assert found["pipeline-scaling"] == 0
+    first, second = (search.rank(replace(index, alike=a), terms("slow on tuesdays"))[0] for a in (likeness([], list(index.cards)), alike))
+    assert (first.card != second.card, second.card) == (True, "investigating-regressions")
 
 
 def test_whether_there_is_an_answer_does_not_hang_on_how_many_are_asked_for(index: search.Index) -> None:

@@ -129,7 +129,7 @@ def test_the_question_box_answers_as_the_command_line_does(page: Any, site_root:
     """The same cards first and the same silence, but for words whose forms the page has no stem of."""
     (tmp_path / "fixture-card.yaml").write_text(CARD, encoding="utf-8")
     index = search.index(load_all() | {e.card.id: e.card for e in read_cards([tmp_path]).loaded})
-    files = [CARDS / f"{name}.yaml" for name in ("issues", "later_issues", "tenth_issues", "questions")]
+    files = [CARDS / f"{name}.yaml" for name in ("issues", "later_issues", "tenth_issues", "eleventh_issues", "questions")]
     asked = [q.text for q in load_asked()] + [q["ask"] for file in files for q in yaml.safe_load(file.read_text(encoding="utf-8"))]
     page.goto(f"{site_root}/index.html")
     found = page.evaluate(

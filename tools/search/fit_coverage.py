@@ -1,7 +1,7 @@
 """Fit the weights by which the search judges whether the cards cover a question: `tools/search/fit_coverage.py` writes them, `--check` compares.
 
 A logistic regression with a ridge, by Newton's method, over the signs of all known questions: those of issue threads that ship, and the tuned half of those
-written from documents. The odds of a question's words come from the other seven eighths, so that no question is judged by itself. The same every time.
+written from documents. What known questions say of one comes from the other seven eighths, so that no question is judged by itself. The same every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from playbook.cards import search
-from playbook.cards.asked import Asked, load_asked
+from playbook.cards.asked import Asked, likeness, load_asked
 from playbook.cards.coverage import Signs, load_weights, odds
 from playbook.cards.load import load_all
 from playbook.cards.terms import opening, terms
@@ -46,14 +46,15 @@ def known() -> list[Asked]:
 
 
 def signs_of(questions: Sequence[Asked]) -> list[tuple[Signs, bool]]:
-    """The signs of each question, the odds of its words from the other folds, and whether it has a card; without those that share no word with any card."""
+    """The signs of each question, what known questions say of it from the other folds, and whether it has a card; without those that share no word with any card."""
     found = search.index(load_all())
-    held = [replace(found, odds=odds([q for i, q in enumerate(questions) if i % FOLDS != fold])) for fold in range(FOLDS)]
+    rest = [[q for i, q in enumerate(questions) if i % FOLDS != fold] for fold in range(FOLDS)]
+    held = [replace(found, odds=odds(known), alike=likeness(known, list(found.cards))) for known in rest]
     out = []
     for i, question in enumerate(questions):
         asked = opening(question.text)
         words = terms(asked)
-        if ranked := search.rank(found, words):
+        if ranked := search.rank(held[i % FOLDS], words):
             out.append((search.signs(held[i % FOLDS], asked, words, ranked), bool(question.cards)))
     return out
 
