@@ -158,8 +158,9 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
     gpus = gpus or 1
     built = _build(resolved, gpus) if build else None
     most = max(report.stages, key=lambda s: s.peak)
-    time = predicted(resolved, gpus, hardware) if hardware else None
-    fits = verdict(most.peak, cluster(hardware).memory_gib) if hardware else None
+    machine = cluster(hardware) if hardware else None
+    time = predicted(resolved, gpus, machine) if machine else None
+    fits = verdict(most.peak, machine.memory_gib) if machine else None
     if as_json:
         speed = {"verdict": fits, "tokens_per_s_per_gpu": asdict(time.tokens_per_s_per_gpu) if time else None} if hardware else {}
         stages = [s.row() for s in report.stages]
@@ -180,10 +181,12 @@ def _show_dry_run(config: str, overrides: Sequence[str], gpus: int | None, hardw
     say(
         "states follow from the layout; activations are an estimate for fused kernels, those of vision a bound; communication buffers are not in it"
     )
+    if most.grown:
+        say("gradients, among the states, come as activations go: of the two the larger counts in the peak")
     for note in notes(resolved):
         say(note)
-    if hardware:
-        say(f"{fits}: a GPU has {cluster(hardware).memory_gib:g} GiB")
+    if machine:
+        say(f"{fits}: a GPU has {machine.memory_gib:g} GiB")
         say(_speed(time))
     if built is not None:
         say(

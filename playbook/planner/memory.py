@@ -71,6 +71,8 @@ class StageBytes:
     """Activations of a layer while it is run again or comes back from the host; never held at the same time as the loss."""
     workspace: float = 0.0
     """Workspaces and communication buffers, where a backend's were measured."""
+    grown: float = 0.0
+    """Of the gradients, what comes in the backward pass as activations go and is gone before the next step: the larger of the two counts at the peak."""
     host: float = 0.0
     """In host memory, with offload."""
 
@@ -87,7 +89,8 @@ class StageBytes:
     @property
     def peak(self) -> float:
         """The most that is allocated at once on the GPU."""
-        return self.states + self.gathered + self.activations + self.vision + self.transient + self.workspace
+        passing = self.gathered + self.activations + self.vision + self.transient
+        return self.states - self.grown + max(self.grown, passing) + self.workspace
 
     def row(self) -> dict[str, Any]:
         """All figures, by name."""

@@ -60,7 +60,7 @@ def test_every_run_of_the_case_fits_and_is_predicted_as_the_planner_times_it(tmp
     for value, (name, resolved) in zip(case.values, configurations(case, profile).items(), strict=True):
         assert value.name == name
         assert max(s.peak for s in dry_run(resolved.config, gpus).stages) <= 0.92 * cluster("h200").memory_gib * GIB
-        speed = predicted(resolved.config, gpus, "h200").tokens_per_s_per_gpu
+        speed = predicted(resolved.config, gpus, cluster("h200")).tokens_per_s_per_gpu
         for told, expected in ((value.predicted.value, speed.value), (value.predicted.low, speed.low), (value.predicted.high, speed.high)):
             assert told == pytest.approx(expected, rel=1e-3)
 
@@ -69,7 +69,7 @@ def test_the_kernel_of_attention_is_the_one_that_the_dry_run_works_out(tmp_path,
     monkeypatch.setattr("playbook_trainer.config.dry_run.attention", lambda config, hardware: "unfused")
     case = emitted(tmp_path, "qwen3_8b", "--gpus", "8", "--gbs", "64", "--backend", "torch", "--fix", "recompute=")
     for value, resolved in zip(case.values, configurations(case, "h200x1").values(), strict=True):
-        assert value.predicted.value == pytest.approx(predicted(resolved.config, 1, "h200").tokens_per_s_per_gpu.value, rel=1e-3)
+        assert value.predicted.value == pytest.approx(predicted(resolved.config, 1, cluster("h200")).tokens_per_s_per_gpu.value, rel=1e-3)
 
 
 @pytest.mark.parametrize(

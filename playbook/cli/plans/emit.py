@@ -168,14 +168,12 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _predicted(run: _Run, found: Answer) -> dict[str, float]:
-    """What the run is predicted to reach with the routing that the trainer has: as it comes, where a plan supposes that it is even."""
-    from playbook.planner.time.step import step_time
-    from playbook_trainer.config.dry_run import attention
+    """What a dry run of it predicts: the routing that the trainer has, where a plan supposes an even one, and the kernels and copies of its backend."""
+    from playbook_trainer.config.dry_run import predicted
 
-    plan, cluster = replace(run.plan, even_rows=False), found.question.cluster
-    if plan.options.backend == "torch" and not plan.options.attention:
-        plan = replace(plan, options=replace(plan.options, attention=attention(_config(run.settings), cluster.name)))
-    speed = step_time(plan, cluster).tokens_per_s_per_gpu
+    step = predicted(_config(run.settings), run.plan.gpus, found.question.cluster)
+    assert step is not None, "only float32 has no law"
+    speed = step.tokens_per_s_per_gpu
     return {k: float(f"{getattr(speed, k):.4g}") for k in ("value", "low", "high")}
 
 

@@ -31,7 +31,7 @@ _NARROW = 0.5
 """Rate of batched products as narrow as a head, as a share of that of wide ones."""
 _TORCH_EXPERTS = 64
 """The torch backend launches one product for all experts. The host time of at most so many launches stands for what FSDP does beside them: with it three
-runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast."""
+runs of MoE layers on two H200s are predicted within 3 % (text) and 17 % (with a tower), without it 18 to 37 % too fast. One rank that shards nothing has one launch."""
 _SCAN_PASSES = 12
 """Times that a chunked recurrence passes over its inputs: gates, convolution, states, outputs and their norm."""
 
@@ -55,6 +55,7 @@ class Work(NamedTuple):
     graphs: tuple[str, ...]
     ep_overlap: bool
     torch: bool
+    sharded: bool
     attention: str
     frozen: bool
     native_loss: bool
@@ -107,7 +108,7 @@ def work(plan: Plan) -> Work:
     torch = o.backend == "torch" or o.sharding == "fsdp2"
     return Work(
         plan.tp, plan.cp, plan.ep, plan.etp, plan.mbs, plan.seq_len, plan.sequence_parallel, plan.imbalance,
-        plan.even_rows and plan.imbalance == 1, o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.attention or ("flash2" if torch else "cudnn"),
+        plan.even_rows and plan.imbalance == 1, o.dispatcher or "alltoall", o.cp_comm or "p2p", o.fp8, o.recompute, o.graphs, o.ep_overlap, torch, o.sharding != "none", o.attention or ("flash2" if torch else "cudnn"),
         bool(o.lora) or "decoder" in o.frozen, plan.loss == "native",
         o.capacity,
     )  # fmt: skip
@@ -409,7 +410,7 @@ def _launched(experts: float, w: Work) -> tuple[float, float]:
     That is cuBLAS, the default; one CUTLASS kernel for all experts is not modelled.
     """
     if w.torch:
-        experts = min(experts, _TORCH_EXPERTS)
+        experts = min(experts, _TORCH_EXPERTS if w.sharded else 1)
     forward, backward = constants.HOST_EXPERT if w.torch or w.even_rows else constants.HOST_EXPERT_UNEVEN
     return experts * forward.value, experts * backward.value
 

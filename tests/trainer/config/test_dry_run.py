@@ -13,6 +13,7 @@ import torch
 from playbook.cli import app
 from playbook.errors import ConfigError
 from playbook.paths import data_root, repo_root
+from playbook.planner.time.cluster import cluster
 from playbook.records.case import load_case
 from playbook_bench.statements import table
 from playbook_trainer.config.dry_run import dry_run, predicted
@@ -281,7 +282,7 @@ def test_the_speed_of_attention_is_that_of_the_kernel_that_runs():
     """Rows that are one document each take cuDNN; documents of unequal lengths, and a configuration that says so, take flash."""
     told = {"train.dtype": "bf16", "parallel.ep": 1, "model.num_layers": 4}
     whole, packed, flash = (
-        predicted(load(LARGE, told | more), 1, "h200")
+        predicted(load(LARGE, told | more), 1, cluster("h200"))
         for more in (
             {"data.kind": "mock", "data.pack": False},
             {"data.pack": True, "train.attention": "flash"},
@@ -290,3 +291,24 @@ def test_the_speed_of_attention_is_that_of_the_kernel_that_runs():
     )
     assert whole.seconds.value < 0.95 * flash.seconds.value
     assert packed.seconds.value == flash.seconds.value
+
+
+SIX_LAYERS = {"model.num_layers": 6, "parallel.ep": 1}
+ONE_DOCUMENT = {"data.kind": "mock", "data.pack": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "gib", "speed"),
+    [
+        ("qwen3_30b_a3b_24l", SIX_LAYERS | ONE_DOCUMENT | {"train.micro_batch_size": 4, "train.global_batch_size": 4}, 62.9, 94_624),
+        ("qwen3_30b_a3b_24l", SIX_LAYERS | ONE_DOCUMENT | {"train.micro_batch_size": 8}, 73.5, 106_600),
+        ("qwen3_30b_a3b_24l", SIX_LAYERS, 73.9, 82_859),  # four micro-batches add to gradients that stay
+        ("planned", {"model": "qwen3_1_7b", "data.seq_len": 4096, "train.micro_batch_size": 4, "train.global_batch_size": 4}, 53.6, 45_946),
+    ],
+)
+def test_what_one_h200_was_seen_to_hold_and_to_do(name, words, gib, speed):
+    """Runs of docs/experiments/fast-by-default.md and torch-beside-megatron.md, images left out."""
+    config = load(data_root("configs") / f"{name}.yaml", words)
+    assert dry_run(config, 1).stages[0].peak / 2**30 == pytest.approx(gib, rel=0.01)
+    said = predicted(config, 1, cluster("h200")).tokens_per_s_per_gpu
+    assert said.low <= speed <= said.high

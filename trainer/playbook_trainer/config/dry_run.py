@@ -15,7 +15,7 @@ from playbook.planner.activations import Kept
 from playbook.planner.memory import StageBytes
 from playbook.planner.options import Options
 from playbook.planner.plan import Plan
-from playbook.planner.time.cluster import cluster
+from playbook.planner.time.cluster import Cluster
 from playbook.planner.time.step import StepTime, step_time
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.shape import shape_of
@@ -76,13 +76,9 @@ def plan_of(config: TrainerConfig, world: int) -> Plan:
     )  # fmt: skip
 
 
-def predicted(config: TrainerConfig, world: int, hardware: str) -> StepTime | None:
-    """What a step of `config` is predicted to take on so many GPUs of a kind; None in float32, which no law of the planner is about.
-
-    Raises:
-        ConfigError: no such GPU is known.
-    """
-    found, plan = cluster(hardware), plan_of(config, world)
+def predicted(config: TrainerConfig, world: int, on: Cluster) -> StepTime | None:
+    """What a step of `config` is predicted to take on so many GPUs of a cluster; None in float32, which no law of the planner is about."""
+    plan = plan_of(config, world)
     if config.train.dtype != "bf16":
         return None
     own, moments = config.megatron, {"fp32": 4, "bf16": 2}[config.optimizer.moments_dtype]
@@ -92,15 +88,19 @@ def predicted(config: TrainerConfig, world: int, hardware: str) -> StepTime | No
             plan, grad_bytes={"fp32": 4, "bf16": 2}[own.grad_reduce_dtype], moment_bytes=moments if aware else 4, master_bytes=2 if aware else 4,
             options=replace(plan.options, optimizer_offload=round(100 * own.optimizer_offload_fraction)),
         )  # fmt: skip
-        return step_time(plan, found)
+        return step_time(plan, on)
     routed = plan.ep * plan.etp > 1 and bool(config.model.num_experts)
     sent = {"dedup": "alltoall"}.get(config.moe.dispatcher, config.moe.dispatcher) if routed else ""
-    sharding = "fsdp2" if config.parallel.fsdp else "none"
+    config = automatic.switched(config, automatic.meant_for(on.name, world))
+    shared = config.wants_fsdp(plan.dp * plan.cp, plan.edp)
     options = replace(
-        plan.options, backend="torch", sharding=sharding, dispatcher=sent, attention=attention(config, hardware),
+        plan.options, backend="torch", sharding="fsdp2" if shared else "none", dispatcher=sent, attention=attention(config, on.name),
         optimizer_offload=100 if config.offload.optimizer else 0,
     )  # fmt: skip
-    return step_time(replace(plan, options=options, moment_bytes=moments), found)
+    if not shared:
+        master = 2 if config.optimizer.master_weights == "remainder" else 4
+        plan = replace(plan, grad_bytes=_gradient(config, plan), master_bytes=master)
+    return step_time(replace(plan, options=options, moment_bytes=moments), on)
 
 
 def attention(config: TrainerConfig, hardware: str) -> str:
@@ -150,6 +150,8 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
     alive = memory.alive(plan, stage, [[Kept(0.0, size) if sent else Kept(size) for size in chunk] for chunk in kept], _RESIDENT_LAYERS)
     states = {"parameters": MASTER_BYTES, "gradients": _gradient(config, plan), "optimizer": 2 * moments}
     on_gpu = {name: 0.0 if config.offload.optimizer else counts * size for name, size in states.items()}
+    # Without FSDP the backward pass of the only micro-batch makes each gradient where its layer's activations have gone.
+    grows = plan.microbatches == 1 and plan.pp == 1 and not config.wants_fsdp(plan.dp * plan.cp, plan.edp)
     last = stage == plan.pp - 1
     logits = min(config.train.loss_chunk, activations.tokens(plan)) * plan.shape.vocab / plan.tp
     return StageBytes(
@@ -162,5 +164,6 @@ def _stage(config: TrainerConfig, plan: Plan, stage: int, chunks: list[list[int]
         activations=alive.on_gpu,
         vision=vision(config, plan) if stage == 0 else 0.0,
         loss=_LOGIT_BYTES[config.train.dtype] * logits if last else 0.0,
+        grown=on_gpu["gradients"] if grows else 0.0,
         host=counts * sum(states.values()) - sum(on_gpu.values()) + alive.host,
     )
