@@ -33,7 +33,7 @@ from playbook.paths import data_root, repo_root
 
 QUESTIONS = Path(__file__).parent / "questions.yaml"
 THREADS = [Path(__file__).parent / name for name in ("issues.yaml", "later_issues.yaml")]
-NEWEST = {name: Path(__file__).parent / f"{name}_issues.yaml" for name in ("tenth", "eleventh")}
+NEWEST = {name: Path(__file__).parent / f"{name}_issues.yaml" for name in ("tenth", "eleventh", "blind")}
 TOP = 10
 
 
@@ -156,7 +156,11 @@ def test_questions_find_their_card(index: search.Index, half: str) -> None:
     assert all(a >= b for a, b in zip(reached, FLOORS, strict=True)), found
 
 
-FIRST_LOOK = {"tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39), "eleventh": (50 / 67, 58 / 67, 33 / 49, 62 / 67)}
+FIRST_LOOK = {
+    "tenth": (28 / 39, 34 / 39, 33 / 44, 38 / 39),
+    "eleventh": (50 / 67, 58 / 67, 33 / 49, 62 / 67),
+    "blind": (149 / 222, 186 / 222, 79 / 173, 198 / 222),
+}
 """The same of the newest batches: what the first look gave, but for one question without a card; it stays below the aims, and may not get worse."""
 
 
