@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from math import log
 
-import yaml
-
 from playbook.cards.asked import Asked
 from playbook.cards.terms import words
 from playbook.paths import data_root
+from playbook.yaml_files import parse
 
 _WORDS = "question_words.yaml"
 _WEIGHTS = "coverage.yaml"
@@ -80,12 +79,12 @@ def against(known: Mapping[str, float], said: Iterable[str]) -> float:
 @cache
 def load_words() -> Mapping[str, frozenset[str]]:
     """The words of each kind."""
-    table: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / _WORDS).read_text(encoding="utf-8"))
+    table: Mapping[str, Sequence[str]] = parse((data_root("tables") / _WORDS).read_text(encoding="utf-8"), _WORDS)[0]
     return {kind: frozenset(known) for kind, known in table.items()}
 
 
 @cache
 def load_weights() -> Mapping[str, float]:
     """The weight of each sign, and the constant."""
-    table: Mapping[str, float] = yaml.safe_load((data_root("tables") / _WEIGHTS).read_text(encoding="utf-8"))
+    table: Mapping[str, float] = parse((data_root("tables") / _WEIGHTS).read_text(encoding="utf-8"), _WEIGHTS)[0]
     return table

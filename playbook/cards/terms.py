@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import yaml
-
 from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook.planner.models import MODELS, named
-from playbook.yaml_files import did_you_mean
+from playbook.yaml_files import did_you_mean, parse
 
 _SYNONYMS = "synonyms.yaml"
 _STOP_WORDS = "stopwords.txt"
@@ -88,9 +86,10 @@ class Facts:
 
 def normal(text: str) -> str:
     """Lower case, compatible characters as one, no control characters, 128k and 131,072 as 131072, EP4 as ep 4."""
-    plain = (c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-    line = "".join(c if c.isprintable() else " " for c in plain)
-    return _DEGREE.sub(r"\1 \2", _TOKENS.sub(_power, _THOUSANDS.sub("", line.lower())))
+    if not (text.isascii() and text.isprintable()):
+        plain = (c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+        text = "".join(c if c.isprintable() else " " for c in plain)
+    return _DEGREE.sub(r"\1 \2", _TOKENS.sub(_power, _THOUSANDS.sub("", text.lower())))
 
 
 def _power(match: re.Match[str]) -> str:
@@ -134,9 +133,14 @@ def phrases(text: str) -> list[tuple[str, str]]:
 
 
 def _phrases(spaced: str) -> list[tuple[str, str]]:
-    table, pattern, gapped, named = _synonyms()
-    exact = [(m.group(0), term) for m in pattern.finditer(spaced) for term in table[m.group(0)]]
-    return exact + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
+    table, starts, gapped, named = _synonyms()
+    said, found, place = spaced.split(" "), [], 0
+    while place < len(said):
+        phrase = next((p for p in starts.get(said[place], ()) if said[place : place + len(p)] == p), None)
+        if phrase:
+            found += [(" ".join(phrase), term) for term in table[" ".join(phrase)]]
+        place += len(phrase or [""])
+    return found + [(m.group(0), named[m.lastgroup]) for m in gapped.finditer(spaced) if m.lastgroup]
 
 
 def tables(texts: Iterable[str]) -> dict[str, Any]:
@@ -206,9 +210,9 @@ def _model(line: str) -> str | None:
 
 
 @cache
-def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str], re.Pattern[str], Mapping[str, str]]:
-    """The names of each phrase, a pattern that finds the longest phrase at each place, and one for phrases with a gap, its groups with their names."""
-    groups: Mapping[str, Sequence[str]] = yaml.safe_load((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"))
+def _synonyms() -> tuple[Mapping[str, list[str]], Mapping[str, list[list[str]]], re.Pattern[str], Mapping[str, str]]:
+    """The names of each phrase, the phrases that begin with a word, longest first, and a pattern for phrases with a gap, its groups with their names."""
+    groups: Mapping[str, Sequence[str]] = parse((data_root("tables") / _SYNONYMS).read_text(encoding="utf-8"), _SYNONYMS)[0]
     table: dict[str, list[str]] = {}
     gapped: dict[str, tuple[str, str]] = {}
     for name, phrases in groups.items():
@@ -219,10 +223,12 @@ def _synonyms() -> tuple[Mapping[str, list[str]], re.Pattern[str], re.Pattern[st
                 names += [] if f"={name}" in names else [f"={name}"]
             else:
                 gapped[f"g{len(gapped)}"] = (f"={name}", _GAP.join(map(re.escape, parts)))
-    longest = sorted(table, key=len, reverse=True)
+    starts: dict[str, list[list[str]]] = {}
+    for phrase in sorted(table, key=len, reverse=True):
+        starts.setdefault(phrase.split()[0], []).append(phrase.split())
     return (
         table,
-        re.compile(r"(?<![^ ])(?:" + "|".join(map(re.escape, longest)) + r")(?![^ ])"),
+        starts,
         re.compile(r"(?<![^ ])(?:" + "|".join(f"(?P<{g}>{pattern})" for g, (_, pattern) in gapped.items()) + r")(?![^ ])"),
         {g: name for g, (name, _) in gapped.items()},
     )
