@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -29,9 +28,7 @@ def main(words: list[str]) -> int:
             words += ["profile.kineto=true", f"profile.steps={told.steps - told.warmup_steps}"]
         code = train(words)
         if not code:
-            steps = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
-            began = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))["seconds"]["start_up"]
-            print(f"first step ended after {began + json.loads(steps.splitlines()[0])['seconds']:.1f} s", steps, sep="\n", flush=True)
+            print((Path(folder) / "metrics.jsonl").read_text(encoding="utf-8"), flush=True)
             if trace:
                 shutil.copyfile(Path(folder) / "trace.json", trace)
     return code
