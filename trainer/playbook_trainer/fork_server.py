@@ -83,6 +83,9 @@ def import_all(backend: str) -> bool:
     for name in MODULES[backend]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError, AttributeError):
+        # It reads Triton's whole library, 0.4 s, and is kept by the process.
+        importlib.import_module("triton.runtime.cache").triton_key()
     # What is imported stays: collections in ranks need not look at it, nor copy its pages to mark it.
     gc.collect()
     gc.freeze()

@@ -42,7 +42,7 @@ PACKAGES = (
 _ENV = re.compile(r"(NCCL|NVSHMEM|TORCH(INDUCTOR|DYNAMO)?|CUDA|CUBLAS(LT)?|NVTE|PYTORCH|OMP|MKL|TRITON|GLOO|KMP)_[A-Z0-9_]+\Z")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _VISIBLE})
+_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_CACHE_AUTOTUNING", _VISIBLE})
 _PLACE = re.compile(r"_(CACHE|PIPE|LOG|DEBUG|DUMP|TEMP|EXTENSIONS)_([A-Z]+_)*(DIR|DIRECTORY|PATH|FILE)\Z")
 """Names of variables that say where files go, often in a folder of the job's own, and not how fast anything is."""
 _QUERY = "name,memory.total,driver_version,power.limit,uuid"

@@ -138,9 +138,10 @@ class Resolved:
         return bool(self.config.offload.optimizer or self.config.megatron.optimizer_offload_fraction)
 
     def settings(self, threads: int, cache: Path) -> dict[str, str]:
-        """Threads of a rank, and the folders of compiled kernels."""
+        """Threads of a rank, and the folders of compiled kernels. Triton keeps there which form of a kernel was the fastest, too."""
         kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-        return {"OMP_NUM_THREADS": str(threads), **kept}
+        # Trying the forms of Transformer Engine's permutation takes 4 s, and each launch might choose another one.
+        return {"OMP_NUM_THREADS": str(threads), "TRITON_CACHE_AUTOTUNING": "1", **kept}
 
     def facts(self, machine: Machine) -> dict[str, Any]:
         """The machine, and the layout and model of the configuration."""

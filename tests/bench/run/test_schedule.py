@@ -164,7 +164,7 @@ def test_a_machine_is_described_by_what_nvidia_smi_says():
 
 
 def test_variables_that_steer_the_libraries_belong_to_the_environment():
-    """Where the harness keeps its caches does not: it is another folder for each folder of results."""
+    """What the harness sets for its caches does not: folders are others for each folder of results."""
     steers = (
         "NCCL_ALGO",
         "TORCH_LOGS",
@@ -173,7 +173,15 @@ def test_variables_that_steer_the_libraries_belong_to_the_environment():
         "NVSHMEM_SYMMETRIC_SIZE",
         "CUBLAS_WORKSPACE_CONFIG",
     )
-    others = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "NCCL_API_KEY", "HOME", "XTORCH_A")
+    others = (
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_CACHE_AUTOTUNING",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_API_KEY",
+        "HOME",
+        "XTORCH_A",
+    )
     strict = detect.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
     assert sorted(strict["env"]) == sorted(steers)
 
