@@ -191,8 +191,8 @@ def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
     from playbook_bench.judge import metrics
 
     launched = case.kind in LAUNCHED_KINDS
-    exact = launched and all(metrics.get(metric).deterministic for _, metric in claims)
-    profiles = [_profile(case, name, exact) for name in case.profiles] if launched else []
+    counted = {name: all(metrics.on(m, gpus=name != "cpu").deterministic for _, m in claims) for name in case.profiles}
+    profiles = [_profile(case, name, exact) for name, exact in counted.items()] if launched else []
     return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
 
 

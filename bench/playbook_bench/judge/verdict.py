@@ -6,6 +6,7 @@ A pair, a sweep and an interaction take one path: blocks of launches, a rule abo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,8 +20,6 @@ from playbook_bench.judge.metrics import Metric
 from playbook_bench.judge.verdict_rules import VERSION, Rules
 from playbook_bench.statements import Statement
 
-_EXACT_TOLERANCE = 1e-9
-"""Relative difference up to which two exact figures are equal."""
 RULES: dict[int, Rules] = {1: rules_v1.RulesV1(), VERSION: Rules()}
 """The rules of judging, by version; a record's plan names its version."""
 
@@ -87,7 +86,9 @@ class _Series:
         self.measured, self.case, self.plan = measured, case, plan
         self.rules = rules_of(plan)
         claim = measured.claim
-        self.metric = metrics.get(claim.metric if claim else case.metric or "")
+        name = claim.metric if claim else case.metric or ""
+        # Where memory was measured beside times, there is an A/A, and the intervals say the same.
+        self.metric = metrics.get(name) if measured.aa else metrics.on(name, gpus=bool(measured.machine.gpus))
         self.expect = claim.expect if claim else Expect(op="inside") if case.kind == "prediction" else None
         excused = curve_rules.named(self.expect.infeasible) if self.expect else []
         self.dead = {r.variant for r in measured.runs if r.variant in excused and r.outcome in ("oom", "refused")}
@@ -193,7 +194,10 @@ class _Series:
             claimed = f"predicted {effects.show_predicted(self.case, self.metric)}"
         bounds = effects.bounds(curve)
         if curve.design == "deterministic":
-            return _verdict("exact", f"{shown}; {claimed}", bool(curve_rules.decide(asked, _snapped(bounds, margin), interaction)))
+            holds = curve_rules.decide(asked, _allowing(self.metric.within, curve, bounds, margin), interaction)
+            if holds is None and self.metric.within > metrics.EXACT:
+                return _verdict("power", f"{shown}; {claimed}; nearer to it than launches repeat ({100 * self.metric.within:g} %)")
+            return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
             return _verdict("budget", f"{shown}; stopped after {n} {self.unit}s, a verdict needs {need}; {claimed}")
@@ -322,14 +326,20 @@ def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Ver
 def spread(metric: Metric, runs: Sequence[Run]) -> str:
     """How a metric that should repeat exactly differs between launches of one variant; empty where it repeats."""
     values = [effects.required(metric, r) for r in runs]
-    if max(values) - min(values) > _EXACT_TOLERANCE * max(abs(v) for v in values):
+    if max(values) - min(values) > metric.within * max(abs(v) for v in values):
         return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
     return ""
 
 
-def _snapped(bounds: Sequence[tuple[float, float]], margin: float) -> list[tuple[float, float]]:
-    """Exact figures as intervals of no width; one that equals the margin but for rounding is set to it, so that `>=` and `<=` both hold there."""
-    slack = _EXACT_TOLERANCE * max(1.0, abs(margin))
+def _allowing(within: float, curve: Curve, bounds: Sequence[tuple[float, float]], margin: float) -> list[tuple[float, float]]:
+    """Figures that one launch of each variant told, as intervals: as wide as launches differ.
+
+    Exact ones have no width; one that equals the margin but for rounding is set to it, so that `>=` and `<=` both hold there.
+    """
+    if within > metrics.EXACT:
+        wide = [within * math.fsum(map(abs, c.weights.values())) for c in curve.contrasts]
+        return [(low - w, high + w) for (low, high), w in zip(bounds, wide, strict=True)]
+    slack = metrics.EXACT * max(1.0, abs(margin))
     near = [next((m for m in (margin, -margin) if abs(value - m) <= slack), value) for value, _ in bounds]
     return [(value, value) for value in near]
 

@@ -137,7 +137,7 @@ def _run_all(
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
         for wanted in sorted(
-            dict.fromkeys(t.case for t in tasks), key=lambda name: not options.campaign and _is_timed(tasks, name, loaded)
+            dict.fromkeys(t.case for t in tasks), key=lambda name: not options.campaign and _is_timed(tasks, name, loaded, machine)
         ):
             if options.campaign and options.deadline is not None and time.monotonic() >= options.deadline:
                 break
@@ -244,13 +244,13 @@ def _repeat(measured: Measured, options: Options) -> str:
     )
 
 
-def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case]) -> bool:
+def _is_timed(tasks: Sequence[Task], name: str | None, loaded: dict[str, Case], machine: Machine) -> bool:
     """Whether a case needs a whole series. Those come last, so that a short budget still settles everything that is cheap."""
     case = loaded[name] if name else None
     if case is None or case.kind not in LAUNCHED_KINDS:
         return False
     named = [t.claim.metric if t.claim else case.metric or "" for t in tasks if t.case == name]
-    return any(not metrics.get(m).deterministic for m in named)
+    return any(not metrics.on(m, gpus=bool(machine.gpus)).deterministic for m in named)
 
 
 def count_inapplicable(profile: str) -> tuple[int, int]:
@@ -418,7 +418,7 @@ def _judge(running: Series, record: Measured) -> _Settled:
 
 
 def _metric(record: Measured, case: Case) -> metrics.Metric:
-    return metrics.get(record.claim.metric if record.claim else case.metric or "")
+    return metrics.on(record.claim.metric if record.claim else case.metric or "", gpus=bool(record.machine.gpus))
 
 
 def _check(task: Task, loaded: dict[str, Case]) -> None:
