@@ -113,7 +113,7 @@ def cards_list(
         rows = [row for card in known.values() for row in _claim_rows(card, records)]
         print_json(rows) if as_json else print_table([as_shown(r) for r in rows], ("id", "card", "status", "statement"))
         return
-    keys = ("id", "phase", "wall", "title", "symptoms")
+    keys = ("id", "phase", "wall", "title", "summary", "symptoms")
     rows = [{**{k: getattr(c, k) for k in keys}, "claims": [claim.id for claim in c.claims]} for c in guidance(known).values()]
     print_json(rows) if as_json else print_table(rows, ("id", "claims", "phase", "wall", "title"))
 

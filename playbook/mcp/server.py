@@ -68,7 +68,7 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
-    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with search (or list_cards), then"
+    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with list_cards and choose by title and summary, or say that none is about it (search, which goes by words, quotes the passage); then"
     " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
     " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."

@@ -16,7 +16,7 @@ EXACT = 1e-9
 """Launches repeat what is counted to this share: rounding alone."""
 MEMORY_REPEATS = 1e-3
 """Peak memory on GPUs differs by less than this share between launches of one configuration.
-Source: 420 launches of 60 configurations on one, two and four H200s, which differ by 0.02 % at most (`docs/experiments/peak-memory.md`)."""
+Source: 515 launches of 50 configurations on one, two and four H200s, which differ by 0.02 % at most (`docs/experiments/peak-memory.md`)."""
 
 
 @dataclass(frozen=True)
