@@ -14,7 +14,7 @@ from playbook.yaml_files import did_you_mean
 
 EXACT = 1e-9
 """Launches repeat what is counted to this share: rounding alone."""
-MEMORY_REPEATS = 1e-3
+_MEMORY_REPEATS = 1e-3
 """Peak memory on GPUs differs by less than this share between launches of one configuration.
 Source: 515 launches of 50 configurations on one, two and four H200s, which differ by 0.02 % at most (`docs/experiments/peak-memory.md`)."""
 
@@ -187,7 +187,7 @@ def on(name: str, *, gpus: bool) -> Metric:
         ConfigError: there is none.
     """
     row = get(name)
-    return replace(row, deterministic=True, within=MEMORY_REPEATS) if gpus and name == "peak_memory_bytes" else row
+    return replace(row, deterministic=True, within=_MEMORY_REPEATS) if gpus and name == "peak_memory_bytes" else row
 
 
 def get(name: str) -> Metric:

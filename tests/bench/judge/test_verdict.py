@@ -449,44 +449,6 @@ def test_a_deterministic_metric_that_does_not_repeat_settles_nothing():
     assert verdict.derive(measured(runs, aa, metric="state_bytes_per_rank")).verdict.reason == "environment"
 
 
-def on_gpu(baseline, candidate, **fields):
-    """A pair of launches on one GPU with such peaks, in bytes, judged with or without an A/A."""
-    runs = [make_run("baseline", peak=baseline), make_run("candidate", position=1, peak=candidate)]
-    machine = Machine(name="h200x1", description="", gpus=1, gpu="H200", cpu="", cores=1)
-    return verdict.derive(measured([*runs, *fields.pop("more", [])], machine=machine, metric="peak_memory_bytes", **fields))
-
-
-def test_peak_memory_on_gpus_takes_one_pair_and_no_noise():
-    """Launches of one configuration repeat it to 0.1 %, so a margin as near as that is not decided."""
-    for baseline, op, margin, status in (
-        (110_000, ">=", 5.0, "confirmed"),
-        (104_000, ">=", 5.0, "refuted"),
-        (110_000, "<=", 5.0, "refuted"),
-        (105_100, ">=", 5.0, "inconclusive"),
-        (104_900, ">=", 5.0, "inconclusive"),
-        (105_400, ">=", 5.0, "confirmed"),
-    ):
-        found = on_gpu(baseline, 100_000, op=op, margin=margin)
-        assert (found.verdict.status, found.verdict.reason) == (status, "power" if status == "inconclusive" else "exact"), baseline
-        assert found.comparison.design == "deterministic"
-
-
-def test_peak_memory_that_does_not_repeat_on_gpus_settles_nothing():
-    again = [make_run("baseline", 1, 2, peak=110_200), make_run("candidate", 1, 3, peak=100_000)]
-    assert on_gpu(110_000, 100_000, more=again).verdict.reason == "environment"
-
-
-def test_peak_memory_beside_times_is_judged_by_its_intervals():
-    _, aa = series([])
-    assert on_gpu(110_000, 100_000, aa=aa).verdict.reason == "budget"
-
-
-def test_resident_memory_of_a_cpu_needs_an_a_a():
-    pairs = [make_run(v, i, 2 * i + k, peak=100_000) for i in range(4) for k, v in enumerate(("baseline", "candidate"))]
-    found = verdict.derive(measured(pairs, metric="peak_memory_bytes"))
-    assert (found.verdict.reason, "no A/A" in found.verdict.sentence) == ("environment", True)
-
-
 def test_missing_things_come_first():
     found = verdict.derive(measured([], missing=[Missing(reason="package", detail="package deep_ep is not installed")])).verdict
     assert (found.status, found.reason) == ("not_applicable", "package")

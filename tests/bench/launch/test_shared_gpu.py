@@ -96,3 +96,14 @@ def test_shared_ranks_launch_count_and_are_told_of(tmp_path, monkeypatch):
     assert comparison is not None
     assert math.isclose(comparison.candidate / comparison.baseline, 0.5, rel_tol=0.3), "CP 2 saves about half"
     assert json.loads(found.path.read_text())["measured"]["runs"][0]["ranks"] == 2
+
+
+@pytest.mark.full
+def test_peak_memory_on_a_gpu_takes_one_launch_of_each_variant(tmp_path, monkeypatch):
+    """On a CPU that says it is a GPU; what is resident there stands for what is allocated."""
+    monkeypatch.setattr(detect, "detect", lambda: detect.machine_of([("NVIDIA H200", "143771", "1")], "", "a CPU", 2))
+    (found,) = confirm.bench_run(shared("cp-saved-activations", metric="peak_memory_bytes", also=[]), Options("h200x1", tmp_path))
+    measured, derived = found.evidence.measured, found.evidence.derived
+    assert [r.role for r in measured.runs] == ["measure", "measure"]
+    assert measured.aa is None
+    assert (derived.verdict.reason, derived.comparison and derived.comparison.design) == ("no_claim", "deterministic")
