@@ -68,10 +68,10 @@ _READ_ONLY = {"read_only_hint": True, "open_world_hint": False}
 """The protocol's other hints speak of tools that write."""
 
 _INSTRUCTIONS = (
-    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with list_cards and choose by title and summary, or say that none is about it (search, which goes by words, quotes the passage); then"
+    "Performance guidance for training large models, stated as claims with verdicts from matched runs. Start with list_cards and choose by title and summary, or say that none fits; search serves flags and error texts; then"
     " get_card: `decide` says what to set, because of which claims, `rests_on` for each rule whether a verdict bears it out; `verdicts` where the claims stand, on which machine and backend. A claim without a confirmed"
     " verdict on hardware like the user's is a hypothesis, and so is one whose `stale` says why it no longer counts; say so. Effects are positive where"
-    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % stands for half. Nothing here runs anything: the commands in plans and records do."
+    " the candidate is better; where lower is better, a percentage is of baseline over candidate, less one, so +100 % in memory means that the candidate takes half. Nothing here runs anything: the commands in plans and records do."
 )
 
 _CardId = Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64, description="A card's id, such as list_cards gives.")]

@@ -22,6 +22,10 @@ DAY = date(2026, 11, 24)
 QUICK = ["long-context-cp-sizing/L9", "long-context-cp-sizing/L2"]
 
 
+UNDECIDED = {"cuda-graphs/V6.u", "fp8-recipes/W14.b"}
+"""Claims that all pairs of their cases have left open on one H200."""
+
+
 class Noting(confirm.Quiet):
     """The claims in the order of their verdicts."""
 
@@ -35,7 +39,7 @@ class Noting(confirm.Quiet):
 def test_the_claims_that_most_rules_rest_on_come_first_and_settled_ones_not_at_all():
     found = untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", DAY)
     rules = Counter(claim for card in CARDS.values() for rule in card.decide for claim in rule.because)
-    counts = [rules[target.partition("/")[2].removesuffix(".m")] for target in found if target != "cuda-graphs/V6.u"]
+    counts = [rules[target.partition("/")[2].removesuffix(".m")] for target in found if target not in UNDECIDED]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
     assert not {"recompute/W1", "recompute/V10.c", "vlm-real-data/T5", "long-context-cp-sizing/L9"} & set(found), "each has a fresh verdict"
@@ -85,7 +89,7 @@ def test_a_fresh_machine_goes_on_from_the_folders_that_were_brought_along(tmp_pa
 def test_what_was_undecided_after_all_of_its_pairs_waits_and_what_time_cut_goes_on():
     """Else a campaign would spend its first minutes on a claim that eight pairs could not settle."""
     found = untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", DAY)
-    assert found[-1] == "cuda-graphs/V6.u"
+    assert set(found[-len(UNDECIDED) :]) == UNDECIDED
     assert found.index("recompute/W1.d") < found.index("recompute/W1.e"), "five of its eight pairs had run"
 
 

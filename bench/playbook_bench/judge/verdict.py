@@ -46,7 +46,7 @@ STATES: dict[Reason, tuple[str, str]] = {
     "fragile": ("inconclusive", "rules of version 1 only: mean and median of the pairs have opposite signs"),
     "margin": ("confirmed or refuted", "at a look, the intervals imply the claim, or its negation"),
     "budget": ("inconclusive", "time or `--pairs` ended the series before its last look, and nothing is settled"),
-    "power": ("inconclusive", "the last look is taken and an interval still contains the margin"),
+    "power": ("inconclusive", "the last look is taken, or peak memory was compared, and an interval still contains the margin"),
 }
 """By reason: the state that follows, and when. In the order in which they are asked."""
 
@@ -196,7 +196,7 @@ class _Series:
         if curve.design == "deterministic":
             holds = curve_rules.decide(asked, _allowing(self.metric.within, curve, bounds, margin), interaction)
             if holds is None and self.metric.within > metrics.EXACT:
-                return _verdict("power", f"{shown}; {claimed}; nearer to it than launches repeat ({100 * self.metric.within:g} %)")
+                return _verdict("power", f"{shown}; {claimed}; too near to it for launches that repeat to {100 * self.metric.within:g} %")
             return _verdict("exact", f"{shown}; {claimed}", bool(holds))
         if curve.look is None or n < 2:
             need = next((look for look in looks if look > n), looks[-1])
