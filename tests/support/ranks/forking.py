@@ -101,6 +101,10 @@ class Forks:
         """What a rank has printed, over all its runs."""
         return Path(f"{self.log}.{rank}").read_text()
 
+    def told(self, ranks: int = 1) -> str:
+        """The end of what each rank has printed, for the message of a test that fails."""
+        return "\n".join(f"rank {rank}: {self.text(rank)[-3000:]}" for rank in range(ranks))
+
     def wait(self) -> list[int]:
         return SERVER.wait()
 

@@ -44,7 +44,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
 def trained(forks: Forks, folder: Path, config: str, layout: str, *words: str) -> list[dict[str, Any]]:
     ranks, sizes = LAYOUTS[layout]
     codes = forks.run([config, *QUICK, *sizes, *words, f"output={folder}"], ranks, free_port())
-    assert codes == [0] * ranks, forks.text(0)[-3000:]
+    assert codes == [0] * ranks, forks.told(ranks)
     return steps(folder)
 
 
@@ -126,7 +126,7 @@ def test_killed_twenty_times_and_resumed(deaths: int, ends: int, forks: Forks, t
     words = [TEXT, *QUICK, "train.deterministic=true", "parallel.ep=2", "model.num_layers=1", "train.global_batch_size=2"]
     words.append("train.hang_timeout_s=150")  # a stall says where it is
     saved, chance, kills, runs = tmp_path / "saved", random.Random(20), 0, 0
-    assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], forks.text(0)[-3000:]
+    assert forks.run([*words, f"output={tmp_path / 'whole'}"], 2, free_port()) == [0, 0], forks.told(2)
     whole = exact(tmp_path / "whole")
     while kills < deaths or runs < ends:  # on a busy machine a run dies more often before its end
         # A new run each time the last one has come to its end, which it does after a few deaths.
@@ -134,7 +134,7 @@ def test_killed_twenty_times_and_resumed(deaths: int, ends: int, forks: Forks, t
         line = [*words, *more, f"output={parts}"]
         kills += killed(forks, line, parts, chance)
         if kills >= deaths or len(lines(parts)) >= 4:
-            assert forks.run(line, 2, free_port()) == [0, 0], forks.text(0)[-3000:]
+            assert forks.run(line, 2, free_port()) == [0, 0], forks.told(2)
             assert exact(parts) == whole
             assert sorted(p.name for p in saved.iterdir()) == [".finished", ".lock", "step_00000005", "step_00000006"]
             shutil.rmtree(saved)
@@ -149,7 +149,7 @@ def killed(forks: Forks, line: list[str], parts: Path, chance: random.Random) ->
     ranks = forks.start(line, 2, free_port())
     deadline = time.monotonic() + 120
     while len(lines(parts)) < at and all(alive(pid) for pid in ranks):
-        assert time.monotonic() < deadline, forks.text(0)[-3000:]
+        assert time.monotonic() < deadline, forks.told(2)
         time.sleep(0.002)
     time.sleep(chance.random() * (0.05 if more else 1.0))
     for pid in chance.sample(ranks, 2):
@@ -157,7 +157,7 @@ def killed(forks: Forks, line: list[str], parts: Path, chance: random.Random) ->
             os.kill(pid, signal.SIGKILL)
         time.sleep(chance.choice([0, 0.02, 0.2]))
     codes = forks.wait()
-    assert set(codes) <= {0, 1, -signal.SIGKILL}, f"{codes} {forks.text(0)[-3000:]}"
+    assert set(codes) <= {0, 1, -signal.SIGKILL}, f"{codes} {forks.told(2)}"
     return int(-signal.SIGKILL in codes)
 
 

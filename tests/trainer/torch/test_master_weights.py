@@ -25,7 +25,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
 
 def trained(forks: Forks, folder: Path, config: str, ranks: int, *words: str) -> list[tuple[int, float, float]]:
     line = [config, *QUICK, "train.receipt=false", *words, f"output={folder}", f"checkpoint.export={folder}-weights"]
-    assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.text(0)[-3000:]
+    assert forks.run(line, ranks, free_port()) == [0] * ranks, forks.told(ranks)
     return [(row["step"], row["loss"], row["grad_norm"]) for row in steps(folder)]
 
 
