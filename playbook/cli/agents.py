@@ -23,6 +23,7 @@ from playbook.mcp.answers import Plan, PlannedCase, PlannedProfile
 from playbook.paths import DEFAULT_RESULTS, data_root
 from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
 from playbook.records.evidence import Baseline
+from playbook.records.machine import CPU
 from playbook.records.read import Reader
 from playbook.skills import foreign
 from playbook.skills.check import Accepted, Known, check
@@ -191,8 +192,11 @@ def _case(case: Case, claims: Sequence[tuple[str, str]]) -> PlannedCase:
     from playbook_bench.judge import metrics
 
     launched = case.kind in LAUNCHED_KINDS
-    counted = {name: all(metrics.on(m, gpus=name != "cpu").deterministic for _, m in claims) for name in case.profiles}
-    profiles = [_profile(case, name, exact) for name, exact in counted.items()] if launched else []
+
+    def exact(profile: str) -> bool:
+        return all(metrics.on(metric, gpus=profile != CPU).deterministic for _, metric in claims)
+
+    profiles = [_profile(case, name, exact(name)) for name in case.profiles] if launched else []
     return PlannedCase(case=case.id, kind=case.kind, claims=[i for i, _ in claims], requires=case.requires, profiles=profiles)
 
 

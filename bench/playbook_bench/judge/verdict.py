@@ -324,10 +324,10 @@ def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Ver
 
 
 def spread(metric: Metric, runs: Sequence[Run]) -> str:
-    """How a metric that should repeat exactly differs between launches of one variant; empty where it repeats."""
+    """How a metric that should repeat differs between launches of one variant; empty where it repeats."""
     values = [effects.required(metric, r) for r in runs]
     if max(values) - min(values) > metric.within * max(abs(v) for v in values):
-        return f"{metric.name} should repeat exactly, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
+        return f"{metric.name} should repeat to {100 * metric.within:g} %, but the {runs[0].variant}'s launches gave {min(values):g} to {max(values):g}"
     return ""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from playbook.errors import ConfigError
 from playbook.paths import data_root
-from playbook.records.case import Case
+from playbook.records.case import Case, load_case
 from playbook.records.evidence import Machine
 from playbook.records.machine import short_gpu
 from playbook_bench.machine import detect, requirements
@@ -184,6 +184,14 @@ def test_variables_that_steer_the_libraries_belong_to_the_environment():
     )
     strict = detect.strict_environment(four(), dict.fromkeys([*steers, *others], "1"))
     assert sorted(strict["env"]) == sorted(steers)
+
+
+def test_every_launch_keeps_compiled_kernels_and_which_form_of_one_was_fastest(tmp_path):
+    """Triton would try the forms anew in every process."""
+    for resolved in resolve_all(load_case("recompute-saved-bytes"), "cpu").values():
+        settings = resolved.settings(3, tmp_path)
+        assert settings["TRITON_CACHE_AUTOTUNING"] == "1"
+        assert settings["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 def test_variables_that_a_series_finds_are_told_and_secrets_are_not(monkeypatch):
