@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Processes: which there are, and making one end with the one that started it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,3 +24,14 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[], N
             os._exit(1)
 
     return ask
+
+
+def listed() -> list[Path]:
+    """The folder below /proc of each process of this machine; none where there is no /proc.
+
+    A process may end at any time, and reading its files then fails with an OSError, ESRCH among them, which `Path.glob` does not catch.
+    """
+    try:
+        return [Path("/proc", name) for name in os.listdir("/proc") if name.isdigit()]
+    except FileNotFoundError:
+        return []

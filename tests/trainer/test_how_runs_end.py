@@ -121,6 +121,21 @@ def test_an_absent_peer_is_named(absent: int, there: int, expected: str, forks: 
     assert "Traceback" not in "".join(lines)
 
 
+VANISHED = """import os, pathlib
+def look(folder, pattern, real=pathlib.Path.glob):
+    if folder.name == "export" and os.environ["RANK"] == "1":
+        raise FileNotFoundError(2, "rank 0 has removed it again", str(folder))
+    return real(folder, pattern)
+pathlib.Path.glob = look"""
+
+
+def test_a_folder_that_rank_0_tries_and_removes_stops_no_other_rank(forks: Forks, tmp_path: Path) -> None:
+    """Rank 1 refused now and then what rank 0 had made and removed under its eyes, and said nothing."""
+    words = [TEXT, *QUICK, f"output={tmp_path / 'out'}", f"checkpoint.export={tmp_path / 'export'}"]
+    assert forks.run(words, 2, free_port(), VANISHED) == [0, 0], forks.text(0) + forks.text(1)
+    assert (tmp_path / "export" / weights.SINGLE).is_file()
+
+
 def test_a_launcher_that_names_no_host_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

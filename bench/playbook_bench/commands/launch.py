@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import LaunchError, LogError, PlaybookError
+from playbook.processes import listed
 from playbook.records.commands import Steps
 from playbook_bench import logs
 from playbook_bench.commands import interpreter, proof
@@ -161,10 +162,10 @@ def _end_marked(mark: bytes) -> None:
     """Kill what has left the command's session and lives on, such as a daemon; it would share the machine with the launches to come."""
     for _ in range(_ROUNDS):  # one that was just being forked shows in the next round
         found = False
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        for process in listed():
             with contextlib.suppress(OSError):
-                if mark in entry.read_bytes().split(b"\0"):
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
                     found = True
         if not found:
             return

@@ -28,7 +28,7 @@ from typing import IO, Any, Protocol
 
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
-from playbook.processes import die_with_parent
+from playbook.processes import die_with_parent, listed
 from playbook_bench.launch.outcome import Ended, Launched, Result, judge, tail
 from playbook_trainer import exit_codes
 from playbook_trainer.config import tree as trainer_config
@@ -404,14 +404,14 @@ def _signal_group(leader: int, signum: int) -> None:
 
 def _kill_sessions(leaders: set[int]) -> None:
     """Kill what has left its rank's process group but not its session, such as a worker with a group of its own."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for process in listed():
         try:
-            fields = entry.read_bytes().rsplit(b")", 1)[1].split()
+            fields = (process / "stat").read_bytes().rsplit(b")", 1)[1].split()
         except (OSError, IndexError):
             continue
         if int(fields[3]) in leaders and fields[0] != b"Z":
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.parent.name), signal.SIGKILL)
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def again_where_the_port_was_taken(once: Callable[[], Result], folder: Path) -> Result:
