@@ -5,8 +5,8 @@
 
 Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
 end is not done again by the next call with the same folder, and series of matched runs go on where time has cut them, as long as the machine stands.
-Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one. Where CUDA_VISIBLE_DEVICES names a GPU twice, two tasks
-share it, which no task that takes times may do.
+Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one. Tasks that take no times share a GPU as far as its
+memory goes (`--gib`), and never with one that takes times.
 What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
 """
 
@@ -44,12 +44,15 @@ class Task:
     """So many ranks of tests take one GPU in turns, as if each were a node (`tests/support/ranks/nodes.py`)."""
     tells: bool = True
     """Whether its rows belong in tables: those of ranks that share a GPU say nothing of time, and little else that others do not say."""
+    gib: float | None = None
+    """Of a GPU's memory, where it takes no times and may share the GPU; it gets temporary files of its own, since the harness refuses a GPU that another has."""
 
 
-def claims(names: str, gpus: int, least_s: int) -> Task:
-    """Verdicts, one after the other."""
-    command = f"python -m playbook confirm {names} --profile h200x{gpus} --fork --journal {{out}}/journal/{{name}} --results {{out}}/results --budget {{left}}s"
-    return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}))  # confirmed, refuted, not applicable
+def claims(names: str, gpus: int, least_s: int, gib: float | None = None) -> Task:
+    """Verdicts, one after the other; those that stand already are left out."""
+    told = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
+    command = f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}"
+    return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}), gib=gib)  # confirmed, refuted, not applicable
 
 
 PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
@@ -94,14 +97,39 @@ TASKS: dict[str, Task] = {
     "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
-    "fitting": claims("cuda-graphs/V6.p offloading/L11.a torch-trainer-speed/P6", 1, 90),
-    "recomputed": claims("recompute/W1 recompute/V10 recompute/L4", 1, 90),
-    "compiled": claims("vlm-real-data/T2 vlm-real-data/T5 vlm-real-data/T7", 1, 90),
-    "photographs1": claims("vlm-real-data/T1 vlm-real-data/T9 vlm-real-data/V3 vlm-real-data/T12", 1, 90),
-    "knobs": claims("vlm-tuning-knobs/V8 vlm-tuning-knobs/V13 vlm-tuning-knobs/V7 vlm-tuning-knobs/V9", 1, 90),
-    "precision": claims("fp8-recipes/W14 fp8-recipes/W12 fp8-recipes/W20", 1, 90),
-    "graphs-torch": claims("cuda-graphs/V6 cuda-graphs/V11.n cuda-graphs/V15.s", 1, 90),
-    "memory": claims("offloading/W16 long-context-memory/L13", 1, 90),
+    "control": Task(
+        1,
+        "python tools/beside_plain.py --out {out}/parity --only images-moe-2b --sides auto --steps 200 --budget {left} "
+        "train.micro_batch_size=1 train.global_batch_size=1 data.seq_len=1024 moe.apply_probs_on=output",
+        60,
+        gib=35,
+    ),
+    "tiny": Task(
+        1,
+        "python tools/beside_plain.py --out {out}/parity --only tiny-text tiny-text-moe tiny-images tiny-images-moe --sides auto off "
+        "--steps 100 --rounds 3 --budget {left}",
+        60,
+    ),
+    "held": claims("cuda-graphs/V6.p long-rows/R1", 1, 60, gib=75),
+    "held-by-ranks": claims(
+        "megatron-fsdp-vlm/M1 long-context-cp-sizing/W6 megatron-fsdp-vlm/M1.e offloading/L11.b long-context-cp-sizing/L8.s offloading/L11.a",
+        1,
+        60,
+    ),
+    "torch": claims(
+        "fp8-recipes/W14 recompute/V10 vlm-real-data/V3 recompute/W1 vlm-real-data/T5 vlm-real-data/T1 vlm-tuning-knobs/V8 vlm-tuning-knobs/V8.p "
+        "vlm-real-data/T2 vlm-real-data/T2.p fp8-recipes/W12 fp8-recipes/W12.b moe-optimization-workflow/W21 fp8-recipes/W20 loss-and-logits/C1 "
+        "loss-and-logits/C2 loss-and-logits/C3 expert-imbalance/E1 packed-fine-tuning/S1 small-micro-batches/N1.t vlm-tuning-knobs/V13 "
+        "vlm-real-data/T9 vlm-real-data/T7 vlm-real-data/T3 recompute/L4 cuda-graphs/V6 allocator-fragmentation/F1 allocator-fragmentation/F2",
+        1,
+        90,
+    ),
+    "megatron": claims(
+        "recompute/L3.b recompute/L4.c fp8-recipes/W20.b long-context-memory/L13.b small-micro-batches/N1 dense-models/D1 dense-models/D2 "
+        "fp8-recipes/W12.f recompute/W1.d recompute/W1.f dense-models/D3",
+        1,
+        120,
+    ),
     "table": Task(1, "python tools/megatron_table.py one --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "table2": Task(2, "python tools/megatron_table.py one two --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "lengths": Task(4, "python tools/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
@@ -138,14 +166,17 @@ class Running:
 
     name: str
     gpus: list[str]
+    gib: float
     process: subprocess.Popen[bytes]
     began: float
     ends: float
 
 
-def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path) -> dict[str, str]:
-    """What became of each task: "done before", "left out", "ended at its limit" or its exit code."""
-    began, free, waiting, running = time.monotonic(), list(gpus), list(names), list[Running]()
+def run(
+    names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path, gib: float = 130
+) -> dict[str, str]:
+    """What became of each task: "done before", "left out", "ended at its limit" or its exit code. A GPU has `gib` of memory."""
+    began, waiting, running = time.monotonic(), list(names), list[Running]()
     became: dict[str, str] = {}
     for name in names:
         if (out / f"{name}.done").exists():
@@ -155,17 +186,18 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
         while waiting or running:
             for job in [j for j in running if j.process.poll() is not None or time.monotonic() > j.ends]:
                 running.remove(job)
-                free = sorted([*free, *job.gpus], key=list(gpus).index)
                 became[job.name] = _end(job, tasks[job.name], out)
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
                 task, left = tasks[name], seconds - (time.monotonic() - began)
+                need = gib if task.gib is None else task.gib
+                free = [gpu for gpu in gpus if need + sum(job.gib for job in running if gpu in job.gpus) <= gib]
                 if left < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
                     _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
-                    running.append(_begin(name, task, [free.pop(0) for _ in range(task.gpus)], left, out))
+                    running.append(_begin(name, task, free[: task.gpus], need, left, out))
                     waiting.remove(name)
                     _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
             time.sleep(0.1)
@@ -175,7 +207,7 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
     return became
 
 
-def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
+def _begin(name: str, task: Task, gpus: list[str], gib: float, left: float, out: Path) -> Running:
     told = max(0, int(left) - task.margin_s)
     words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -183,11 +215,14 @@ def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Ru
     # Tables say what ranks with GPUs of their own found.
     env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}
     env |= {"PLAYBOOK_PARITY": str(out / "parity")} if task.tells else {}
+    if task.gib is not None:
+        env["TMPDIR"] = str(out / "tmp" / name)
+        Path(env["TMPDIR"]).mkdir(parents=True, exist_ok=True)
     words[0] = sys.executable if words[0] == "python" else words[0]
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     now = time.monotonic()
-    return Running(name, gpus, process, now, now + left)
+    return Running(name, gpus, gib, process, now, now + left)
 
 
 def _end(job: Running, task: Task, out: Path) -> str:
@@ -211,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="; ".join(TASKS))
     parser.add_argument("--seconds", type=float, default=580, help="for all of it")
+    parser.add_argument("--gib", type=float, default=130, help="of memory that tasks may share on a GPU")
     parser.add_argument("--out", type=Path, default=Path("session"), help="folder of logs and results")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--lines", type=int, default=12, help="of each log's end to print")
@@ -226,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
         if not (out / "parity" / kept.name).exists():
             shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
-    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
+    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out, arguments.gib)
     for name in became:
         if (log := out / f"{name}.log").is_file():
             print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-arguments.lines :], sep="\n")
