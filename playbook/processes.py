@@ -32,6 +32,6 @@ def listed() -> list[Path]:
     A process may end at any time, and reading its files then fails with an OSError, ESRCH among them, which `Path.glob` does not catch.
     """
     try:
-        return [Path("/proc", name) for name in os.listdir("/proc") if name.isdigit()]
+        return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     except FileNotFoundError:
         return []
