@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How often verdicts err, and what they find, by simulation.")
     parser.add_argument("--series", type=int, default=2000, help="series for each figure")
     count = parser.parse_args().series
-    three, two = (4, 8, 12), (4, 8)
+    three, two, early = (4, 8, 12), (4, 8), (2, 4, 8)
 
     def error(looks: tuple[int, ...], noisier: float, outliers: float) -> list[str]:
         out = [", ".join(map(str, looks)), f"{noisier:g}", f"{100 * outliers:g} %"]
@@ -135,7 +135,7 @@ def main() -> None:
         return out
 
     settings = [(looks, noisier, 0.0) for looks in (three, two) for noisier in (0.5, 1.0, 1.5, 2.0, 4.0)]
-    settings += [(three, noisier, 0.05) for noisier in (1.0, 2.0)]
+    settings += [(early, noisier, 0.0) for noisier in (1.0, 2.0, 4.0)] + [(three, noisier, 0.05) for noisier in (1.0, 2.0)]
     head = ["looks", "noise of pairs / of A/A", "launches off by 5 s"]
     head += [f"v{v}: {what}" for v in RULES for what in ("confirmed", "refuted", "decided")]
     table("The effect lies at the margin: verdicts in % of series", head, (error(*s) for s in settings))
@@ -147,7 +147,8 @@ def main() -> None:
         ]
 
     head = ["looks", "beyond the margin", "launches off by 5 s", *(f"v{v}: {what}" for v in RULES for what in ("confirmed, %", "pairs"))]
-    settings = [(looks, effect, 0.0) for looks in (three, two) for effect in (0.75, 1.0, 1.25, 1.5, 2.0)] + [(three, 1.0, 0.05)]
+    settings = [(looks, effect, 0.0) for looks in (three, two) for effect in (0.75, 1.0, 1.25, 1.5, 2.0)]
+    settings += [(looks, effect, 0.0) for looks in (two, early) for effect in (4.0, 8.0)] + [(three, 1.0, 0.05)]
     table("The claim is true: confirmed, and pairs on average", head, (power(*s) for s in settings))
 
     def tens(looks: tuple[int, ...], spread: float, effect: float) -> list[str]:
