@@ -1,12 +1,12 @@
 """Work for an hour of rented GPUs: the tasks that are asked for, as many side by side as there are GPUs, within so many seconds.
 
     python tools/session.py --list
-    python tools/session.py --seconds 580 --out DIR bare graphs fp8 table       # in this order of preference
+    python tools/session.py --seconds 580 --out DIR bare graphs megatron table       # in this order of preference
 
-Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
-end is not done again by the next call with the same folder, and series of matched runs go on where time has cut them, as long as the machine stands.
-Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one. Tasks that take no times share a GPU as far as its
-memory goes (`--gib`), and never with one that takes times.
+A task gets GPUs of its own, unless it says how much memory it needs: it takes no times then, and shares a GPU with others like it as far as memory goes.
+It is told how many seconds are left for it, and not begun with too few. A task that has come to its end is not done again by the next call with the same
+folder; one of claims is, since it knows itself which have a verdict, and its series go on where time has cut them, as long as the machine stands.
+Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one.
 What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
 """
 
@@ -45,14 +45,20 @@ class Task:
     tells: bool = True
     """Whether its rows belong in tables: those of ranks that share a GPU say nothing of time, and little else that others do not say."""
     gib: float | None = None
-    """Of a GPU's memory, where it takes no times and may share the GPU; it gets temporary files of its own, since the harness refuses a GPU that another has."""
+    """What it needs of each GPU, where it takes no times and may share the GPU with others of this call. Its temporary files are its own, and with them
+    the lock by which the harness refuses a GPU that another harness has. None: it has the GPU alone."""
 
 
 def claims(names: str, gpus: int, least_s: int, gib: float | None = None) -> Task:
-    """Verdicts, one after the other; those that stand already are left out."""
+    """Verdicts, one after the other; claims with a fresh one are left out, so that the task can be called until nothing is left."""
     told = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
-    command = f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}"
-    return Task(gpus, command, least_s, settled=frozenset({0, 1, 4}), gib=gib)  # confirmed, refuted, not applicable
+    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}", least_s, settled=frozenset(), gib=gib)
+
+
+def control(words: str) -> Task:
+    """Losses of `auto` on photographs over 200 steps."""
+    command = "python tools/beside_plain.py --out {out}/shared/{name} --only images-moe-2b --sides auto --steps 200 --budget {left}"
+    return Task(1, f"{command} train.micro_batch_size=1 train.global_batch_size=1 data.seq_len=1024 {words}", 60, gib=35)
 
 
 PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
@@ -85,9 +91,6 @@ TASKS: dict[str, Task] = {
     "bare": Task(4, "python tools/beside_bare.py --budget {left} --out {out}/parity", 150, 60),
     "bare2": Task(2, "python tools/beside_bare.py --budget {left} --out {out}/parity model.num_layers=16", 150, 45),
     "graphs": claims("cuda-graphs/V6.u", 1, 200),
-    "fp8": claims("fp8-recipes/W12.e", 1, 200),
-    "recompute": claims("recompute/W1.c", 1, 200),
-    "images": claims("torch-trainer-speed/P7 torch-trainer-speed/P6", 1, 250),
     "text": claims("torch-trainer-speed/P1 torch-trainer-speed/P1.p", 4, 300),
     "text48": claims("torch-trainer-speed/P2 torch-trainer-speed/P2.p", 4, 300),
     "text32k": claims("torch-trainer-speed/P3 torch-trainer-speed/P3.p", 4, 300),
@@ -97,19 +100,15 @@ TASKS: dict[str, Task] = {
     "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
-    "control": Task(
-        1,
-        "python tools/beside_plain.py --out {out}/parity --only images-moe-2b --sides auto --steps 200 --budget {left} "
-        "train.micro_batch_size=1 train.global_batch_size=1 data.seq_len=1024 moe.apply_probs_on=output",
-        60,
-        gib=35,
-    ),
+    "control": control(""),
+    "control-output": control("moe.apply_probs_on=output"),
     "tiny": Task(
         1,
         "python tools/beside_plain.py --out {out}/parity --only tiny-text tiny-text-moe tiny-images tiny-images-moe --sides auto off "
         "--steps 100 --rounds 3 --budget {left}",
         60,
     ),
+    # Dry runs say 53 and 37 GiB, without what captured graphs hold.
     "held": claims("cuda-graphs/V6.p long-rows/R1", 1, 60, gib=75),
     "held-by-ranks": claims(
         "megatron-fsdp-vlm/M1 long-context-cp-sizing/W6 megatron-fsdp-vlm/M1.e offloading/L11.b long-context-cp-sizing/L8.s offloading/L11.a",
@@ -120,7 +119,8 @@ TASKS: dict[str, Task] = {
         "fp8-recipes/W14 recompute/V10 vlm-real-data/V3 recompute/W1 vlm-real-data/T5 vlm-real-data/T1 vlm-tuning-knobs/V8 vlm-tuning-knobs/V8.p "
         "vlm-real-data/T2 vlm-real-data/T2.p fp8-recipes/W12 fp8-recipes/W12.b moe-optimization-workflow/W21 fp8-recipes/W20 loss-and-logits/C1 "
         "loss-and-logits/C2 loss-and-logits/C3 expert-imbalance/E1 packed-fine-tuning/S1 small-micro-batches/N1.t vlm-tuning-knobs/V13 "
-        "vlm-real-data/T9 vlm-real-data/T7 vlm-real-data/T3 recompute/L4 cuda-graphs/V6 allocator-fragmentation/F1 allocator-fragmentation/F2",
+        "vlm-real-data/T9 vlm-real-data/T7 vlm-real-data/T3 recompute/L4 cuda-graphs/V6 allocator-fragmentation/F1 allocator-fragmentation/F2 "
+        "offloading/W16 long-context-memory/L13 checkpoint-stalls/K1 vlm-tuning-knobs/V7 vlm-tuning-knobs/V9 cuda-graphs/V11.n cuda-graphs/V15.s",
         1,
         90,
     ),
@@ -166,16 +166,15 @@ class Running:
 
     name: str
     gpus: list[str]
-    gib: float
+    part: float
+    """Of each of them."""
     process: subprocess.Popen[bytes]
     began: float
     ends: float
 
 
-def run(
-    names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path, gib: float = 130
-) -> dict[str, str]:
-    """What became of each task: "done before", "left out", "ended at its limit" or its exit code. A GPU has `gib` of memory."""
+def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path, gib: float = 0) -> dict[str, str]:
+    """What became of each task: "done before", "left out", "ended at its limit" or its exit code. Tasks may share `gib` of each GPU's memory."""
     began, waiting, running = time.monotonic(), list(names), list[Running]()
     became: dict[str, str] = {}
     for name in names:
@@ -190,14 +189,19 @@ def run(
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
                 task, left = tasks[name], seconds - (time.monotonic() - began)
-                need = gib if task.gib is None else task.gib
-                free = [gpu for gpu in gpus if need + sum(job.gib for job in running if gpu in job.gpus) <= gib]
-                if left < task.least_s or task.gpus > len(gpus):
+                part = task.gib / gib if task.gib and gib else 1.0
+                taken = {gpu: sum(job.part for job in running if gpu in job.gpus) for gpu in gpus}
+                free = sorted((gpu for gpu in gpus if part + taken[gpu] <= 1), key=taken.__getitem__)
+                if part > 1:
+                    became[name] = "left out"
+                    _say(began, f"{name}: left out, needs {task.gib:.0f} GiB of a GPU, and {gib:.0f} may be shared")
+                    waiting.remove(name)
+                elif left < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
                     _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
-                    running.append(_begin(name, task, free[: task.gpus], need, left, out))
+                    running.append(_begin(name, task, free[: task.gpus], part, left, out))
                     waiting.remove(name)
                     _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
             time.sleep(0.1)
@@ -207,7 +211,7 @@ def run(
     return became
 
 
-def _begin(name: str, task: Task, gpus: list[str], gib: float, left: float, out: Path) -> Running:
+def _begin(name: str, task: Task, gpus: list[str], part: float, left: float, out: Path) -> Running:
     told = max(0, int(left) - task.margin_s)
     words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -222,7 +226,7 @@ def _begin(name: str, task: Task, gpus: list[str], gib: float, left: float, out:
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     now = time.monotonic()
-    return Running(name, gpus, gib, process, now, now + left)
+    return Running(name, gpus, part, process, now, now + left)
 
 
 def _end(job: Running, task: Task, out: Path) -> str:
@@ -246,7 +250,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="; ".join(TASKS))
     parser.add_argument("--seconds", type=float, default=580, help="for all of it")
-    parser.add_argument("--gib", type=float, default=130, help="of memory that tasks may share on a GPU")
     parser.add_argument("--out", type=Path, default=Path("session"), help="folder of logs and results")
     parser.add_argument("--list", action="store_true", help="print the tasks and end")
     parser.add_argument("--lines", type=int, default=12, help="of each log's end to print")
@@ -262,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
         if not (out / "parity" / kept.name).exists():
             shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
-    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out, arguments.gib)
+    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out, memory_gib())
     for name in became:
         if (log := out / f"{name}.log").is_file():
             print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-arguments.lines :], sep="\n")
@@ -272,14 +275,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def visible() -> list[str]:
     """The GPUs that may be used."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [i for i in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if i]
+        return list(dict.fromkeys(i for i in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if i))
+    return _asked("index")
+
+
+def memory_gib() -> float:
+    """What tasks may share of the memory of each GPU, those of the machine that has least: all but what contexts of a few processes take. 0 without GPUs."""
+    return max(0.0, min((float(mib) for mib in _asked("memory.total") if mib.isdigit()), default=0.0) / 1024 - 8)
+
+
+def _asked(what: str) -> list[str]:
     tool = shutil.which("nvidia-smi")
-    said = (
-        subprocess.run([tool, "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout
-        if tool
-        else ""
-    )
-    return said.split()
+    command = [str(tool), f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split() if tool else []
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ def test_tasks_that_take_no_times_share_a_gpu_and_none_that_does(tmp_path: Path)
     assert session.run(list(tasks), tasks, ["0"], 60, tmp_path, gib=130) == dict.fromkeys(tasks, "0")
     seen = {name: (tmp_path / f"{name}.log").read_text().split() for name in tasks}
     assert seen["timed"] == ["timed.on"]
-    assert {"a.on", "b.on"} <= {*seen["a"], *seen["b"]}
+    assert "b.on" in seen["a"] or "a.on" in seen["b"]
     assert seen["c"] == ["c.on"]
+    assert session.run(["b"], tasks, ["0"], 60, tmp_path / "less", gib=50) == {"b": "left out"}
     assert all((tmp_path / "tmp" / name).is_dir() == (tasks[name].gib is not None) for name in tasks)
 
 
@@ -71,8 +72,7 @@ def test_an_unknown_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_series_that_time_has_cut_and_a_tool_that_broke_are_done_again() -> None:
-    assert 3 not in TASKS["graphs"].settled, "no verdict yet"
-    assert 1 in TASKS["graphs"].settled, "refuted"
+    assert not TASKS["graphs"].settled, "one verdict of many, and time is up: both end with 0 or 1"
     assert 1 not in TASKS["bare"].settled | TASKS["table"].settled, "a traceback"
     assert megatron_table.LEFT_OUT not in TASKS["bare"].settled | TASKS["table"].settled
 

@@ -103,11 +103,12 @@ def _check_files(config: TrainerConfig, rank: int) -> None:
     loader.check(config)
     if config.init.weights is not None:
         weights.check_folder(config.model, Path(config.init.weights))
-    if rank > 0:  # it would meet the folders that rank 0 makes and removes again to find out whether it may
-        return
     if config.checkpoint.export is not None:
         weights.refuse_to_overwrite(Path(config.checkpoint.export))
-        weights.refuse_unwritable(Path(config.checkpoint.export))
+        if rank == 0:
+            weights.refuse_unwritable(Path(config.checkpoint.export))
+    if rank > 0:
+        return
     if config.checkpoint.every and config.checkpoint.dir:
         weights.refuse_unwritable(Path(config.checkpoint.dir), "checkpoint.dir")
     _take_output(Path(config.output))

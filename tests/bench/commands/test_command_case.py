@@ -156,17 +156,19 @@ def _running(folder):
     return found
 
 
-@pytest.mark.parametrize("fails", ["stat", "read_bytes"])
-def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_launch(case, fails, monkeypatch):
+def test_a_strangers_process_that_ends_while_its_files_are_looked_at_stops_no_launch(case, monkeypatch):
     """Linux says ESRCH of such a file, which the harness met where it looks for what a command has left behind."""
-    real = getattr(Path, fails)
 
-    def ended(path, *words, **more):
-        if path.parts[1:2] == ("proc",) and path.parts[2:3] != (str(os.getpid()),):
-            raise ProcessLookupError(3, "No such process", str(path))
-        return real(path, *words, **more)
+    def ending(real):
+        def look(path, *words, **more):
+            if path.parts[1:2] == ("proc",) and path.parts[2:3] != (str(os.getpid()),):
+                raise ProcessLookupError(3, "No such process", str(path))
+            return real(path, *words, **more)
 
-    monkeypatch.setattr(Path, fails, ended)
+        return look
+
+    for name in ("stat", "read_bytes"):
+        monkeypatch.setattr(Path, name, ending(getattr(Path, name)))
     assert [proof.outcome for proof in prove.prove([str(case())], profile="cpu")] == ["ok", "ok"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import stat
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,7 +221,12 @@ def refuse_to_overwrite(folder: Path) -> None:
         ConfigError: there are some.
     """
     try:
-        old, other = sorted(p.name for p in folder.glob("*.safetensors*")), folder.exists() and not folder.is_dir()
+        old, other = sorted(p.name for p in folder.glob("*.safetensors*")), not stat.S_ISDIR(folder.stat().st_mode)
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # now, or between two looks: rank 0 makes it and removes it again to find out whether it may
+        return
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written: {e.strerror or e}; choose another folder") from e
     if old:
