@@ -7,7 +7,7 @@ A task gets GPUs of its own, unless it says how much memory it needs: it takes n
 It is told how many seconds are left for it, and not begun with too few. A task that has come to its end is not done again by the next call with the same
 folder; one of claims is, since it knows itself which have a verdict, and its series go on where time has cut them, as long as the machine stands.
 Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one.
-What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
+What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`), rows whose times say nothing (`shared`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
+
+from playbook_bench.machine import detect  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ TASKS: dict[str, Task] = {
         "--steps 100 --rounds 3 --budget {left}",
         60,
     ),
-    # Dry runs say 53 and 37 GiB, without what captured graphs hold.
+    # The dry run says 53 GiB of the first, without what captured graphs hold; 37 were predicted of the second.
     "held": claims("cuda-graphs/V6.p long-rows/R1", 1, 60, gib=75),
-    "held-by-ranks": claims(
+    "held-alone": claims(
         "megatron-fsdp-vlm/M1 long-context-cp-sizing/W6 megatron-fsdp-vlm/M1.e offloading/L11.b long-context-cp-sizing/L8.s offloading/L11.a",
         1,
         60,
@@ -192,13 +195,10 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
                 part = task.gib / gib if task.gib and gib else 1.0
                 taken = {gpu: sum(job.part for job in running if gpu in job.gpus) for gpu in gpus}
                 free = sorted((gpu for gpu in gpus if part + taken[gpu] <= 1), key=taken.__getitem__)
-                if part > 1:
+                lacks = f"{task.gib:.0f} GiB, of which {gib:.0f} may be shared" if part > 1 else f"{task.gpus} GPUs and {task.least_s} s"
+                if part > 1 or left < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
-                    _say(began, f"{name}: left out, needs {task.gib:.0f} GiB of a GPU, and {gib:.0f} may be shared")
-                    waiting.remove(name)
-                elif left < task.least_s or task.gpus > len(gpus):
-                    became[name] = "left out"
-                    _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
+                    _say(began, f"{name}: left out, needs {lacks}")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
                     running.append(_begin(name, task, free[: task.gpus], part, left, out))
@@ -276,18 +276,14 @@ def visible() -> list[str]:
     """The GPUs that may be used."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return list(dict.fromkeys(i for i in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if i))
-    return _asked("index")
+    tool = shutil.which("nvidia-smi")
+    command = [str(tool), "--query-gpu=index", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split() if tool else []
 
 
 def memory_gib() -> float:
-    """What tasks may share of the memory of each GPU, those of the machine that has least: all but what contexts of a few processes take. 0 without GPUs."""
-    return max(0.0, min((float(mib) for mib in _asked("memory.total") if mib.isdigit()), default=0.0) / 1024 - 8)
-
-
-def _asked(what: str) -> list[str]:
-    tool = shutil.which("nvidia-smi")
-    command = [str(tool), f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split() if tool else []
+    """What tasks may share of a GPU's memory: all but what the contexts of a few processes take. 0 where there is no GPU."""
+    return max(0.0, (detect.detect().gpu_memory_gib or 0.0) - 8)
 
 
 if __name__ == "__main__":

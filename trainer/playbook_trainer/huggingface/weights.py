@@ -222,11 +222,8 @@ def refuse_to_overwrite(folder: Path) -> None:
     """
     try:
         old, other = sorted(p.name for p in folder.glob("*.safetensors*")), not stat.S_ISDIR(folder.stat().st_mode)
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-    ):  # now, or between two looks: rank 0 makes it and removes it again to find out whether it may
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return  # it is gone now, or was between two looks: rank 0 makes it and removes it again to find out whether it may
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written: {e.strerror or e}; choose another folder") from e
     if old:
