@@ -35,8 +35,8 @@ axes = layout.build(1, 0, first.parallel)
 model = setup.build(first, axes, device)
 parts = optimizer.shards(model, axes)
 optim = optimizer.make(parts, first.optimizer)
-index = Checkpointer(first, axes, model, parts, optim).restore()
-saver = Checkpointer(second, axes, model, parts, optim)
+index = Checkpointer(first, axes, model, parts, optim, optimizer.Frozen(model)).restore()
+saver = Checkpointer(second, axes, model, parts, optim, optimizer.Frozen(model))
 assert saver.restore() is None
 assert saver.save(index.step, index.data) is None
 saver.wait()

@@ -11,7 +11,7 @@ from playbook.errors import ConfigError
 from playbook.records.case import LAUNCHED_KINDS, list_cases, load_case
 from playbook_bench.judge.curve_rules import named
 from playbook_bench.run.variants import resolve_all
-from playbook_trainer.config import checks
+from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.dry_run import dry_run
 from playbook_trainer.megatron import checks as megatron
 
@@ -38,6 +38,13 @@ def test_what_one_gpu_is_to_measure_fits_it_by_the_planner(case):
         peak = max(stage.peak for stage in dry_run(variant.config, variant.ranks).stages)
         # Of ranks that share the GPU, each has a CUDA context too, and keeps memory that it has freed.
         assert variant.ranks * peak < (0.85 * 139 * 2**30 if variant.shared else 141e9), name
+
+
+@pytest.mark.parametrize("case", ONE_GPU, ids=lambda c: c.id)
+def test_no_variant_alone_brings_in_fsdp(case):
+    """It casts and copies in every step of one rank, so that a pair with it on one side compares more than it names."""
+    torch_ones = [v for v in resolve_all(case, "h200x1").values() if v.config.backend == "torch" and v.ranks == 1]
+    assert len({automatic.switched(v.config, v.target).wants_fsdp(1, 1) for v in torch_ones}) <= 1
 
 
 def test_long_rows_without_cp_exceed_the_gpu_that_ranks_share_and_nothing_else_does():

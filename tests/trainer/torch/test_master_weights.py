@@ -36,7 +36,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     )
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    trained_ones = [t for name, t in first.items() if ".visual." not in name]  # the one case with a tower has it frozen
+    trained_ones = [t for name, t in first.items() if ".visual." not in name]  # where there is a tower, it is frozen
     assert sum(bool((t & 0xFFFF).any()) for t in trained_ones) > len(trained_ones) / 2
 
 
@@ -52,9 +52,10 @@ def assert_same_weights(one: Path, other: Path) -> None:
         (TEXT, 2, [NARROW, "parallel.cp=2"]),
         (TEXT, 2, ["parallel.pp=2", TIED]),
         (TEXT, 4, [NARROW, "parallel.dp_replicate=2", "parallel.ep=2"]),
+        (VISION, 1, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
         (VISION, 2, [NARROW, "train.freeze=[vision]", "train.steps=3"]),
     ],
-    ids=["one", "one-in-float32", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "frozen-tower"],
+    ids=["one", "one-in-float32", "one-tied", "fsdp", "ep", "tp", "cp", "pp-tied", "hsdp-ep", "one-frozen-tower", "frozen-tower"],
 )
 @pytest.mark.full
 def test_halves_train_as_whole_weights_do(config: str, ranks: int, words: list[str], forks: Forks, tmp_path: Path) -> None:
@@ -87,6 +88,23 @@ def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> Non
     whole, split = (trained(forks, tmp_path / m, TEXT, 2, *more, f"optimizer.master_weights={m}") for m in ("fp32", "remainder"))
     assert split == whole
     assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
+
+
+@pytest.mark.full
+def test_frozen_weights_that_need_32_bits_come_out_as_they_went_in(forks: Forks, tmp_path: Path) -> None:
+    """Through a checkpoint, too. They are computed with in 16 bits whichever way they are held."""
+    trained(forks, tmp_path / "given", VISION, 1)
+    words = [NARROW, "train.freeze=[vision]", f"init.weights={tmp_path / 'given'}-weights"]
+    rows = trained(forks, tmp_path / "whole", VISION, 1, *words, "optimizer.master_weights=fp32")
+    saving = ["optimizer.master_weights=remainder", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    trained(forks, tmp_path / "first", VISION, 1, *words, *saving)
+    shutil.rmtree(tmp_path / "saved" / "step_00000004")
+    assert trained(forks, tmp_path / "second", VISION, 1, *words, *saving) == rows[2:]
+    assert_same_weights(tmp_path / "second", tmp_path / "whole")
+    given, second = (load_file(next(Path(f"{tmp_path / name}-weights").glob("*.safetensors"))) for name in ("given", "second"))
+    frozen = [name for name in given if ".visual.blocks." in name]
+    assert any((given[name].view(torch.int32) & 0xFFFF).any() for name in frozen), "or bfloat16 would hold them"
+    assert all(torch.equal(given[name], second[name]) for name in frozen)
 
 
 @pytest.mark.full

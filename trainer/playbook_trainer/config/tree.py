@@ -326,11 +326,11 @@ class TrainerConfig(Strict):
         """Whether FSDP2 holds the torch backend's weights: always where more than one rank has the dense ones (dp x cp) or those of an expert (edp).
 
         It also serves one rank: it keeps master weights in float32, if need be on the host, and hands out copies in the precision of training.
-        Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients. Frozen ones stay in float32.
+        Where one rank's weights have that precision already (`remainder`), it would only copy weights and gradients.
         """
         if dp_cp > 1 or edp > 1 or self.offload.optimizer:
             return True
-        return self.train.dtype == "bf16" and (self.optimizer.master_weights != "remainder" or bool(self.train.freeze))
+        return self.train.dtype == "bf16" and self.optimizer.master_weights != "remainder"
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainerConfig:

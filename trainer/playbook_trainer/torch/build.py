@@ -86,10 +86,9 @@ def initialise(model: Decoder, config: TrainerConfig, axes: Axes, device: torch.
 
 
 def narrow(model: nn.Module) -> None:
-    """Convert trained parameters to bfloat16, so that FSDP casts nothing. Frozen ones stay in float32, since no optimizer holds their remainder."""
+    """Convert parameters to bfloat16, so that nothing casts them in a step; the optimizer and `Frozen` hold what that rounds away."""
     for param in model.parameters():
-        if param.requires_grad:
-            param.data = param.data.bfloat16()
+        param.data = param.data.bfloat16()
 
 
 def leave_multiprocessors(number: int) -> None:

@@ -36,7 +36,7 @@ from playbook_trainer.checkpoint_files import (
 )
 from playbook_trainer.config.tree import TrainerConfig, dump
 from playbook_trainer.torch.checkpoint_shards import Pieces, Place, place
-from playbook_trainer.torch.optimizer import Shard, ensure_state, masters, put_into
+from playbook_trainer.torch.optimizer import Frozen, Shard, ensure_state, masters, put_into
 from playbook_trainer.torch.parallel.axes import Axes
 
 State = dict[str, Pieces]
@@ -52,10 +52,12 @@ class Checkpointer:
         model: nn.Module,
         parts: Sequence[Shard],
         optimizer: torch.optim.Optimizer,
+        frozen: Frozen,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
-        self._masters = masters(optimizer, parts)
+        self._masters = masters(optimizer, parts, frozen)
+        self._put = put_into(optimizer, parts, frozen)
         self._more = more or {}  # whole on every rank that has it, and begun anew where a checkpoint lacks it
         self._params = dict(model.named_parameters())
         self._places = {name: place(name, p, axes) for name, p in self._params.items()}
@@ -93,9 +95,8 @@ class Checkpointer:
             )
         # A parameter that was frozen until now has no moments yet.
         _read({name: pieces for name, pieces in state.items() if name in index.tensors}, folder, index)
-        put = put_into(self._optimizer, self._parts)
         for name, values in whole.items():
-            put(name, _local(self._params[name]), (), values)
+            self._put(name, _local(self._params[name]), (), values)
         self.latest = index.step
         return index
 
@@ -159,11 +160,11 @@ class Checkpointer:
         return {name: pieces for name, pieces in out.items() if pieces.pieces}
 
     def _put_together(self, state: State) -> dict[str, Tensor]:
-        """Give what is in two halves somewhere to be read to: float32 weights, which are returned, and their second moments without signs."""
+        """Give weights of which 16 bits are elsewhere something to be read to: float32 tensors, which are returned, and second moments without signs."""
         whole = {name: make() for name, make in self._masters.items() if f"model.{name}" in state}
+        state |= {f"model.{name}": self._places[name].of(values) for name, values in whole.items()}
         for part in self._parts:
             if part.name in whole:
-                state[f"model.{part.name}"] = self._places[part.name].of(whole[part.name])
                 state[f"optimizer.exp_avg_sq.{part.name}"] = self._places[part.name].of(self._optimizer.state[part.local]["exp_avg_sq"])
         return whole
 

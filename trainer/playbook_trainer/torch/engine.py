@@ -31,14 +31,15 @@ class TorchEngine:
         self.model = build.build(config, self.axes, device)
         self.parts = optimizer.shards(self.model, self.axes)
         self.optim = optimizer.make(self.parts, config.optimizer)
+        self.frozen = optimizer.Frozen(self.model)
         if config.optimizer.master_weights == "remainder":
-            build.initialise(self.model, config, self.axes, device, optimizer.put_into(self.optim, self.parts))
+            build.initialise(self.model, config, self.axes, device, optimizer.put_into(self.optim, self.parts, self.frozen))
             for part in self.parts:
                 if self._is_reduced_again(part):
                     optimizer.add_in_float32(part)
         self.balances = balance.attach(self.model, config, self.axes, device)
         biases = {f"balance.layers.{n}.moe.router.bias": b.bias_E for n, b in self.balances.items() if b.bias_E is not None}
-        self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim, biases)
+        self.saver: Saver = Checkpointer(config, self.axes, self.model, self.parts, self.optim, self.frozen, biases)
 
     def _is_reduced_again(self, part: optimizer.Shard) -> bool:
         """Whether something is added to the gradient after FSDP's reduction: that of another micro-batch, pipeline stage or tensor-parallel rank."""
@@ -92,7 +93,7 @@ class TorchEngine:
 
     def export(self, folder: Path) -> None:
         """Write the weights as Hugging Face transformers loads them, gathering one tensor at a time."""
-        weights.save(self.model, self.axes, folder, masters=optimizer.masters(self.optim, self.parts), config=self.config)
+        weights.save(self.model, self.axes, folder, masters=optimizer.masters(self.optim, self.parts, self.frozen), config=self.config)
 
     def count_parameters(self) -> tuple[int, int]:
         """Number of parameters of the whole model, and of those that are trained. Counts the full model even if this rank holds a shard."""

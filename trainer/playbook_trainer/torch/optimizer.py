@@ -92,15 +92,39 @@ def ensure_state(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> No
             state[name] = torch.zeros_like(part.local, memory_format=torch.preserve_format)
 
 
-def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Mapping[str, Callable[[], Tensor]]:
-    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights; empty where masters are float32."""
+class Frozen:
+    """Frozen parameters in bfloat16, and in host memory the float32 values of those that it does not hold exactly: they come out as they went in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p.dtype == torch.bfloat16}
+        self.local = {name: p.to_local() if isinstance(p, DTensor) else p.detach() for name, p in frozen.items()}
+        """This rank's part of each."""
+        self._exact: dict[str, Tensor] = {}
+
+    def put(self, name: str, at: tuple[slice, ...], values: Tensor) -> None:
+        """Set a box of this rank's part."""
+        box = self.local[name][at]
+        box.copy_(values)
+        if name in self._exact or not torch.equal(box.float(), values.to(box.device, torch.float32)):
+            self._exact.setdefault(name, self.local[name].float().cpu())[at].copy_(values)
+
+    def whole(self, name: str) -> Tensor:
+        """This rank's part in float32, in memory of its own."""
+        local = self.local[name]
+        return self._exact[name].to(local.device, copy=True) if name in self._exact else local.float()
+
+
+def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard], frozen: Frozen) -> Mapping[str, Callable[[], Tensor]]:
+    """For each bf16 parameter a function that returns this rank's float32 weights, of which it holds the upper half; empty where masters are float32."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return {}
-    return {part.name: partial(optimizer.whole, part.local) for part in parts}
+    return {part.name: partial(optimizer.whole, part.local) for part in parts} | {
+        name: partial(frozen.whole, name) for name in frozen.local
+    }
 
 
-def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
-    """The function that sets values of a parameter, and with `master_weights: remainder` its remainder too."""
+def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard], frozen: Frozen) -> Put:
+    """The function that sets values of a parameter, and with `master_weights: remainder` what its bf16 rounds away too."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return set_values
     upper = {part.name: part.local for part in parts}
@@ -109,7 +133,7 @@ def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> Put:
         if name in upper:
             optimizer.put(upper[name], values, at)
         else:
-            set_values(name, local, at, values)
+            frozen.put(name, at, values)
 
     return put
 
