@@ -3,11 +3,10 @@
     python tools/session.py --list
     python tools/session.py --seconds 580 --out DIR bare graphs megatron table       # in this order of preference
 
-A task gets GPUs of its own, unless it says how much memory it needs: it takes no times then, and shares a GPU with others like it as far as memory goes.
-It is told how many seconds are left for it, and not begun with too few. A task that has come to its end is not done again by the next call with the same
-folder; one of claims is, since it knows itself which have a verdict, and its series go on where time has cut them, as long as the machine stands.
-Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one.
-What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`), rows whose times say nothing (`shared`).
+Each task gets GPUs of its own and is told how many seconds are left for it; one for which too few are left is not begun. A task that has come to its
+end is not done again by the next call with the same folder; one of claims is, since it knows itself which have a verdict, and its series go on where
+time has cut them, as long as the machine stands. Tests of layouts need no GPU for each rank: tasks named `shared-...` run four ranks in turns on one.
+What tasks write lies below the folder: logs, records (`results`), rows of tables (`parity`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "trainer")]
-
-from playbook_bench.machine import detect  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -47,21 +43,12 @@ class Task:
     """So many ranks of tests take one GPU in turns, as if each were a node (`tests/support/ranks/nodes.py`)."""
     tells: bool = True
     """Whether its rows belong in tables: those of ranks that share a GPU say nothing of time, and little else that others do not say."""
-    gib: float | None = None
-    """What it needs of each GPU, where it takes no times and may share the GPU with others of this call. Its temporary files are its own, and with them
-    the lock by which the harness refuses a GPU that another harness has. None: it has the GPU alone."""
 
 
-def claims(names: str, gpus: int, least_s: int, gib: float | None = None) -> Task:
+def claims(names: str, gpus: int, least_s: int) -> Task:
     """Verdicts, one after the other; claims with a fresh one are left out, so that the task can be called until nothing is left."""
     told = "--fork --journal {out}/journal/{name} --results {out}/results --budget {left}s"
-    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}", least_s, settled=frozenset(), gib=gib)
-
-
-def control(words: str) -> Task:
-    """Losses of `auto` on photographs over 200 steps."""
-    command = "python tools/beside_plain.py --out {out}/shared/{name} --only images-moe-2b --sides auto --steps 200 --budget {left}"
-    return Task(1, f"{command} train.micro_batch_size=1 train.global_batch_size=1 data.seq_len=1024 {words}", 60, gib=35)
+    return Task(gpus, f"python -m playbook confirm {names} --untested --profile h200x{gpus} {told}", least_s, settled=frozenset())
 
 
 PYTEST = "python -m pytest -q -s -p no:cacheprovider -m"
@@ -103,33 +90,25 @@ TASKS: dict[str, Task] = {
     "text32k2": claims("torch-trainer-speed/P3.t", 2, 90),
     "photographs2": claims("torch-trainer-speed/P4.t", 2, 90),
     "photographs-over-text2": claims("torch-trainer-speed/P5.t", 2, 90),
-    "control": control(""),
-    "control-output": control("moe.apply_probs_on=output"),
-    "tiny": Task(
-        1,
-        "python tools/beside_plain.py --out {out}/parity --only tiny-text tiny-text-moe tiny-images tiny-images-moe --sides auto off "
-        "--steps 100 --rounds 3 --budget {left}",
-        60,
-    ),
-    # The dry run says 53 GiB of the first, without what captured graphs hold; 37 were predicted of the second.
-    "held": claims("cuda-graphs/V6.p long-rows/R1", 1, 60, gib=75),
+    # The first launch of four megatron-core ranks on one GPU took 110 s.
     "held-alone": claims(
         "megatron-fsdp-vlm/M1 long-context-cp-sizing/W6 megatron-fsdp-vlm/M1.e offloading/L11.b long-context-cp-sizing/L8.s offloading/L11.a",
         1,
-        60,
+        240,
     ),
+    # Claims that share a case with the one before them cost nothing more; cases of three and four variants come last.
     "torch": claims(
-        "fp8-recipes/W14 recompute/V10 vlm-real-data/V3 recompute/W1 vlm-real-data/T5 vlm-real-data/T1 vlm-tuning-knobs/V8 vlm-tuning-knobs/V8.p "
-        "vlm-real-data/T2 vlm-real-data/T2.p fp8-recipes/W12 fp8-recipes/W12.b moe-optimization-workflow/W21 fp8-recipes/W20 loss-and-logits/C1 "
-        "loss-and-logits/C2 loss-and-logits/C3 expert-imbalance/E1 packed-fine-tuning/S1 small-micro-batches/N1.t vlm-tuning-knobs/V13 "
-        "vlm-real-data/T9 vlm-real-data/T7 vlm-real-data/T3 recompute/L4 cuda-graphs/V6 allocator-fragmentation/F1 allocator-fragmentation/F2 "
-        "offloading/W16 long-context-memory/L13 checkpoint-stalls/K1 vlm-tuning-knobs/V7 vlm-tuning-knobs/V9 cuda-graphs/V11.n cuda-graphs/V15.s",
+        "vlm-tuning-knobs/V8 vlm-tuning-knobs/V8.p fp8-recipes/W12 fp8-recipes/W12.b vlm-real-data/T2 vlm-real-data/T2.p loss-and-logits/C1 "
+        "loss-and-logits/C2 moe-optimization-workflow/W21 fp8-recipes/W20 vlm-real-data/T9 allocator-fragmentation/F1 allocator-fragmentation/F2 "
+        "vlm-tuning-knobs/V13 vlm-real-data/T7 recompute/L4 small-micro-batches/N1.t packed-fine-tuning/S1 loss-and-logits/C3 expert-imbalance/E1 "
+        "offloading/W16 checkpoint-stalls/K1 cuda-graphs/V11.n vlm-real-data/T3 cuda-graphs/V15.s cuda-graphs/V6 long-context-memory/L13 "
+        "vlm-tuning-knobs/V7 vlm-tuning-knobs/V9",
         1,
         90,
     ),
     "megatron": claims(
-        "recompute/L3.b recompute/L4.c fp8-recipes/W20.b long-context-memory/L13.b small-micro-batches/N1 dense-models/D1 dense-models/D2 "
-        "fp8-recipes/W12.f recompute/W1.d recompute/W1.f dense-models/D3",
+        "small-micro-batches/N1 dense-models/D1 dense-models/D2 recompute/L3.b recompute/L4.c dense-models/D3 recompute/W1.d recompute/W1.f "
+        "fp8-recipes/W20.b long-context-memory/L13.b fp8-recipes/W12.f",
         1,
         120,
     ),
@@ -169,15 +148,13 @@ class Running:
 
     name: str
     gpus: list[str]
-    part: float
-    """Of each of them."""
     process: subprocess.Popen[bytes]
     began: float
     ends: float
 
 
-def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path, gib: float = 0) -> dict[str, str]:
-    """What became of each task: "done before", "left out", "ended at its limit" or its exit code. Tasks may share `gib` of each GPU's memory."""
+def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], seconds: float, out: Path) -> dict[str, str]:
+    """What became of each task: "done before", "left out", "ended at its limit" or its exit code."""
     began, waiting, running = time.monotonic(), list(names), list[Running]()
     became: dict[str, str] = {}
     for name in names:
@@ -192,16 +169,14 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
                 _say(began, f"{job.name}: {became[job.name]} after {time.monotonic() - job.began:.0f} s")
             for name in list(waiting):
                 task, left = tasks[name], seconds - (time.monotonic() - began)
-                part = task.gib / gib if task.gib and gib else 1.0
-                taken = {gpu: sum(job.part for job in running if gpu in job.gpus) for gpu in gpus}
-                free = sorted((gpu for gpu in gpus if part + taken[gpu] <= 1), key=taken.__getitem__)
-                lacks = f"{task.gib:.0f} GiB, of which {gib:.0f} may be shared" if part > 1 else f"{task.gpus} GPUs and {task.least_s} s"
-                if part > 1 or left < task.least_s or task.gpus > len(gpus):
+                used = {gpu for job in running for gpu in job.gpus}
+                free = [gpu for gpu in gpus if gpu not in used]
+                if left < task.least_s or task.gpus > len(gpus):
                     became[name] = "left out"
-                    _say(began, f"{name}: left out, needs {lacks}")
+                    _say(began, f"{name}: left out, needs {task.gpus} GPUs and {task.least_s} s")
                     waiting.remove(name)
                 elif task.gpus <= len(free):
-                    running.append(_begin(name, task, free[: task.gpus], part, left, out))
+                    running.append(_begin(name, task, free[: task.gpus], left, out))
                     waiting.remove(name)
                     _say(began, f"{name}: begins on {', '.join(running[-1].gpus)}, {left:.0f} s left")
             time.sleep(0.1)
@@ -211,7 +186,7 @@ def run(names: Sequence[str], tasks: Mapping[str, Task], gpus: Sequence[str], se
     return became
 
 
-def _begin(name: str, task: Task, gpus: list[str], part: float, left: float, out: Path) -> Running:
+def _begin(name: str, task: Task, gpus: list[str], left: float, out: Path) -> Running:
     told = max(0, int(left) - task.margin_s)
     words = [w.format(left=told, out=out, name=name) for w in shlex.split(task.command)]
     path = os.pathsep.join([*map(str, (ROOT, ROOT / "bench", ROOT / "trainer")), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -219,14 +194,11 @@ def _begin(name: str, task: Task, gpus: list[str], part: float, left: float, out
     # Tables say what ranks with GPUs of their own found.
     env |= {"PLAYBOOK_NODES": str(task.nodes)} if task.nodes else {}
     env |= {"PLAYBOOK_PARITY": str(out / "parity")} if task.tells else {}
-    if task.gib is not None:
-        env["TMPDIR"] = str(out / "tmp" / name)
-        Path(env["TMPDIR"]).mkdir(parents=True, exist_ok=True)
     words[0] = sys.executable if words[0] == "python" else words[0]
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     now = time.monotonic()
-    return Running(name, gpus, part, process, now, now + left)
+    return Running(name, gpus, process, now, now + left)
 
 
 def _end(job: Running, task: Task, out: Path) -> str:
@@ -265,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kept in [path for name in ("megatron-*.jsonl", "vl-*.jsonl") for path in (ROOT / "docs" / "parity").glob(name)]:
         if not (out / "parity" / kept.name).exists():
             shutil.copy(kept, out / "parity" / kept.name)  # rows that are there need not be run again
-    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out, memory_gib())
+    became = run(arguments.tasks, TASKS, visible(), arguments.seconds, out)
     for name in became:
         if (log := out / f"{name}.log").is_file():
             print(f"== {name}: {became[name]}", *log.read_text(errors="replace").splitlines()[-arguments.lines :], sep="\n")
@@ -279,11 +251,6 @@ def visible() -> list[str]:
     tool = shutil.which("nvidia-smi")
     command = [str(tool), "--query-gpu=index", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split() if tool else []
-
-
-def memory_gib() -> float:
-    """What tasks may share of a GPU's memory: all but what the contexts of a few processes take. 0 where there is no GPU."""
-    return max(0.0, (detect.detect().gpu_memory_gib or 0.0) - 8)
 
 
 if __name__ == "__main__":

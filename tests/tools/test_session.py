@@ -32,20 +32,6 @@ def test_tasks_share_the_gpus_and_are_not_done_twice(tmp_path: Path) -> None:
     assert session.run(["a", "b", "c"], tasks, ["0", "1"], 60, tmp_path) == {"a": "done before", "b": "done before", "c": "3"}
 
 
-def test_tasks_that_take_no_times_share_a_gpu_and_none_that_does(tmp_path: Path) -> None:
-    """Each leaves word of who was there while it ran; two have room for one another, the others for none."""
-    looks = 'python -c \'import os,sys,time; p=sys.argv[1]; open(p+".on","w"); time.sleep(1); print(*sorted(os.listdir(os.path.dirname(p)))); os.remove(p+".on")\' {out}/there/{name}'
-    (tmp_path / "there").mkdir()
-    tasks = {name: Task(1, looks, 0, gib=gib) for name, gib in (("a", 60.0), ("timed", None), ("b", 60.0), ("c", 100.0))}
-    assert session.run(list(tasks), tasks, ["0"], 60, tmp_path, gib=130) == dict.fromkeys(tasks, "0")
-    seen = {name: (tmp_path / f"{name}.log").read_text().split() for name in tasks}
-    assert seen["timed"] == ["timed.on"]
-    assert "b.on" in seen["a"] or "a.on" in seen["b"]
-    assert seen["c"] == ["c.on"]
-    assert session.run(["b"], tasks, ["0"], 60, tmp_path / "less", gib=50) == {"b": "left out"}
-    assert all((tmp_path / "tmp" / name).is_dir() == (tasks[name].gib is not None) for name in tasks)
-
-
 @pytest.mark.full
 def test_time_ends_a_task_and_keeps_others_from_beginning(tmp_path: Path) -> None:
     tasks = {"long": sleeping(1, 60), "late": sleeping(1, 0, least_s=30), "wide": sleeping(2, 0)}
