@@ -201,11 +201,11 @@ def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_ot
     assert row.rstrip(" |").endswith("303")
     assert '<table class="pb-forest">' in settled
     assert "<b>V10.c</b>" in settled
-    rows = {name: next(line for line in shown.splitlines() if f"#{name})" in line) for name in ("v6-u", "v3", "d1")}
+    rows = {name: next(line for line in shown.splitlines() if f"#{name})" in line) for name in ("v6-u", "t1", "d1")}
     assert "undecided after all 8 pairs" in rows["v6-u"]
     assert rows["v6-u"].rstrip(" |").endswith("458")
-    # Its A/A ran before the series, for another verdict too: 157 s of launches of its own and 109 s.
-    assert rows["v3"].rstrip(" |").endswith("266")
+    # Its A/A is another series', and counts for both: 68 s of launches of its own and 58 s.
+    assert rows["t1"].rstrip(" |").endswith("126")
     assert "untested: <code>playbook confirm dense-models/D1 --profile h200x1</code> |  |  |" in rows["d1"]
     assert "#w9)" not in shown, "its scope asks for several GPUs"
 
@@ -224,12 +224,12 @@ def test_a_card_says_on_what_its_verdicts_rest_and_what_nobody_has_measured() ->
 
 
 def test_the_page_of_a_trace_says_what_the_difference_of_the_steps_is_made_of() -> None:
-    (trace,) = (r for r in read([data_root("results")], load_all()) if r.get("case") == "vlm-mock-vs-real")
+    (trace,) = (r for r in read([data_root("results")], load_all()) if r.get("trace_id") == "19d4577c")
     shown = trace_page(trace).replace(NBSP, " ").split("## Where the difference lies")[1].split("## Baseline")[0]
     rows = [line.split(" | ")[1:3] for line in shown.splitlines() if line.startswith("| candidate")]
     figures = {name: float(re.sub(r"[*+ ]", "", ms).replace("−", "-")) for name, ms in rows}
     whole = figures.pop("**the step**")
-    assert whole == pytest.approx(-619.3, abs=0.1)
+    assert whole == pytest.approx(-284.2, abs=0.1)
     assert sum(figures.values()) == pytest.approx(whole, abs=0.5), "each is rounded"
     assert next(iter(figures)) == "<code>vision</code>"
 

@@ -60,6 +60,22 @@ def test_what_the_neighbourhood_does_not_settle_gets_a_noise_of_its_own(case, tm
 
 
 @pytest.mark.full
+def test_pairs_noisier_than_their_neighbourhood_go_on_without_a_noise_of_their_own(case, tmp_path, plant, monkeypatch):
+    """Another A/A would not narrow their interval: it is held to their own deviation already."""
+    monkeypatch.setattr(aa, "LEAST_GPUS", 0)
+    plant()
+    quiet = bench(case(), tmp_path).evidence.measured.aa
+    plant(candidate={"noise": 0.1})
+    found = confirm.bench_run(case(steps=13), options(tmp_path, profile="cpu", settles=lambda d: d.comparison.pairs == 8))[0]
+    measured = found.evidence.measured
+    assert measured.aa == quiet
+    assert Counter(r.role for r in measured.runs) == Counter(burn_in=2, measure=16)
+    assert found.evidence.derived.comparison.look == 2
+    assert store.load_checked(found.path)[1] == []
+    assert replay.replay(found.path) == (True, [])
+
+
+@pytest.mark.full
 def test_a_noise_from_elsewhere_or_of_another_workload_is_not_shared(case, tmp_path, plant, monkeypatch):
     monkeypatch.setattr(aa, "LEAST_GPUS", 0)
     plant(candidate={"slower": 0.3})

@@ -26,17 +26,33 @@ LAUNCHES = 4
 TENS = 10
 
 
-def settle(
-    rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, margin: float, last: int | None = None
-) -> tuple[bool | None, int]:
-    """A claim `>= margin` on one series: its answer, and the pairs that it took; no look after `last`."""
-    question = Question(">=", ["baseline", "candidate"], margin)
-    for look in looks[: looks.index(last) + 1 if last else None]:
-        rows = np.column_stack([np.zeros(look), differences[:look]])
-        (found,) = rules.intervals(rows.tolist(), PAIR, rules.level(looks, ALPHA, look), noise.tolist())
-        if (status := decide(question, [(found.low, found.high)])) is not None:
+def answer(rules: Rules, looks: Sequence[int], look: int, differences: np.ndarray, noise: np.ndarray) -> bool | None:
+    """What a claim `>= 0` gets at one look."""
+    rows = np.column_stack([np.zeros(look), differences[:look]])
+    (found,) = rules.intervals(rows.tolist(), PAIR, rules.level(looks, ALPHA, look), noise.tolist())
+    return decide(Question(">=", ["baseline", "candidate"], 0.0), [(found.low, found.high)])
+
+
+def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: np.ndarray) -> tuple[bool | None, int]:
+    """A claim `>= 0` on one series: its answer, and the pairs that it took."""
+    for look in looks:
+        if (status := answer(rules, looks, look, differences, noise)) is not None:
             return status, look
     return None, looks[-1]
+
+
+def borrow(looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, own: np.ndarray) -> tuple[bool | None, int]:
+    """The same for a series with its neighbour's noise, and the launches of pairs and A/A that it took: one of its own is measured where it is left
+    open by pairs that are quieter than the neighbour's (`playbook_bench.run.aa.binds`)."""
+    used, more = noise, 0
+    for look in looks:
+        status = answer(RULES[VERSION], looks, look, differences, used)
+        if status is None and not more and differences[:look].std(ddof=1) < statistics.aa_deviation(noise.tolist()):
+            used, more = own, 2 * AA_PAIRS
+            status = answer(RULES[VERSION], looks, look, differences, used)
+        if status is not None:
+            return status, 2 * look + more
+    return None, 2 * looks[-1] + more
 
 
 def pairs(rng: np.random.Generator, count: int, shape: int, noisier: float, outliers: float) -> np.ndarray:
@@ -54,7 +70,7 @@ def series(
     rng = np.random.default_rng(1)
     noise = pairs(rng, count, AA_PAIRS, 1.0, outliers)
     differences = pairs(rng, count, looks[-1], noisier, outliers) + effect
-    found = [settle(RULES[version], looks, d, n, 0.0) for d, n in zip(differences, noise, strict=True)]
+    found = [settle(RULES[version], looks, d, n) for d, n in zip(differences, noise, strict=True)]
     statuses = [s for s, _ in found]
     return statuses.count(True) / count, statuses.count(False) / count, float(np.mean([n for _, n in found]))
 
@@ -64,7 +80,7 @@ def neighbourhood(looks: Sequence[int], effect: float, count: int, spread: float
     for pairs and A/A, and the share of tens in which two or more are decided.
 
     Noises are log-normal with `spread`; the effect is in standard deviations of the series' own pairs. Where it is `shared`, the A/A of the
-    first of each ten serves the others at their first look, and who is undecided then measures one of its own and goes on with that.
+    first of each ten serves the others (`borrow`).
     """
     rng = np.random.default_rng(3)
     found: list[list[tuple[bool | None, int]]] = []
@@ -74,9 +90,11 @@ def neighbourhood(looks: Sequence[int], effect: float, count: int, spread: float
         rows = (rng.normal(0, 1, (TENS, looks[-1])) + effect) * scales
         ten = []
         for i in range(TENS):
-            early = settle(RULES[VERSION], looks, rows[i], noise[0], 0.0, last=looks[0])[0] if shared and i else None
-            answer, taken = (early, looks[0]) if early is not None else settle(RULES[VERSION], looks, rows[i], noise[i], 0.0)
-            ten.append((answer, 2 * taken + (0 if early is not None else 2 * AA_PAIRS)))
+            if shared and i:
+                ten.append(borrow(looks, rows[i], noise[0], noise[i]))
+            else:
+                status, taken = settle(RULES[VERSION], looks, rows[i], noise[i])
+                ten.append((status, 2 * taken + 2 * AA_PAIRS))
         found.append(ten)
     every = [each for ten in found for each in ten]
     statuses = [s for s, _ in every]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from playbook.errors import ConfigError, LaunchError
 from playbook.paths import data_root
 from playbook.records.case import LAUNCHED_KINDS, load_case
 from playbook.records.consistency import NEIGHBOURHOOD
-from playbook.records.evidence import Baseline, Run, Variant, noise_key, workload
+from playbook.records.evidence import Baseline, Derived, Run, Variant, noise_key, workload
 from playbook_bench.judge import guards, metrics, statistics
 from playbook_bench.judge.metrics import Metric
 from playbook_bench.launch import local
@@ -169,10 +170,23 @@ def borrowed(running: Series) -> bool:
     return running.aa is not None and not {r.config_sha for r in running.aa.runs} & {r.config_sha for r in running.runs}
 
 
+def binds(found: Derived) -> bool:
+    """Whether the A/A holds more noise than a comparison's pairs show, so that a quieter one would narrow its interval (`statistics.intervals`).
+
+    Where the pairs show more, another A/A would at most add degrees of freedom: four more pairs, at the same price, add as many and say more.
+    """
+    if found.comparison is not None:
+        return (found.comparison.deviation or 0.0) < (found.comparison.floor or 0.0)
+    curve = found.curve
+    return curve is not None and any(
+        (c.deviation or 0.0) < math.sqrt(math.fsum(w * w for w in c.weights.values()) / 2) * (curve.floor or 0.0) for c in curve.contrasts
+    )
+
+
 def own(running: Series, folder: Path) -> bool:
-    """Give a series that its neighbour's A/A has not settled at the first look one of its own; False as `ensure`."""
+    """Give a series that its neighbour's A/A keeps open one of its own; False as `ensure`."""
     running.expected += 2 * schedule.AA_PAIRS
-    running.progress.note("not settled by the noise of its neighbourhood; measuring its own")
+    running.progress.note("its pairs are quieter than its neighbourhood, whose noise leaves it open; measuring its own")
     return _measure(running, folder, [])
 
 
@@ -195,7 +209,8 @@ def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
     """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD`; None where there is none to rely on.
 
     Its noise is that of another configuration. No verdict is wrong more often for it: pairs that vary more than the A/A says are held to their
-    own deviation (`statistics.intervals`), and what it does not settle at the first look gets an A/A of its own (`own`). Only where ratios are compared.
+    own deviation (`statistics.intervals`), and a series that it leaves open, because its own pairs are quieter, gets an A/A of its own (`own`). Only where
+    ratios are compared.
     """
     metric = metrics.get(running.case.metric or "")
     if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio":

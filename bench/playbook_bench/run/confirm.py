@@ -365,23 +365,29 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
             f"--pairs {limit} is more than the {looks[-1]} at which the case ends (its budget.pairs); {looks[-1]} are run at most"
         )
 
-    def judged() -> bool:
+    def left() -> list[Derived]:
+        """What is said so far of each claim that is not settled yet."""
+        out = []
         for i, record in enumerate(records):
-            if i not in settled and _settles(found := _judge(running, record), options):
-                settled[i] = found
-        return len(settled) == len(records)
+            if i not in settled:
+                found = _judge(running, record)
+                if _settles(found, options):
+                    settled[i] = found
+                else:
+                    out.append(found[1])
+        return out
 
     # The first run of each variant shows whether they can be compared and ran what they should; if not, no A/A or pair is spent on them.
     baselines = options.results / "baselines"
-    if not _burn_in(running) or judged() or not aa.ensure(running, baselines):
+    if not _burn_in(running) or not left() or not aa.ensure(running, baselines):
         return
 
     def enough(s: Series, pairs: int) -> bool:
         if pairs not in looks:
             return False
-        if (pairs == looks[0] and not s.plan.extended and not _steady(s)) or judged():
+        if (pairs == looks[0] and not s.plan.extended and not _steady(s)) or not (still := left()):
             return True
-        return aa.borrowed(s) and aa.own(s, baselines) and judged()
+        return aa.borrowed(s) and any(map(aa.binds, still)) and aa.own(s, baselines) and not left()
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):
