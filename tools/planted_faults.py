@@ -59,7 +59,7 @@ FAULTS = (
     Fault(JUDGE + "statistics.py", "math.fsum(d * d for d in noise) / 2", "0.0", "four lucky pairs give a width of zero", STATISTICS + VERDICTS),
     Fault(JUDGE + "statistics.py", "return _ppf(1 - alpha / 2, freedom)", "return _ppf(1 - alpha, freedom)", "intervals of half the error rate", STATISTICS),
     Fault(JUDGE + "statistics.py", "return most if off[most] > t_q", "return None if off[most] > t_q", "an odd launch of the noise stays", STATISTICS),
-    Fault(JUDGE + "statistics.py", "used = max(shared, t_own / t * own) if noisier else shared", "used = shared", "a noisier candidate is held to the noise of the baseline", STATISTICS + CURVES),
+    Fault(JUDGE + "statistics.py", "used = max(shared, t_own / t * own) if is_noisier(own, weight, aa) else shared", "used = shared", "a noisier candidate is held to the noise of the baseline", STATISTICS + CURVES),
     # Receipts.
     Fault(JUDGE + "receipt.py", "return check if run.observed is not None else", "return check if True else", "absence is proven by no receipt", ("trainer/observe/test_receipt.py", *VERDICTS)),
     Fault(JUDGE + "receipt.py", "if c.op == rule.collective\n", "if True\n", "any collective proves any feature", ("trainer/observe/test_receipt.py", *VERDICTS)),

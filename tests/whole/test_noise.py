@@ -5,13 +5,14 @@ import io
 import json
 import signal
 from collections import Counter
+from datetime import datetime, timedelta
 
 import pytest
 from planted_case import FAKE, bench, options
 from typer.testing import CliRunner
 
 from playbook.cli.app import app
-from playbook.records.consistency import contradictions
+from playbook.records.consistency import NEIGHBOURHOOD, contradictions
 from playbook_bench.launch import local
 from playbook_bench.run import aa, confirm, replay, report, store
 from playbook_bench.run import options as defaults
@@ -61,7 +62,7 @@ def test_what_the_neighbourhood_does_not_settle_gets_a_noise_of_its_own(case, tm
 
 @pytest.mark.full
 def test_pairs_noisier_than_their_neighbourhood_go_on_without_a_noise_of_their_own(case, tmp_path, plant, monkeypatch):
-    """Another A/A would not narrow their interval: it is held to their own deviation already."""
+    """They are held to their own deviation already; four more pairs cost what another A/A would, and decide more."""
     monkeypatch.setattr(aa, "LEAST_GPUS", 0)
     plant()
     quiet = bench(case(), tmp_path).evidence.measured.aa
@@ -90,6 +91,13 @@ def test_a_noise_from_elsewhere_or_of_another_workload_is_not_shared(case, tmp_p
     }.items():
         measured = second.measured.model_copy(update={"aa": second.measured.aa.model_copy(update=change)})
         assert any(name in line for line in contradictions(second.model_copy(update={"measured": measured}))), name
+    noise, machine = first.evidence.measured.aa, first.evidence.measured.machine
+    last = max(datetime.fromisoformat(r.started) for r in noise.runs)
+    for after, near in ((-1, 0), (0, 1), (7200, 1), (7201, 0)):  # a series that goes on hours later has what it began with
+        found = store.neighbours(
+            tmp_path / "results/baselines", machine, noise.place, noise.surroundings, last + timedelta(seconds=after), NEIGHBOURHOOD
+        )
+        assert [b.created for b in found] == [noise.created] * near
     monkeypatch.setattr(aa.detect, "place", lambda: ["another host"])
     third = bench(case(steps=14), tmp_path).evidence.measured
     assert third.aa != first.evidence.measured.aa

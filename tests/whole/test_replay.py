@@ -46,8 +46,9 @@ def test_each_record_replays(path):
 
 
 def has_noise_of_forked_ranks(measured: Measured) -> bool:
-    """A deterministic check needs no noise, and a record of runs that disagreed may have none."""
-    return measured.aa is not None and any("launch" in s for s in measured.strict.values())
+    """Of this series' own configuration. A deterministic check needs no noise, and a record of runs that disagreed may have none."""
+    own = measured.aa is not None and {r.config_sha for r in measured.aa.runs} <= measured.configs.keys()
+    return own and any("launch" in s for s in measured.strict.values())
 
 
 FORKED = [p for p in RECORDS if has_noise_of_forked_ranks(FOUND[p].measured)]

@@ -42,12 +42,12 @@ def settle(rules: Rules, looks: Sequence[int], differences: np.ndarray, noise: n
 
 
 def borrow(looks: Sequence[int], differences: np.ndarray, noise: np.ndarray, own: np.ndarray) -> tuple[bool | None, int]:
-    """The same for a series with its neighbour's noise, and the launches of pairs and A/A that it took: one of its own is measured where it is left
-    open by pairs that are quieter than the neighbour's (`playbook_bench.run.aa.binds`)."""
-    used, more = noise, 0
+    """The same for a series with its neighbour's noise, and the launches of pairs and A/A that it took: where the first look leaves it open and its
+    pairs are quieter than that noise, it measures one of its own (`playbook_bench.run.aa.binds`)."""
+    used, more, deviation = noise, 0, float(differences[: looks[0]].std(ddof=1))
     for look in looks:
         status = answer(RULES[VERSION], looks, look, differences, used)
-        if status is None and not more and differences[:look].std(ddof=1) < statistics.aa_deviation(noise.tolist()):
+        if status is None and look == looks[0] and not statistics.is_noisier(deviation, PAIR[0], statistics.aa_deviation(noise.tolist())):
             used, more = own, 2 * AA_PAIRS
             status = answer(RULES[VERSION], looks, look, differences, used)
         if status is not None:

@@ -160,14 +160,19 @@ def intervals(rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
     for weight in weights:
         differences = y @ np.asarray(weight, dtype=float)
         mean, own = float(differences.mean()), float(differences.std(ddof=1))
-        length = math.sqrt(math.fsum(w * w for w in weight))
-        shared = length * launch
-        # What the variants of a block share is in neither the A/A nor the pooled deviation, and does not cancel against a number.
-        noisier = own > length / math.sqrt(2) * aa or math.fsum(weight) != 0
-        used = max(shared, t_own / t * own) if noisier else shared
+        shared = math.sqrt(math.fsum(w * w for w in weight)) * launch
+        used = max(shared, t_own / t * own) if is_noisier(own, weight, aa) else shared
         half = t * used / math.sqrt(n)
         out.append(Interval(mean, mean - half, mean + half, own, used, max(shared, own), freedom))
     return out
+
+
+def is_noisier(own: float, weight: Sequence[float], aa: float) -> bool:
+    """Whether a contrast with the deviation `own` over its blocks varies more than A/A pairs with the deviation `aa` say, or may do so.
+
+    What the variants of a block share is in neither the A/A nor the pooled deviation, and does not cancel against a number.
+    """
+    return own > math.sqrt(math.fsum(w * w for w in weight) / 2) * aa or math.fsum(weight) != 0
 
 
 def least_effect(pairs: int, deviation: float, alpha: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -171,22 +170,21 @@ def borrowed(running: Series) -> bool:
 
 
 def binds(found: Derived) -> bool:
-    """Whether the A/A holds more noise than a comparison's pairs show, so that a quieter one would narrow its interval (`statistics.intervals`).
+    """Whether the A/A holds more noise than the pairs of a comparison show.
 
-    Where the pairs show more, another A/A would at most add degrees of freedom: four more pairs, at the same price, add as many and say more.
+    Only then is an A/A of the series' own worth its eight launches: elsewhere four more pairs cost as much and decide more (`tools/simulate/verdicts.py`).
     """
     if found.comparison is not None:
-        return (found.comparison.deviation or 0.0) < (found.comparison.floor or 0.0)
-    curve = found.curve
-    return curve is not None and any(
-        (c.deviation or 0.0) < math.sqrt(math.fsum(w * w for w in c.weights.values()) / 2) * (curve.floor or 0.0) for c in curve.contrasts
-    )
+        return not statistics.is_noisier(found.comparison.deviation or 0.0, (-1.0, 1.0), found.comparison.floor or 0.0)
+    contrasts = found.curve.contrasts if found.curve else []
+    floor = (found.curve and found.curve.floor) or 0.0
+    return any(not statistics.is_noisier(c.deviation or 0.0, list(c.weights.values()), floor) for c in contrasts)
 
 
 def own(running: Series, folder: Path) -> bool:
-    """Give a series that its neighbour's A/A keeps open one of its own; False as `ensure`."""
+    """Give a series an A/A of its own in place of its neighbour's; False as `ensure`."""
     running.expected += 2 * schedule.AA_PAIRS
-    running.progress.note("its pairs are quieter than its neighbourhood, whose noise leaves it open; measuring its own")
+    running.progress.note("left open by the noise of its neighbourhood, which its pairs do not show; measuring its own")
     return _measure(running, folder, [])
 
 
@@ -206,17 +204,18 @@ def _measure(running: Series, folder: Path, fresh: Sequence[Run]) -> bool:
 
 
 def _neighbour(running: Series, first: Run, folder: Path) -> Baseline | None:
-    """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD`; None where there is none to rely on.
+    """The newest A/A of the same workload that was measured in this place within `NEIGHBOURHOOD` before the series began; None where there is none to rely on.
 
     Its noise is that of another configuration. No verdict is wrong more often for it: pairs that vary more than the A/A says are held to their
-    own deviation (`statistics.intervals`), and a series that it leaves open, because its own pairs are quieter, gets an A/A of its own (`own`). Only where
-    ratios are compared.
+    own deviation (`statistics.intervals`), and quieter ones that it leaves open at the first look get an A/A of their own. Only where ratios are compared.
+    A series that goes on later finds the one that it began with.
     """
     metric = metrics.get(running.case.metric or "")
-    if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio":
+    if running.machine.gpus < LEAST_GPUS or metric.scale != "log_ratio" or not first.started:
         return None
+    began = datetime.fromisoformat(first.started)
     wanted = workload(first, running.configs[first.config_sha])
-    for each in store.neighbours(folder, running.machine, _place(), detect.surroundings(running.machine), NEIGHBOURHOOD):
+    for each in store.neighbours(folder, running.machine, _place(), detect.surroundings(running.machine), began, NEIGHBOURHOOD):
         if any(workload(r, each.config) != wanted for r in each.runs) or _problem(each.runs, running):
             continue
         found = _differences(each.runs, running)

@@ -387,7 +387,7 @@ def _timed(running: Series, records: Sequence[Measured], settled: dict[int, _Set
             return False
         if (pairs == looks[0] and not s.plan.extended and not _steady(s)) or not (still := left()):
             return True
-        return aa.borrowed(s) and any(map(aa.binds, still)) and aa.own(s, baselines) and not left()
+        return pairs == looks[0] and aa.borrowed(s) and any(map(aa.binds, still)) and aa.own(s, baselines) and not left()
 
     series.measure_pairs(running, enough)
     if running.plan.stopped == "decided" and not running.plan.extended and not settled and not _steady(running):

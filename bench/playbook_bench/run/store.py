@@ -185,11 +185,13 @@ def find_baseline(folders: Sequence[Path], machine: Machine, noise_key: str, sur
     return max(fitting, key=lambda b: b.created, default=None)
 
 
-def neighbours(folder: Path, machine: Machine, place: str, surroundings: Mapping[str, str], age: timedelta) -> list[Baseline]:
-    """The A/As that were measured in this very place within the last `age`, of any configuration, the newest first."""
-    oldest = (datetime.now(UTC) - age).strftime("%Y-%m-%dT%H:%M:%SZ")
+def neighbours(
+    folder: Path, machine: Machine, place: str, surroundings: Mapping[str, str], began: datetime, age: timedelta
+) -> list[Baseline]:
+    """The A/As of any configuration whose last launch in this very place was at most `age` before `began`, the newest first."""
     found = [load_baseline(p) for p in sorted((folder / machine.name).glob("*.json"))]
-    near = [b for b in found if b.place == place and b.created >= oldest and b.surroundings == surroundings]
+    here = [b for b in found if b.place == place and b.surroundings == surroundings and all(r.started for r in b.runs)]
+    near = [b for b in here if timedelta(0) <= began - max(datetime.fromisoformat(r.started) for r in b.runs) <= age]
     return sorted(near, key=lambda b: b.created, reverse=True)
 
 

@@ -18,7 +18,7 @@ RECORDS = {
     "counted": "h200x1/01M84TQ0JCKG2WZ82G3VV2DEQF",
     "cpu": "cpu/01M841WH4X4GZQ3YBN3ZFTSWWN",
 }
-(TRACE,) = (data_root("results") / "traces").glob("vlm-mock-vs-real-*.json")
+TRACE = data_root("results") / "traces" / "vlm-mock-vs-real-h200x1-11c096c2.json"
 
 
 class Noting(confirm.Quiet):

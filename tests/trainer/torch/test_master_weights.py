@@ -90,16 +90,23 @@ def test_weights_of_a_folder_are_kept_whole(forks: Forks, tmp_path: Path) -> Non
     assert_same_weights(tmp_path / "remainder", tmp_path / "fp32")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [(1, "remainder", "remainder"), (2, "remainder", "fp32"), (2, "fp32", "remainder")],
+    ids=["remainder", "to-whole", "to-split"],
+)
 @pytest.mark.full
-def test_frozen_weights_that_need_32_bits_come_out_as_they_went_in(forks: Forks, tmp_path: Path) -> None:
+def test_frozen_weights_that_need_32_bits_come_out_as_they_went_in(
+    ranks: int, before: str, after: str, forks: Forks, tmp_path: Path
+) -> None:
     """Through a checkpoint, too. They are computed with in 16 bits whichever way they are held."""
     trained(forks, tmp_path / "given", VISION, 1)
     words = [NARROW, "train.freeze=[vision]", f"init.weights={tmp_path / 'given'}-weights"]
-    rows = trained(forks, tmp_path / "whole", VISION, 1, *words, "optimizer.master_weights=fp32")
-    saving = ["optimizer.master_weights=remainder", f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
-    trained(forks, tmp_path / "first", VISION, 1, *words, *saving)
+    rows = trained(forks, tmp_path / "whole", VISION, ranks, *words, "optimizer.master_weights=fp32")
+    saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2"]
+    trained(forks, tmp_path / "first", VISION, ranks, *words, *saving, f"optimizer.master_weights={before}")
     shutil.rmtree(tmp_path / "saved" / "step_00000004")
-    assert trained(forks, tmp_path / "second", VISION, 1, *words, *saving) == rows[2:]
+    assert trained(forks, tmp_path / "second", VISION, ranks, *words, *saving, f"optimizer.master_weights={after}") == rows[2:]
     assert_same_weights(tmp_path / "second", tmp_path / "whole")
     given, second = (load_file(next(Path(f"{tmp_path / name}-weights").glob("*.safetensors"))) for name in ("given", "second"))
     frozen = [name for name in given if ".visual.blocks." in name]

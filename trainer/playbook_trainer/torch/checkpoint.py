@@ -56,7 +56,7 @@ class Checkpointer:
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._config, self._axes, self._optimizer, self._parts = config, axes, optimizer, parts
-        self._masters = masters(optimizer, parts, frozen)
+        self._masters, self._frozen = masters(optimizer, parts), frozen
         self._put = put_into(optimizer, parts, frozen)
         self._more = more or {}  # whole on every rank that has it, and begun anew where a checkpoint lacks it
         self._params = dict(model.named_parameters())
@@ -147,8 +147,9 @@ class Checkpointer:
 
     def _state(self) -> State:
         """Whatever decides how the run goes on, as pieces of whole tensors; every rank has its own."""
-        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in self._masters}
-        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in self._masters.items()}
+        made = self._masters | self._frozen.wholes()
+        out = {f"model.{name}": self._places[name].of(_local(p)) for name, p in self._params.items() if name not in made}
+        out |= {f"model.{name}": self._places[name].made(make, torch.float32) for name, make in made.items()}
         for part in self._parts:
             for key, value in self._optimizer.state.get(part.local, {}).items():
                 # Weights in two halves are saved whole, and the sign of the second moment is a part of them.
@@ -160,8 +161,12 @@ class Checkpointer:
         return {name: pieces for name, pieces in out.items() if pieces.pieces}
 
     def _put_together(self, state: State) -> dict[str, Tensor]:
-        """Give weights of which 16 bits are elsewhere something to be read to: float32 tensors, which are returned, and second moments without signs."""
+        """Give what bf16 does not hold somewhere to be read to: float32 weights, which are returned, and second moments without signs.
+
+        Frozen weights are read to host memory: they may be most of the model, and the GPU has no room for them in float32.
+        """
         whole = {name: make() for name, make in self._masters.items() if f"model.{name}" in state}
+        whole |= {name: torch.empty(t.shape) for name, t in self._frozen.local.items() if f"model.{name}" in state}
         state |= {f"model.{name}": self._places[name].of(values) for name, values in whole.items()}
         for part in self._parts:
             if part.name in whole:

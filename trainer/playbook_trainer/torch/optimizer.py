@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -99,32 +99,34 @@ class Frozen:
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and p.dtype == torch.bfloat16}
         self.local = {name: p.to_local() if isinstance(p, DTensor) else p.detach() for name, p in frozen.items()}
         """This rank's part of each."""
-        self._exact: dict[str, Tensor] = {}
+        self._exact: dict[str, Tensor] = {}  # the same in float32, where it differs
 
     def put(self, name: str, at: tuple[slice, ...], values: Tensor) -> None:
         """Set a box of this rank's part."""
         box = self.local[name][at]
         box.copy_(values)
-        if name in self._exact or not torch.equal(box.float(), values.to(box.device, torch.float32)):
-            self._exact.setdefault(name, self.local[name].float().cpu())[at].copy_(values)
+        if name not in self._exact and not torch.equal(box.float(), values.to(box.device, torch.float32)):
+            self._exact[name] = self.local[name].float().cpu()
+        if name in self._exact:
+            self._exact[name][at].copy_(values)
 
-    def whole(self, name: str) -> Tensor:
-        """This rank's part in float32, in memory of its own."""
-        local = self.local[name]
-        return self._exact[name].to(local.device, copy=True) if name in self._exact else local.float()
+    def wholes(self) -> dict[str, Callable[[], Tensor]]:
+        """For each, a function that returns this rank's part in float32."""
+        return {name: partial(self._whole, name) for name in self.local}
+
+    def _whole(self, name: str) -> Tensor:
+        return self._exact[name] if name in self._exact else self.local[name].float()
 
 
-def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard], frozen: Frozen) -> Mapping[str, Callable[[], Tensor]]:
-    """For each bf16 parameter a function that returns this rank's float32 weights, of which it holds the upper half; empty where masters are float32."""
+def masters(optimizer: torch.optim.Optimizer, parts: Sequence[Shard]) -> dict[str, Callable[[], Tensor]]:
+    """For each bf16 parameter with a 16-bit remainder, a function that returns this rank's float32 master weights; empty where masters are float32."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return {}
-    return {part.name: partial(optimizer.whole, part.local) for part in parts} | {
-        name: partial(frozen.whole, name) for name in frozen.local
-    }
+    return {part.name: partial(optimizer.whole, part.local) for part in parts}
 
 
 def put_into(optimizer: torch.optim.Optimizer, parts: Sequence[Shard], frozen: Frozen) -> Put:
-    """The function that sets values of a parameter, and with `master_weights: remainder` what its bf16 rounds away too."""
+    """The function that sets values of a parameter, and what its bf16 rounds away, with `master_weights: remainder`."""
     if not (isinstance(optimizer, AdamW) and optimizer.is_split):
         return set_values
     upper = {part.name: part.local for part in parts}
