@@ -176,8 +176,9 @@ def binds(found: Derived) -> bool:
     """
     if found.comparison is not None:
         return not statistics.is_noisier(found.comparison.deviation or 0.0, (-1.0, 1.0), found.comparison.floor or 0.0)
-    contrasts = found.curve.contrasts if found.curve else []
-    floor = (found.curve and found.curve.floor) or 0.0
+    if found.curve is None:
+        return False
+    floor, contrasts = found.curve.floor or 0.0, found.curve.contrasts
     return any(not statistics.is_noisier(c.deviation or 0.0, list(c.weights.values()), floor) for c in contrasts)
 
 

@@ -130,9 +130,10 @@ class OptimizerConfig(Strict):
     """Precision in which both moments are kept; the update is computed in float32, on float32 master weights, either way."""
     master_weights: Literal["auto", "fp32", "remainder"] = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """fp32: shards are float32 master weights, cast for each gather. remainder: shards are bf16 weights, and the optimizer holds the 16 bits that
-    complete each to its float32 master weight (Megatron's store_param_remainders); of frozen ones, what bf16 rounds away waits on the host. Gathers and reductions then cast nothing, and gradients stay in
-    16 bits, or in float32 where a step adds to them after the reduction. Updates are bit-identical to fp32 with parallel.reduce_dtype bf16, which
-    remainder needs where there are several ranks, as it needs train.dtype bf16; auto takes it where that is so, beside optimizer.fused."""
+    complete each to its float32 master weight (Megatron's store_param_remainders); what bf16 rounds away of frozen ones waits on the host. Gathers
+    and reductions then cast nothing, and gradients stay in 16 bits, or in float32 where a step adds to them after the reduction. Updates are
+    bit-identical to fp32 with parallel.reduce_dtype bf16, which remainder needs where there are several ranks, as it needs train.dtype bf16; auto
+    takes it where that is so, beside optimizer.fused."""
     fused: Switch = Field(default="auto", json_schema_extra=TORCH_ONLY)
     """Clipping and update in one Triton kernel per parameter; needs a GPU, and the state on it."""
 
