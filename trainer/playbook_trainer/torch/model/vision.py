@@ -65,6 +65,8 @@ class VisionTower(nn.Module):
                 x_PD = checkpoint(block, *inputs, use_reentrant=False) if self.recompute else block(*inputs)
                 if number in self.taps:
                     tapped.append(x_PD)
+                    # What follows adds up its gradients before the merger's joins them. FSDP has that order by itself; of three, another rounds otherwise.
+                    x_PD = x_PD.view_as(x_PD)
             x_PD = span.exit(x_PD)
         with range_("projector") as span:
             out = [self.merger(span.enter(x_PD))]
