@@ -17,9 +17,9 @@ _WITHOUT_RUNS: Mapping[str | None, str] = {"arithmetic": "arithmetic", "invarian
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}
 
 
-def in_words(record: Record, stale: object = None) -> str:
-    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`."""
-    return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record)])
+def in_words(record: Record, stale: object = None, *, places: bool = True) -> str:
+    """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with or without the machine."""
+    return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 
 
 def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> str:
@@ -43,10 +43,10 @@ def bases(card: Card, records: Sequence[Record], claims: Claims, today: date) ->
     return [basis(rule, records, claims, today) for rule in card.decide]
 
 
-def _rests_on(record: Record) -> list[str]:
+def _rests_on(record: Record, places: bool) -> list[str]:
     """The machine and the backends, or that there were no runs."""
     where = _WITHOUT_RUNS.get(record.claim_ref.kind if record.claim_ref else None)
-    found = [where] if where else [_machine(record), *([" and ".join(record.backends)] if record.backends else [])]
+    found = [where] if where else [*([_machine(record)] if places else []), *([" and ".join(record.backends)] if record.backends else [])]
     return [*found, *([f"by {record.origin}"] if record.origin else [])]
 
 

@@ -94,8 +94,8 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
 
 def _priced(record: Record) -> list[str]:
     """The cells of a current verdict: in words (the page's title says where), its effect, and what it cost."""
-    page, words = f"../evidence/{record.id}.md", in_words(record).replace(", one H200", "")
-    return [link(badge(record.status, words), page), effect(record), _price(record)]
+    page = f"../evidence/{record.id}.md"
+    return [link(badge(record.status, in_words(record, places=False)), page), effect(record), _price(record)]
 
 
 def _price(record: Record) -> str:
