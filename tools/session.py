@@ -107,11 +107,12 @@ TASKS: dict[str, Task] = {
         90,
     ),
     "megatron": claims(
-        "small-micro-batches/N1 dense-models/D1 dense-models/D2 recompute/L3.b recompute/L4.c dense-models/D3 recompute/W1.d recompute/W1.f "
-        "fp8-recipes/W20.b long-context-memory/L13.b fp8-recipes/W12.f",
+        "recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 dense-models/D3 fp8-recipes/W20.b "
+        "recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b",
         1,
         120,
     ),
+    "predicted": claims(" ".join(f"planner-accuracy/A{number}" for number in range(6, 14)), 1, 90),
     "table": Task(1, "python tools/megatron_table.py one --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "table2": Task(2, "python tools/megatron_table.py one two --budget {left} --limit 90 --out {out}/parity", 90, 40),
     "lengths": Task(4, "python tools/megatron_table.py cp --again --budget {left} --limit 150 --out {out}/parity", 150, 90),
