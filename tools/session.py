@@ -74,6 +74,23 @@ def planned(gpus: int) -> Task:
 STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
 """About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
 
+UNTRACED = {
+    "W16.b": "megatron-offload-or-recompute-one-gpu",
+    "L4.c": "megatron-attention-at-64k-one-gpu",
+    "W12.e": "megatron-fp8-blockwise-one-gpu",
+    "W21.b": "megatron-cutlass-experts-one-gpu",
+    "V10.c": "megatron-selective-vs-full-one-gpu",
+    "W1.c": "megatron-recompute-one-gpu",
+    "T7": "vlm-recompile-share",
+    "L3.b": "megatron-recompute-at-32k-one-gpu",
+    "W1.d": "megatron-experts-vs-layers-one-gpu",
+    "N1": "megatron-small-micro-batches-one-gpu",
+    "D1": "megatron-dense-fp8-one-gpu",
+    "D2": "megatron-dense-recompute-one-gpu",
+    "D3": "megatron-dense-micro-batch-one-gpu",
+}
+"""Cases of verdicts that have no trace, or one that leaves more than 5 % of the busy time unnamed."""
+
 HUNDRED = Task(4, f"{PYTEST} multigpu tests/gpu/test_megatron_vl_gpu.py -k hundred", 260, margin_s=45, settled=frozenset({0, 1}))
 """It stops its runs itself when its time is up, and compares those that there are; what it imports before takes 15 s."""
 
@@ -139,6 +156,10 @@ TASKS: dict[str, Task] = {
         "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 train.warmup_steps=2",
         60,
     ),
+    **{
+        f"trace-{claim}": Task(1, f"python -m playbook bench trace {case} --profile h200x1 --results {{out}}/results", 40)
+        for claim, case in UNTRACED.items()
+    },
     "trace": Task(4, "python -m playbook bench trace torch-text-4k-vs-megatron --profile h200x4 --results {out}/results", 130),
 }
 

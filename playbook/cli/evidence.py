@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,7 +52,8 @@ def evidence_list(
     cards = load_all()
     claims = by_claim(cards)
     found = [(r, r.content) for r in records_here(cards, here(), results) if isinstance(r.content, Evidence)]
-    rows = [{**_row(r, _claim_of(r, claims)), **_origin(content)} for r, content in found]
+    # The table says whether a verdict is stale, and one reason is enough for that.
+    rows = [{**_row(r, _claim_of(r, claims), reasons=None if as_json else 1), **_origin(content)} for r, content in found]
     columns = ("evidence", "claim", "status", "created", "sentence")
     print_json(rows) if as_json else print_table([as_shown(r) for r in rows], columns)
 
@@ -90,7 +92,7 @@ def evidence_show(
     say(f"repeat   {evidence.command}")
     say(f"verify   playbook bench replay {path}")
     for other in others:
-        say(f"also     {in_words(other, other.reasons(_today(), None))}: {other.sentence}  [{other.id}]")
+        say(f"also     {in_words(other, list(other.reasons(_today(), None)))}: {other.sentence}  [{other.id}]")
 
 
 def _chosen(named: str) -> tuple[Record | None, Claim | MechanismCheck | None, list[Record]]:
@@ -264,10 +266,11 @@ def _claim_of(record: Record, claims: Claims) -> Claim | MechanismCheck | None:
     return claims[record.claim][1] if record.claim and record.claim in claims else None
 
 
-def _row(record: Record, claim: Claim | MechanismCheck | None) -> dict[str, Any]:
+def _row(record: Record, claim: Claim | MechanismCheck | None, reasons: int | None = None) -> dict[str, Any]:
+    """A record as a row; of the reasons why it is stale, the first so many, or all."""
     from playbook.records.standing import in_words
 
-    stale = record.reasons(_today(), claim)
+    stale = list(islice(record.reasons(_today(), claim), reasons))
     return {
         "status": record.status,
         "stands": in_words(record, stale),

@@ -28,7 +28,7 @@ _GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer",
 """Ranges that every run has; finding one proves nothing."""
 
 RANGES = _GENERIC_RANGES | {
-    *("vision", "projector", "attention", "router", "dispatch", "experts", "combine"),
+    *("vision", "projector", "attention", "mlp", "router", "dispatch", "experts", "combine"),
     *("recompute", "offload", "prefetch"),
 }
 """Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named `attention.bwd`."""

@@ -7,7 +7,7 @@ claim and what makes its verdict stale. A record with `problems` is `altered`: i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
@@ -190,17 +190,17 @@ class Record:
     def _edits(self) -> list[str]:
         return self.present.case_changes(self.content.measured) if self.present.case_changes and isinstance(self.content, Evidence) else []
 
-    def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> list[str]:
-        """Why the verdict no longer speaks for today; empty while it does. `claim` is the one that it settled, as it stands today."""
+    def reasons(self, today: date, claim: Claim | MechanismCheck | None) -> Iterator[str]:
+        """Why the verdict no longer speaks for today, what is dear to find out last; none while it does. `claim` is the one that it settled, as it stands today."""
         if not isinstance(self.content, Evidence):
-            return []
-        return [
-            *_expired(self.content.expires, today),
-            *(["the claim has changed since"] if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim) else []),
-            *_revised(self.runs, self.content.measured.configs, self.present.revisions),
-            *([f"its test has been edited since: {', '.join(self._edits)}"] if self._edits else []),
-            *(updates_since(self._strict, self.present.here) if self.present.here else []),
-        ]
+            return
+        yield from _expired(self.content.expires, today)
+        if claim and self.claim_ref and _tested_otherwise(self.claim_ref, claim):
+            yield "the claim has changed since"
+        yield from _revised(self.runs, self.content.measured.configs, self.present.revisions)
+        yield from updates_since(self._strict, self.present.here) if self.present.here else []
+        if self._edits:
+            yield f"its test has been edited since: {', '.join(self._edits)}"
 
     def stale(self, today: date, claim: Claim | MechanismCheck | None) -> str | None:
         """The reasons in one line, or None."""

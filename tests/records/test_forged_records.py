@@ -200,7 +200,7 @@ def test_a_rewritten_claim_is_no_verdict_on_todays(tmp_path, data, capsys):
     (record,) = read([tmp_path], cards)
     today = date.fromisoformat(data["expires"])
     assert standings([record], claim, today) == {"stale"}
-    assert record.reasons(today, claim) == ["the claim has changed since"]
+    assert list(record.reasons(today, claim)) == ["the claim has changed since"]
     words = sealed(tmp_path / "words" / "cpu", data, lambda m: m["claim"].update(statement="Any other words."))
     (reworded,) = read([tmp_path / "words"], cards)
     assert reworded.other_words(claim) == "Any other words."

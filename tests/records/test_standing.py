@@ -68,7 +68,7 @@ def test_a_statement_about_one_backend_is_not_confirmed_on_the_other(backend, wa
         ({"backend": "megatron"}, ["W1"], "hypothesis"),
         ({"backend": "megatron"}, ["W1", "V10.c"], "measured"),
         ({}, ["T5"], "refuted"),
-        ({}, ["W1.d"], "hypothesis"),
+        ({}, ["W1.f"], "hypothesis"),
         ({}, ["W2"], "hypothesis"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_rule_without_a_fresh_verdict_for_it_is_a_hypothesis(records, when, be
 
 
 def test_terminal_site_and_plain_text_mark_the_same_rules(records):
-    card = CARDS["recompute"]
+    card = CARDS["cuda-graphs"]
     found = bases(card, records, CLAIMS, DAY)
     assert {"measured", "hypothesis"} == set(found)
     shelf = Shelf(CARDS, records, DAY, {i: home for i, (home, _) in CLAIMS.items()})

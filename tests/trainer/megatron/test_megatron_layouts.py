@@ -5,6 +5,7 @@ A shim stands in for CUDA (`megatron_shim.py`), so nothing here speaks of speed,
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from layout_runs import Job, difference, train_all
 from parity import random_state
 from ranks import ROOT, steps, summary
 
+from playbook_bench.trace import kineto
+from playbook_bench.trace.table import build
 from playbook_trainer.config.tree import load, parse_overrides
 from playbook_trainer.huggingface import weights
 
@@ -76,6 +79,29 @@ def test_equals_the_torch_backend_on_one_rank(name: str, trained: tuple[Path, di
     mine, theirs = ([row["loss"] for row in summary(root / x)["eval"]] for x in (name, expected))
     assert mine == pytest.approx(theirs, rel=1e-4)
     assert summary(root / name)["num_parameters"] == summary(root / expected)["num_parameters"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.full
+def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path) -> None:
+    common = ("train.steps=3", "train.warmup_steps=1", "data.seq_len=64", "backend=megatron", "profile.kineto=true", "train.receipt=false")
+    jobs = [
+        Job("dense", 1, (DENSE, *common)),
+        Job("dense, recomputed", 1, (DENSE, *common, "train.recompute=full")),
+        Job("experts, recomputed", 1, (MOE, *common, "train.recompute=full")),
+        Job("stages", 2, (DENSE, *common, "parallel.pp=2", "train.global_batch_size=4")),
+        Job("images", 1, (VISION, *common, *IMAGES[1:3])),
+    ]
+    ended = train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/support/megatron/megatron_many.py")
+    assert not any(ended.values()), ended
+    for job in jobs:
+        traces = sorted((tmp_path / job.name).rglob("trace*.json"))
+        assert traces
+        for path in traces:
+            table = build(kineto.read(path))
+            assert not [o for o in table.unattributed if re.search(r"matmul|mm|linear", o.name)], (path, table.unattributed)
+            if job.name != "stages":  # where the decoder begins on another rank than it ends
+                assert {("loss", "backward"), ("decoder/attention", "backward")} <= {(r.path, r.phase) for r in table.rows}
 
 
 @pytest.mark.timeout(200)

@@ -1,4 +1,4 @@
-"""Ranges of megatron-core's passes and layers, by hooks on its modules: decoder, attention, router, dispatch, experts, combine, loss, backward."""
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: decoder, attention, mlp, router, dispatch, experts, combine, loss, backward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from playbook_trainer.observe.ranges import range_, tally
@@ -36,9 +38,12 @@ def announced(model: nn.Module) -> Iterator[None]:
             if hasattr(module, "compute_language_model_loss"):
                 # What leaves a stage must be a tensor of its own, so nothing is marked there.
                 _hook(stack, module.decoder, "decoder", marks=bool(module.post_process))
-                _wrap(stack, module, "compute_language_model_loss", "loss", marks=False)
+                if module.post_process:
+                    _announce_loss(stack, module)
             elif isinstance(module, Attention):
                 _hook(stack, module, "attention")
+            elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MLP):
+                _hook(stack, module.mlp, "mlp")
             elif isinstance(module, MoELayer):
                 _hook(stack, module.router, "router")
                 _hook(stack, module.experts, "experts")
@@ -63,12 +68,40 @@ def _tally_products(stack: ExitStack) -> None:
     stack.callback(setattr, moe_utils, "te_general_gemm", product)
 
 
+def _announce_loss(stack: ExitStack, model: Any) -> None:
+    """The head's product and the loss of its logits, each a range of the forward pass; one in the backward pass, since nothing may be marked between.
+
+    The loss's backward pass writes its gradient over what it has kept of the logits, which autograd refuses of a tensor that was marked.
+    """
+    compute, entered = model.compute_language_model_loss, list[range_]()
+
+    def head(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        entered[:] = [range_("loss").__enter__()]
+        return _on_first(args, entered[0].enter), given
+
+    def after_head(*_: Any) -> None:
+        entered[0].__exit__(None, None, None)
+
+    def loss(*args: Any, **given: Any) -> Tensor:
+        with range_("loss"):
+            out = compute(*args, **given)
+        return entered.pop().exit(out) if entered else out
+
+    stack.callback(model.output_layer.register_forward_pre_hook(head, with_kwargs=True).remove)
+    stack.callback(model.output_layer.register_forward_hook(after_head).remove)
+    model.compute_language_model_loss = loss
+    stack.callback(delattr, model, "compute_language_model_loss")
+
+
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
     opened: list[range_] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         span = range_(name).__enter__()
         opened.append(span)
+        hidden = given.get("hidden_states")  # as the decoder is given its input
+        if marks and isinstance(hidden, Tensor):
+            return args, {**given, "hidden_states": span.enter(hidden)}
         return _on_first(args, span.enter) if marks else args, given
 
     def after(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:

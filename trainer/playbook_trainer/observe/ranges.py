@@ -8,8 +8,8 @@
 `enter` and `exit` mark the same span in the backward pass, as `attention.bwd`: autograd runs `exit`'s backward first. They are the
 identity, and nothing at all while no sink listens, so a timed run pays one list check per range.
 
-Names: step, data, forward, vision, projector, decoder, attention, router, dispatch, experts, combine, loss, backward, optimizer; and where the
-switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
+Names: step, data, forward, vision, projector, decoder, attention, mlp, router, dispatch, experts, combine, loss (with the head's product),
+backward, optimizer; and where the switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
 """
 
 from __future__ import annotations

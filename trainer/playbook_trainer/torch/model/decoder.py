@@ -176,9 +176,10 @@ class Mlp(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """silu(gate) * up, projected back."""
-        with tensor.entered(x_ND, self.axes) as all_ND:
-            h_NF = self.w13(all_ND)
-        return tensor.leave(self.w2(self.swiglu(h_NF)), self.axes)
+        with range_("mlp") as r:
+            with tensor.entered(r.enter(x_ND), self.axes) as all_ND:
+                h_NF = self.w13(all_ND)
+            return r.exit(tensor.leave(self.w2(self.swiglu(h_NF)), self.axes))
 
 
 class Router(nn.Module):
