@@ -115,9 +115,7 @@ TASKS: dict[str, Task] = {
     ),
     # Claims that share a case with the one before them cost nothing more; cases of three and four variants come last.
     "torch": claims(
-        "vlm-tuning-knobs/V8 vlm-tuning-knobs/V8.p fp8-recipes/W12 fp8-recipes/W12.b vlm-real-data/T2 vlm-real-data/T2.p loss-and-logits/C1 "
-        "loss-and-logits/C2 moe-optimization-workflow/W21 fp8-recipes/W20 vlm-real-data/T9 allocator-fragmentation/F1 allocator-fragmentation/F2 "
-        "vlm-tuning-knobs/V13 vlm-real-data/T7 recompute/L4 small-micro-batches/N1.t packed-fine-tuning/S1 loss-and-logits/C3 expert-imbalance/E1 "
+        "moe-optimization-workflow/W21 recompute/L4 small-micro-batches/N1.t packed-fine-tuning/S1 loss-and-logits/C3 expert-imbalance/E1 "
         "offloading/W16 checkpoint-stalls/K1 cuda-graphs/V11.n vlm-real-data/T3 cuda-graphs/V15.s cuda-graphs/V6 long-context-memory/L13 "
         "vlm-tuning-knobs/V7 vlm-tuning-knobs/V9",
         1,

@@ -17,7 +17,7 @@ _WITHOUT_RUNS: Mapping[str | None, str] = {"arithmetic": "arithmetic", "invarian
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}
 
 
-def in_words(record: Record, stale: object = None, *, places: bool = True) -> str:
+def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places: bool = True) -> str:
     """A verdict with what it rests on: `confirmed, one H200, megatron`, `confirmed, stale, CPU, torch` or `confirmed, arithmetic`; with or without the machine."""
     return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 

@@ -34,6 +34,16 @@ def reasons(folder, evidence, today=TODAY, **present):
     return reasons
 
 
+def test_what_is_dear_to_find_out_is_not_asked_where_another_reason_makes_a_verdict_stale(tmp_path):
+    def compared(_):
+        raise AssertionError("the case was read and resolved")
+
+    evidence = record("confirmed", "2026-01-01T00:00:00Z")
+    store.write(evidence, tmp_path)
+    (found,) = read([tmp_path], present=Present(case_changes=compared))
+    assert "expired" in next(found.reasons(date(2099, 1, 1), None))
+
+
 def test_a_record_that_settles_something_goes_before_a_newer_one_that_did_not_apply(tmp_path):
     settled = record("refuted", "2026-01-01T00:00:00Z")
     later = [record("not_applicable", "2026-02-01T00:00:00Z"), record("error", "2026-03-01T00:00:00Z"), record(claim="V1")]

@@ -201,12 +201,12 @@ def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_ot
     assert row.rstrip(" |").endswith("303")
     assert '<table class="pb-forest">' in settled
     assert "<b>V10.c</b>" in settled
-    rows = {name: next(line for line in shown.splitlines() if f"#{name})" in line) for name in ("v6-u", "t1", "d1")}
+    rows = {name: next(line for line in shown.splitlines() if f"#{name})" in line) for name in ("v6-u", "t1", "c3")}
     assert "undecided after all 8 pairs" in rows["v6-u"]
     assert rows["v6-u"].rstrip(" |").endswith("458")
     # Its A/A is another series', and counts for both: 68 s of launches of its own and 58 s.
     assert rows["t1"].rstrip(" |").endswith("126")
-    assert "untested: <code>playbook confirm dense-models/D1 --profile h200x1</code> |  |  |" in rows["d1"]
+    assert "untested: <code>playbook confirm loss-and-logits/C3 --profile h200x1</code> |  |  |" in rows["c3"]
     assert "#w9)" not in shown, "its scope asks for several GPUs"
 
 

@@ -73,7 +73,8 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
 
     The loss's backward pass writes its gradient over what it has kept of the logits, which autograd refuses of a tensor that was marked.
     """
-    compute, entered = model.compute_language_model_loss, list[range_]()
+    name = "compute_language_model_loss"
+    compute, own, entered = getattr(model, name), name in vars(model), list[range_]()
 
     def head(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entered[:] = [range_("loss").__enter__()]
@@ -88,9 +89,9 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
         return entered.pop().exit(out) if entered else out
 
     stack.callback(model.output_layer.register_forward_pre_hook(head, with_kwargs=True).remove)
-    stack.callback(model.output_layer.register_forward_hook(after_head).remove)
-    model.compute_language_model_loss = loss
-    stack.callback(delattr, model, "compute_language_model_loss")
+    stack.callback(model.output_layer.register_forward_hook(after_head, always_call=True).remove)
+    setattr(model, name, loss)
+    stack.callback(*(setattr, model, name, compute) if own else (delattr, model, name))
 
 
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
@@ -112,7 +113,7 @@ def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True)
 
     for handle in (
         module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True, always_call=True),
     ):
         stack.callback(handle.remove)
 

@@ -253,12 +253,13 @@ class Experts(nn.Module):
             return product(act_RF, self.w2.to(rows_RD.dtype), ends)
 
     def _loop(self, rows_RD: Tensor, counts: Tensor, prob_R: Tensor | None) -> Tensor:
-        w13, w2 = self.w13.to(rows_RD.dtype), self.w2.to(rows_RD.dtype)
+        # Not by index: the gradient of each index would be a stack of its own, zeros but for one expert, to be added to the others.
+        w13, w2 = self.w13.to(rows_RD.dtype).unbind(), self.w2.to(rows_RD.dtype).unbind()
         sizes = counts.tolist()
-        h_RF = torch.cat([linear(rows, w13[e]) for e, rows in enumerate(rows_RD.split(sizes))])
+        h_RF = torch.cat([linear(rows, w) for rows, w in zip(rows_RD.split(sizes), w13, strict=True)])
         # Of all rows at once: compiled code would be compiled again for an expert with one row, and for one with none.
         with self.activated(h_RF, prob_R) as act_RF:
-            return torch.cat([linear(rows, w2[e]) for e, rows in enumerate(act_RF.split(sizes))])
+            return torch.cat([linear(rows, w) for rows, w in zip(act_RF.split(sizes), w2, strict=True)])
 
 
 class Moe(nn.Module):
