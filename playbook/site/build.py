@@ -33,7 +33,7 @@ from playbook.site.planned.tables import tables_page
 from playbook.site.planned.worked import worked
 from playbook.site.recipes import recipes_page
 from playbook.site.reference import Command, commands_page, configuration_page, metrics_page
-from playbook.site.shelf import Flags, Shelf, no_flags, verdict_forest
+from playbook.site.shelf import Flags, Shelf, forest_of_cards, no_flags
 
 _OWNED = ("cards", "evidence", "_generated")
 
@@ -121,7 +121,7 @@ def generate(
     titles = {c.id: c.title for c in sorted(known.values(), key=lambda c: c.title)}
     by = {phase: [c.id for c in found] for phase, found in phases(shelf)}
     inserts = {
-        "forest of verdicts": verdict_forest(shelf, shelf.cards.values()),
+        "forest of verdicts": forest_of_cards(shelf),
         "coverage": coverage(shelf),
         "two commands": commands_shown(now.shown),
         "cards by phase": by_phase(shelf),

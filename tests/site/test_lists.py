@@ -36,7 +36,7 @@ def page(tree: Path, name: str) -> str:
     return (tree / "docs" / name).read_text().replace(NBSP, " ")
 
 
-def test_home_draws_every_current_interval_from_gpus_and_says_it_in_words(tree: Path) -> None:
+def test_home_draws_a_current_interval_of_each_card_from_gpus_and_says_it_in_words(tree: Path) -> None:
     made = generate(tree)
     assert "**1 are settled on GPUs**" in made.inserts["coverage"]
     shown = unescape(made.inserts["forest of verdicts"]).replace(NBSP, " ")
