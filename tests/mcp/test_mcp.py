@@ -142,11 +142,12 @@ def test_an_answer_stands_once_and_its_text_is_a_summary(library):
 
 
 def test_a_card_comes_by_sections_and_its_decisions_first(library):
-    whole = answer(library, "get_card", card_id="vlm-real-data", section="all")["card"]
+    everything = answer(library, "get_card", card_id="vlm-real-data", section="all")
     first = answer(library, "get_card", card_id="vlm-real-data")
+    whole = everything["card"]
     assert first["card"]["decide"] == whole["decide"]
     assert first["card"]["claims"]["T1"] == whole["claims"][1]["statement"]
-    assert len(json.dumps(first["card"])) < len(json.dumps(whole)) / 2
+    assert len(json.dumps(first)) < len(json.dumps(everything)) / 2, "with the verdicts of both"
     parts = {
         k for s in ("answer", *first["more"]) if s != "all" for k in answer(library, "get_card", card_id="vlm-real-data", section=s)["card"]
     }
