@@ -75,19 +75,8 @@ STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding an
 """About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
 
 UNTRACED = {
-    "W16.b": "megatron-offload-or-recompute-one-gpu",
-    "L4.c": "megatron-attention-at-64k-one-gpu",
-    "W12.e": "megatron-fp8-blockwise-one-gpu",
-    "W21.b": "megatron-cutlass-experts-one-gpu",
-    "V10.c": "megatron-selective-vs-full-one-gpu",
-    "W1.c": "megatron-recompute-one-gpu",
-    "T7": "vlm-recompile-share",
-    "L3.b": "megatron-recompute-at-32k-one-gpu",
-    "W1.d": "megatron-experts-vs-layers-one-gpu",
     "N1": "megatron-small-micro-batches-one-gpu",
-    "D1": "megatron-dense-fp8-one-gpu",
-    "D2": "megatron-dense-recompute-one-gpu",
-    "D3": "megatron-dense-micro-batch-one-gpu",
+    "N1.t": "small-micro-batches",
 }
 """Cases of verdicts that have no trace, or one that leaves more than 5 % of the busy time unnamed."""
 
@@ -115,8 +104,8 @@ TASKS: dict[str, Task] = {
     ),
     # Claims that share a case with the one before them cost nothing more; cases of three and four variants come last.
     "torch": claims(
-        "moe-optimization-workflow/W21 recompute/L4 small-micro-batches/N1.t packed-fine-tuning/S1 loss-and-logits/C3 expert-imbalance/E1 "
-        "offloading/W16 checkpoint-stalls/K1 cuda-graphs/V11.n vlm-real-data/T3 cuda-graphs/V15.s cuda-graphs/V6 "
+        "packed-fine-tuning/S1 checkpoint-stalls/K1 expert-imbalance/E1 recompute/L4 offloading/W16 loss-and-logits/C3 "
+        "moe-optimization-workflow/W21 small-micro-batches/N1.t cuda-graphs/V11.n vlm-real-data/T3 cuda-graphs/V15.s cuda-graphs/V6 "
         "vlm-tuning-knobs/V7 vlm-tuning-knobs/V9",
         1,
         90,
@@ -124,8 +113,8 @@ TASKS: dict[str, Task] = {
     # More than an 80 GB card holds.
     "large": claims("long-context-memory/L13 offloading/L11.a", 1, 120),
     "megatron": claims(
-        "recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 dense-models/D3 fp8-recipes/W20.b "
-        "recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b",
+        "cuda-graphs/V15.b cuda-graphs/V11.b recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 "
+        "dense-models/D3 fp8-recipes/W20.b recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b",
         1,
         120,
     ),

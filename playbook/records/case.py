@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
 _MAX_REPEATS = 4
 
-_GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder"})
+_GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder", "embedding"})
 """Ranges that every run has; finding one proves nothing."""
 
 RANGES = _GENERIC_RANGES | {

@@ -24,7 +24,7 @@ from playbook.records.trace import Coverage, Phase, RangeRow, TraceTable, Unattr
 BACKWARD = ".bwd"
 STEP = "step"
 CONTAINERS = frozenset({STEP, "forward", "backward"})
-PARTS = frozenset({"vision", "projector", "decoder", "attention", "mlp", "router", "dispatch", "experts", "combine", "loss"})
+PARTS = frozenset({"embedding", "vision", "projector", "decoder", "attention", "mlp", "router", "dispatch", "experts", "combine", "loss"})
 _TOWERS = frozenset({"vision", "decoder"})
 UNATTRIBUTED = "(unattributed)"
 MAX_DEPTH = 32

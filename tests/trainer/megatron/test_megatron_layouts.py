@@ -94,13 +94,16 @@ def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path, mo
         Job("images", 1, (VISION, *common, *IMAGES[1:3])),
         Job("torch", 1, (DENSE, *common, "train.recompute=full", "backend=torch")),
     ]
-    loss, inner = {("loss", "forward"), ("loss", "backward")}, {("decoder/attention", "backward")}
+    loss, inner = (
+        {("loss", "forward"), ("loss", "backward")},
+        {("decoder/attention", "backward"), ("embedding", "forward"), ("embedding", "backward")},
+    )
     dense = {("decoder/mlp", "forward"), ("decoder/mlp", "backward")}
     wanted = {
         "dense": loss | inner | dense,
         "dense, recomputed": loss | inner | dense | {("decoder/mlp", "recompute")},
         "experts, recomputed": loss | inner,
-        "stages": set(),  # the first one is traced, which has no head
+        "stages": {("embedding", "backward")},  # the first one is traced, which has no head
         "images": loss | inner,
         "torch": loss | inner | dense | {("decoder/mlp", "recompute")},
     }
@@ -125,6 +128,7 @@ def test_the_receipt_names_groups_and_ranges(tmp_path: Path) -> None:
     assert receipt["numbers"]["moe_layers"] == layers
     for name in ("attention", "router", "experts"):
         assert receipt["ranges"][name] == receipt["ranges"][f"{name}.bwd"] == layers * microbatches
+    assert receipt["ranges"]["embedding"] == receipt["ranges"]["embedding.bwd"] == microbatches
     assert {"step", "data", "forward", "backward", "decoder", "dispatch", "combine", "loss", "optimizer"} <= set(receipt["ranges"])
     exchanged = {(r["inside"], r["phase"]) for r in receipt["collectives"] if r["op"] == "all_to_all" and r["group"] == "ep"}
     assert exchanged == {(inside, phase) for inside in ("dispatch", "combine") for phase in ("forward", "backward")}

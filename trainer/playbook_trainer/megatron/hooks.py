@@ -1,4 +1,4 @@
-"""Ranges of megatron-core's passes and layers, by hooks on its modules: decoder, attention, mlp, router, dispatch, experts, combine, loss, backward."""
+"""Ranges of megatron-core's passes and layers, by hooks on its modules: embedding, decoder, attention, mlp, router, dispatch, experts, combine, loss, backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
@@ -40,6 +41,8 @@ def announced(model: nn.Module) -> Iterator[None]:
                 _hook(stack, module.decoder, "decoder", marks=bool(module.post_process))
                 if module.post_process:
                     _announce_loss(stack, module)
+            elif isinstance(module, VocabParallelEmbedding):
+                _hook(stack, module, "embedding", until=module.weight)
             elif isinstance(module, Attention):
                 _hook(stack, module, "attention")
             elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MLP):
@@ -94,12 +97,15 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
     stack.callback(*(setattr, model, name, compute) if own else (delattr, model, name))
 
 
-def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
+def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True, until: Tensor | None = None) -> None:
     opened: list[range_] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         span = range_(name).__enter__()
         opened.append(span)
+        if until is not None:
+            span.until(until)
+            return args, given
         hidden = given.get("hidden_states")  # as the decoder is given its input
         if marks and isinstance(hidden, Tensor):
             return args, {**given, "hidden_states": span.enter(hidden)}

@@ -6,9 +6,10 @@
         y = r.exit(y)
 
 `enter` and `exit` mark the same span in the backward pass, as `attention.bwd`: autograd runs `exit`'s backward first. They are the
-identity, and nothing at all while no sink listens, so a timed run pays one list check per range.
+identity, and nothing at all while no sink listens, so a timed run pays one list check per range. An embedding looks its input up, so no
+gradient reaches a mark there: `until` marks the end by the weight.
 
-Names: step, data, forward, vision, projector, decoder, attention, mlp, router, dispatch, experts, combine, loss (with the head's product),
+Names: step, data, forward, embedding, vision, projector, decoder, attention, mlp, router, dispatch, experts, combine, loss (with the head's product),
 backward, optimizer; and where the switches of that name are on, recompute, offload (a layer whose saved tensors leave) and prefetch (they start on their way back).
 """
 
@@ -111,11 +112,12 @@ class KinetoSink:
 class range_:
     """A named span of the step, forward and (through `enter` and `exit`) backward."""
 
-    __slots__ = ("_entered", "_on", "name")
+    __slots__ = ("_entered", "_on", "_until", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._on = self._entered = False
+        self._until: Tensor | None = None
 
     def __enter__(self) -> range_:
         _open.append(self.name)
@@ -134,21 +136,42 @@ class range_:
     def enter(self, x: Tensor) -> Tensor:
         """`x`; in the backward pass, the end of the span."""
         self._entered = self._on and x.requires_grad
-        return _Mark.apply(x, self.name, False) if self._entered else x
+        return _Mark.apply(x, self, False) if self._entered else x
 
     def exit(self, y: Tensor) -> Tensor:
         """`y`; in the backward pass, the beginning of the span, where that pass also reaches its end (not below what is frozen)."""
-        return _Mark.apply(y, self.name, True) if self._entered and y.requires_grad else y
+        return _Mark.apply(y, self, True) if self._entered and y.requires_grad else y
+
+    def until(self, weight: Tensor) -> Tensor:
+        """`weight`, a leaf; in the backward pass, the end of the span, once its gradient has been added to what it had."""
+        if self._on and weight.is_leaf and weight.requires_grad:
+            self._entered, self._until = True, weight
+        return weight
+
+    def _pass(self, *, opens: bool) -> None:
+        for sink in _sinks:
+            (sink.push if opens else sink.pop)(self.name + BACKWARD)
+        if opens and self._until is not None:
+            self._end_with(self._until)
+
+    def _end_with(self, weight: Tensor) -> None:
+        def added(*_: Any) -> None:
+            handle.remove()
+            self._pass(opens=False)
+
+        with torch.enable_grad():
+            view: Any = weight.view_as(weight)
+        # Registered in the backward pass, the hook runs after those that gather or reduce gradients, and once for each beginning.
+        handle = view.grad_fn.next_functions[0][0].register_hook(added)
 
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, opens: bool) -> Tensor:
-        ctx.name, ctx.opens = name + BACKWARD, opens
+    def forward(ctx: Any, x: Tensor, span: range_, opens: bool) -> Tensor:
+        ctx.span, ctx.opens = span, opens
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
-        for sink in _sinks:
-            (sink.push if ctx.opens else sink.pop)(ctx.name)
+        ctx.span._pass(opens=ctx.opens)
         return grads[0], None, None

@@ -371,7 +371,8 @@ class Decoder(nn.Module):
         visual: list[Tensor] = []
         index = batch.vision.visual_index_V if batch.vision is not None else None
         if x_ND is None:
-            x_ND = self.embed(lambda w, t: tensor.embed(t, w, axes), batch.tokens_N).to(dtype)
+            with range_("embedding") as r:
+                x_ND = r.exit(self.embed(lambda w, t: tensor.embed(t, r.until(w), axes), batch.tokens_N).to(dtype))
             if self.config.vision is not None and batch.vision is not None and index is not None:
                 image_VD, *visual = self.share(batch.vision, self.vision(batch.vision, dtype))
                 x_ND = x_ND.index_copy(0, index, image_VD.to(dtype))
