@@ -106,12 +106,12 @@ TASKS: dict[str, Task] = {
     "torch": claims(
         "packed-fine-tuning/S1 checkpoint-stalls/K1 expert-imbalance/E1 recompute/L4 offloading/W16 loss-and-logits/C3 "
         "moe-optimization-workflow/W21 small-micro-batches/N1.t cuda-graphs/V11.n vlm-real-data/T3 cuda-graphs/V15.s cuda-graphs/V6 "
-        "vlm-tuning-knobs/V7 vlm-tuning-knobs/V9",
+        "vlm-tuning-knobs/V7 vlm-tuning-knobs/V9 long-context-memory/L13",
         1,
         90,
     ),
     # More than an 80 GB card holds.
-    "large": claims("long-context-memory/L13 offloading/L11.a", 1, 120),
+    "large": claims("offloading/L11.a", 1, 120),
     "megatron": claims(
         "cuda-graphs/V15.b cuda-graphs/V11.b recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 "
         "dense-models/D3 fp8-recipes/W20.b recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b",
