@@ -68,7 +68,7 @@ def test_a_statement_about_one_backend_is_not_confirmed_on_the_other(backend, wa
         ({"backend": "megatron"}, ["W1"], "hypothesis"),
         ({"backend": "megatron"}, ["W1", "V10.c"], "measured"),
         ({}, ["T5"], "refuted"),
-        ({}, ["W1.f"], "hypothesis"),
+        ({}, ["L13.b"], "hypothesis"),
         ({}, ["W2"], "hypothesis"),
     ],
 )

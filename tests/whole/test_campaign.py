@@ -88,9 +88,10 @@ def test_a_fresh_machine_goes_on_from_the_folders_that_were_brought_along(tmp_pa
 
 def test_what_was_undecided_after_all_of_its_pairs_waits_and_what_time_cut_goes_on():
     """Else a campaign would spend its first minutes on a claim that eight pairs could not settle."""
-    found = untested_claims(CARDS, read([data_root("results")], CARDS), "h200x1", DAY)
+    records = [r for r in read([data_root("results")], CARDS) if r.id != "01M8B759XH83H1T72GMP4QMFXX"]
+    found = untested_claims(CARDS, records, "h200x1", DAY)
     assert set(found[-len(UNDECIDED) :]) == UNDECIDED
-    assert "fp8-recipes/W20.b" in found[: -len(UNDECIDED)], "five of its eight blocks had run"
+    assert "fp8-recipes/W20.b" in found[: -len(UNDECIDED)], "five of its eight blocks had run before that record"
 
 
 def test_a_campaign_of_named_claims_keeps_their_order_and_leaves_out_what_is_settled(tmp_path, capsys):

@@ -80,7 +80,7 @@ def turns_over(evidence: Evidence) -> bool:
     """
     claim, comparison = evidence.measured.claim, evidence.derived.comparison
     settled = evidence.derived.verdict.status in ("confirmed", "refuted")
-    if not settled or not evidence.measured.runs or claim is None or claim.expect.op not in (">=", "<="):
+    if not settled or comparison is None or claim is None or claim.expect.op not in (">=", "<="):
         return False
     value, unit = claim.expect.margin.value, claim.expect.margin.unit
     margin = {"percent": value / 100, "ratio": value - 1}.get(unit, value)
