@@ -41,8 +41,17 @@ PHASES = {"fit": "make it fit", "scale": "scale it", "profile": "profile it", "r
 def effect(record: Record) -> str:
     """The effect with its interval, as a page shows it; both values where no effect is recorded."""
     found = record.get("derived", "comparison")
-    if not isinstance(found, Mapping):
-        return ""
+    return _interval(found) if isinstance(found, Mapping) else ""
+
+
+def effects(record: Record) -> str:
+    """As `effect`; of several variants, each contrast by its name."""
+    curve = record.get("derived", "curve", default={})
+    contrasts = [f"{text(c.get('name'))} {_interval({**curve, **c})}" for c in curve.get("contrasts", ())]
+    return "<br>".join(contrasts) if contrasts else effect(record)
+
+
+def _interval(found: Mapping[str, Any]) -> str:
     value, low, high = (found.get(k) for k in ("effect", "low", "high"))
     exact = low == high
     if not isinstance(value, int | float):

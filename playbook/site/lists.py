@@ -11,7 +11,7 @@ from playbook.records.case import list_cases, load_case
 from playbook.records.evidence import Evidence
 from playbook.records.read import EVIDENCE, UNTESTED, Record, verdicts
 from playbook.records.standing import in_words
-from playbook.site.cards import PHASES, badges, effect
+from playbook.site.cards import PHASES, badges, effect, effects
 from playbook.site.pages import markdown, render
 from playbook.site.shelf import DECIDED, Shelf, anchor, verdict_forest
 from playbook.site.text import attribute, badge, code, link, text
@@ -95,7 +95,7 @@ def one_gpu_page(shelf: Shelf, machine: str = "h200x1") -> str:
 def _priced(record: Record) -> list[str]:
     """The cells of a current verdict: in words (the page's title says where), its effect, and what it cost."""
     page = f"../evidence/{record.id}.md"
-    return [link(badge(record.status, in_words(record, places=False)), page), effect(record), _price(record)]
+    return [link(badge(record.status, in_words(record, places=False)), page), effects(record), _price(record)]
 
 
 def _price(record: Record) -> str:
@@ -119,7 +119,7 @@ def _open(shelf: Shelf, record: Record, claim: Claim | MechanismCheck) -> list[s
     """The cells of an older or undecided verdict: why it settles nothing, its effect, and what it cost."""
     why = record.stale(shelf.today, claim)
     words = text(f"{record.status.replace('_', ' ')}, stale: {why}" if why else record.sentence)
-    return [link(words, f"../evidence/{record.id}.md"), effect(record), _price(record)]
+    return [link(words, f"../evidence/{record.id}.md"), effects(record), _price(record)]
 
 
 def _part(shelf: Shelf, claim: Claim | MechanismCheck) -> str:

@@ -57,10 +57,10 @@ def verdict_forest(shelf: Shelf, cards: Iterable[Card], up: str = "", machine: s
 
 
 def forest_of_cards(shelf: Shelf) -> str:
-    """As `verdict_forest`, of each card the claim alone that most of its rules rest on: what the home page has room for."""
+    """As `verdict_forest`, of each card one claim alone, a settled one that most of its rules rest on: what the home page has room for."""
     drawn = [[b for claim in card.claims for b in _bars(shelf, card, claim, "", None)] for card in shelf.cards.values()]
     cited = Counter(i for card in shelf.cards.values() for rule in card.decide for i in rule.because)
-    return forest([max(bars, key=lambda b: cited[b.claim]) for bars in drawn if bars])
+    return forest([max(bars, key=lambda b: (b.status in DECIDED, cited[b.claim])) for bars in drawn if bars])
 
 
 def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) -> Iterator[Bar]:
@@ -68,6 +68,9 @@ def _bars(shelf: Shelf, card: Card, claim: Claim, up: str, machine: str | None) 
         if machine not in (None, r.get("measured", "machine", "name")):
             continue
         found = r.get("derived", "comparison", default={})
+        curve = r.get("derived", "curve", default={})
+        if len(contrasts := curve.get("contrasts", ())) == 1:
+            found = {**curve, **contrasts[0]}
         low, value, high = (found.get(k) for k in ("low", "effect", "high"))
         if found.get("scale") != "log_ratio" or low == high or not all(isinstance(v, int | float) for v in (low, value, high)):
             continue

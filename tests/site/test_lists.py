@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import date
 from html import unescape
 from pathlib import Path
@@ -22,7 +23,7 @@ from playbook.site.evidence import trace_page
 from playbook.site.lists import one_gpu_page
 from playbook.site.llms import llms
 from playbook.site.models import plan_of, settings
-from playbook.site.shelf import Shelf
+from playbook.site.shelf import Shelf, forest_of_cards, verdict_forest
 from playbook.site.text import NBSP
 
 TODAY = date(2026, 11, 21)
@@ -208,6 +209,21 @@ def test_the_page_of_one_gpu_has_settled_claims_with_their_price_and_says_why_ot
     assert rows["t1"].rstrip(" |").endswith("126")
     assert "untested: <code>playbook confirm loss-and-logits/C3 --profile h200x1</code> |  |  |" in rows["c3"]
     assert "#w9)" not in shown, "its scope asks for several GPUs"
+    sweep = unescape(next(line for line in settled.splitlines() if "#v15-b)" in line)).replace("−", "-")
+    assert "selective over full +17.6 % [+16.6, +18.7]<br>selective-graphs over full +16.1 % [+15.0, +17.1]" in sweep
+    assert "<b>W20.b</b>" in settled, "an interaction has one interval, and a bar"
+
+
+def test_home_draws_a_settled_verdict_of_a_card_before_an_undecided_one() -> None:
+    cards = load_all()
+    shelf = Shelf(
+        cards, read([data_root("results")], cards), date(2026, 11, 26), {c.id: card.id for card in cards.values() for c in card.claims}
+    )
+    graphs = {"cuda-graphs": cards["cuda-graphs"]}
+    everything, one = verdict_forest(shelf, graphs.values()), forest_of_cards(replace(shelf, cards=graphs))
+    assert "<b>V6.u</b>" in everything
+    assert "<b>V6.u</b>" not in one
+    assert "<b>V11.b</b>" in one
 
 
 def test_a_card_says_on_what_its_verdicts_rest_and_what_nobody_has_measured() -> None:

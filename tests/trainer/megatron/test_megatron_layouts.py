@@ -93,6 +93,7 @@ def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path, mo
         Job("stages", 2, (DENSE, *common, "parallel.pp=2", "train.global_batch_size=4")),
         Job("images", 1, (VISION, *common, *IMAGES[1:3])),
         Job("torch", 1, (DENSE, *common, "train.recompute=full", "backend=torch")),
+        Job("predictions", 1, (MOE, *common, "model.mtp_layers=2")),
     ]
     loss, inner = (
         {("loss", "forward"), ("loss", "backward")},
@@ -106,6 +107,7 @@ def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path, mo
         "stages": {("embedding", "backward")},  # the first one is traced, which has no head
         "images": loss | inner,
         "torch": loss | inner | dense | {("decoder/mlp", "recompute")},
+        "predictions": loss | inner,
     }
     ended = train_all(jobs, tmp_path, timeout=180, script=ROOT / "tests/support/megatron/megatron_many.py")
     assert not any(ended.values()), ended
@@ -114,6 +116,7 @@ def test_every_matrix_product_of_a_trace_lies_in_a_named_part(tmp_path: Path, mo
         tables = [build(kineto.read(path)) for path in traces]
         assert not [o for t in tables for o in t.unattributed if re.search(r"matmul|mm|linear", o.name)], job.name
         assert wanted[job.name] <= {(r.path, r.phase) for t in tables for r in t.rows}, job.name
+        assert not [r.path for t in tables for r in t.rows if r.path.startswith("embedding/")], job.name
 
 
 @pytest.mark.timeout(200)

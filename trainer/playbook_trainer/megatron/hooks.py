@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
@@ -38,11 +37,12 @@ def announced(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if hasattr(module, "compute_language_model_loss"):
                 # What leaves a stage must be a tensor of its own, so nothing is marked there.
-                _hook(stack, module.decoder, "decoder", marks=bool(module.post_process))
+                for layers in filter(None, (module.decoder, getattr(module, "mtp", None))):
+                    _hook(stack, layers, "decoder", marks=bool(module.post_process))
+                if hasattr(module, "embedding"):
+                    _announce_lookup(stack, module)
                 if module.post_process:
                     _announce_loss(stack, module)
-            elif isinstance(module, VocabParallelEmbedding):
-                _hook(stack, module, "embedding", until=module.weight)
             elif isinstance(module, Attention):
                 _hook(stack, module, "attention")
             elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MLP):
@@ -71,6 +71,33 @@ def _tally_products(stack: ExitStack) -> None:
     stack.callback(setattr, moe_utils, "te_general_gemm", product)
 
 
+def _announce_lookup(stack: ExitStack, model: Any) -> None:
+    """The first lookup of a forward pass; those of prediction layers come later, inside of these: one gradient is added for all, behind the first."""
+    waiting, opened = list[range_](), list[range_]()
+
+    def begin(*_: Any) -> None:
+        waiting[:] = [range_("embedding")]
+
+    def before(lookup: Any, _: Any) -> None:
+        if waiting:
+            opened.append(waiting.pop().__enter__())
+            # Read in the forward pass, where FSDP has put the gathered weight in place.
+            opened[0].until(lookup.weight)
+
+    def after(_: nn.Module, args: Any, out: Any) -> Any:
+        if not opened:
+            return out
+        span = opened.pop()
+        marked = _on_first(out, span.exit)
+        span.__exit__(None, None, None)
+        return marked
+
+    lookup = model.embedding.word_embeddings
+    stack.callback(model.register_forward_pre_hook(begin).remove)
+    stack.callback(lookup.register_forward_pre_hook(before).remove)
+    stack.callback(lookup.register_forward_hook(after, always_call=True).remove)
+
+
 def _announce_loss(stack: ExitStack, model: Any) -> None:
     """The head's product and the loss of its logits, each a range of the forward pass; one in the backward pass, since nothing may be marked between.
 
@@ -97,15 +124,12 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
     stack.callback(*(setattr, model, name, compute) if own else (delattr, model, name))
 
 
-def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True, until: Tensor | None = None) -> None:
+def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
     opened: list[range_] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         span = range_(name).__enter__()
         opened.append(span)
-        if until is not None:
-            span.until(until)
-            return args, given
         hidden = given.get("hidden_states")  # as the decoder is given its input
         if marks and isinstance(hidden, Tensor):
             return args, {**given, "hidden_states": span.enter(hidden)}
