@@ -74,13 +74,6 @@ def planned(gpus: int) -> Task:
 STAGES = "(cp or pp or copies or overlap or recompute or fp8) and not folding and not overlapped"
 """About half of the layouts, those of stages and of contexts among them: all of them take longer than a command may."""
 
-UNTRACED = {
-    "V11.b": "megatron-graphs-attention-one-gpu",
-    "V6.u": "megatron-graphs-one-gpu",
-    "W14.b": "megatron-router-in-float32-one-gpu",
-}
-"""Timed cases that speak today and have no trace."""
-
 HUNDRED = Task(4, f"{PYTEST} multigpu tests/gpu/test_megatron_vl_gpu.py -k hundred", 260, margin_s=45, settled=frozenset({0, 1}))
 """It stops its runs itself when its time is up, and compares those that there are; what it imports before takes 15 s."""
 
@@ -115,7 +108,8 @@ TASKS: dict[str, Task] = {
     "large": claims("long-context-memory/L13", 1, 120),
     "megatron": claims(
         "cuda-graphs/V15.b cuda-graphs/V11.b recompute/L4.c recompute/L3.b recompute/W1.d small-micro-batches/N1 dense-models/D1 dense-models/D2 "
-        "dense-models/D3 fp8-recipes/W20.b recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b",
+        "dense-models/D3 fp8-recipes/W20.b recompute/W1.f fp8-recipes/W12.f long-context-memory/L13.b fp8-recipes/W14.b "
+        "cuda-graphs/V6.u",
         1,
         120,
     ),
@@ -146,10 +140,6 @@ TASKS: dict[str, Task] = {
         "python tools/first_step.py trainer/configs/qwen3_30b_a3b_24l_megatron.yaml megatron.grouped_gemm=cutlass train.steps=4 train.warmup_steps=2",
         60,
     ),
-    **{
-        f"trace-{claim}": Task(1, f"python -m playbook bench trace {case} --profile h200x1 --results {{out}}/results", 40)
-        for claim, case in UNTRACED.items()
-    },
     "trace": Task(4, "python -m playbook bench trace torch-text-4k-vs-megatron --profile h200x4 --results {out}/results", 130),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +35,8 @@ from playbook.cli.options import (
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import complain, print_json, say
 from playbook.errors import PlaybookError
-from playbook.records.untested import untested_claims
+from playbook.records.evidence import Evidence
+from playbook.records.untested import untested_claims, untraced_verdicts
 from playbook.text import count
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import LocalLauncher
@@ -57,7 +58,7 @@ def confirm(
         bool,
         typer.Option(
             "--untested",
-            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on.",
+            help="With --profile: of --all, or of those named, the claims without a fresh verdict from it, those that most rules rest on first, or as named; --budget ends it, the next call goes on, and first traces what was left without.",
         ),
     ] = False,
     profile: Profile = None,
@@ -84,7 +85,10 @@ def confirm(
         raise PlaybookError("name cards or claims, or say --all (not both); playbook cards list --claims names them")
     if untested and (profile is None or launcher == "slurm"):
         raise PlaybookError("--untested goes with --profile PROFILE, such as h200x1, on the machine itself")
-    chosen = _waiting(profile or "", results, targets or []) if untested else list(load_all()) if every else targets or []
+    chosen: Sequence[str] = list(load_all()) if every else targets or []
+    untraced: Mapping[str, Evidence] = {}
+    if untested:
+        chosen, untraced = _waiting(profile or "", results, targets or [])
     seconds = to_seconds(budget)
     request = slurm.Request(nodes, cluster, show, not no_wait, job, as_json)
     slurm.check_request(launcher, request)
@@ -98,18 +102,26 @@ def confirm(
         raise typer.Exit(slurm.confirm(words, results, request, journal))
     runs_by = allocation or (ForkLauncher() if fork else LocalLauncher())
     kept = slurm.journal(journal or ((results or DEFAULT_RESULTS) / "journal" / "campaign" if untested else None), allocation, fork)
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace)
+    left = untraced if trace else {}
+    options = Options(
+        profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace, untraced=left
+    )
     show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
 
 
-def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> list[str]:
-    """The claims of a campaign, the most valuable first, or in the order in which they are `named`; said before the first is tested."""
+def _waiting(profile: str, results: Path | None, named: Sequence[str]) -> tuple[list[str], Mapping[str, Evidence]]:
+    """The claims of a campaign, the most valuable first, or in the order in which they are `named`, and verdicts to trace; said before the first is tested."""
     cards = load_all()
-    found = untested_claims(cards, records_here(cards, here(), results), profile, datetime.now(UTC).date())
+    known = cards, records_here(cards, here(), results), profile, datetime.now(UTC).date()
+    found, untraced = untested_claims(*known), untraced_verdicts(*known)
     asked = dict.fromkeys(f"{task.claim.card}/{task.claim.id}" for target in named for task in tasks_of(target) if task.claim)
-    found = [target for target in asked if target in found] if named else found
+    if named:
+        found = [target for target in asked if target in found]
+        untraced = {case: each for case, each in untraced.items() if each[0] in asked}
     complain(f"{count(len(found), 'claim')} without a fresh verdict from {profile}: {', '.join(found) or 'nothing to do'}")
-    return found
+    if untraced:
+        complain(f"{count(len(untraced), 'verdict')} without a trace: {', '.join(target for target, _ in untraced.values())}")
+    return found, {case: record for case, (_, record) in untraced.items()}
 
 
 def show_outcomes(run: Callable[[report.TerminalProgress], Sequence[Outcome]], as_json: bool, counts: bool = False) -> None:

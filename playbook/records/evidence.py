@@ -413,6 +413,12 @@ class Evidence(Strict):
         costs = [run.wall_s * min(run.ranks, self.measured.machine.gpus) for run in runs]
         return sum(costs) if costs and all(c > 0 for c in costs) else None
 
+    @property
+    def timed_on_gpus(self) -> bool:
+        """Whether the verdict is one of launches whose time tells something: of GPUs that no other rank shared. Those are traced."""
+        judged = self.derived.verdict.reason in ("margin", "power", "no_claim")
+        return judged and bool(self.measured.machine.gpus) and not self.measured.sharing
+
 
 def canonical(data: Any) -> str:
     """`data` as the one JSON text that is hashed: sorted keys, no spaces, no NaN."""

@@ -1,4 +1,4 @@
-"""Which claims wait for a verdict on a machine class, the most valuable first."""
+"""Which claims wait for a verdict on a machine class, the most valuable first, and which verdicts for a trace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from playbook.records.case import load_case
 from playbook.records.evidence import Evidence
 from playbook.records.machine import CPU
 from playbook.records.read import Record, earlier
+from playbook.records.trace import TraceResult
 
 _DECIDED = ("confirmed", "refuted")
 
@@ -32,6 +33,26 @@ def untested_claims(cards: Mapping[str, Card], records: Sequence[Record], profil
                     last = max(own, key=lambda r: r.measured, default=None)
                     waiting.append(((_lateness(last, today, asked), -rules[claim.id]), f"{card.id}/{asked.id}"))
     return [target for _, target in sorted(waiting, key=lambda w: w[0])]
+
+
+def untraced_verdicts(cards: Mapping[str, Card], records: Sequence[Record], profile: str, today: date) -> dict[str, tuple[str, Evidence]]:
+    """By case, as `CARD/CLAIM` and record, fresh timed verdicts from this profile whose variants nobody has traced there."""
+    traced = {r.content.case for r in records if isinstance(r.content, TraceResult) and not r.altered and r.content.profile == profile}
+    found: dict[str, tuple[str, Evidence]] = {}
+    for card in cards.values():
+        for claim in card.claims:
+            if claim.case is None or claim.case in traced or load_case(claim.case).command:
+                continue
+            for r in earlier(records, claim.id):
+                if (
+                    isinstance(r.content, Evidence)
+                    and not r.altered
+                    and _profile(r) == profile
+                    and r.content.timed_on_gpus
+                    and not r.stale(today, claim)
+                ):
+                    found.setdefault(claim.case, (f"{card.id}/{claim.id}", r.content))
+    return found
 
 
 def _lateness(last: Record | None, today: date, asked: Claim | MechanismCheck) -> int:

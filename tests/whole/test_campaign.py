@@ -13,7 +13,7 @@ from playbook.cards.load import load_all
 from playbook.cli.app import main
 from playbook.paths import data_root
 from playbook.records.read import read
-from playbook.records.untested import untested_claims
+from playbook.records.untested import untested_claims, untraced_verdicts
 from playbook_bench.run import confirm
 from playbook_bench.run.journal import Journal
 
@@ -118,3 +118,38 @@ def test_a_campaign_names_its_machine_class(words, capsys):
         main(["confirm", *words])
     assert e.value.code == 2
     assert "--" in capsys.readouterr().err
+
+
+def test_a_campaign_first_traces_what_an_earlier_call_had_no_time_to_trace(tmp_path, monkeypatch, capsys):
+    """V10 is settled and its trace is taken away here; nothing of it waits for a verdict. L9 is settled by arithmetic and has nothing to trace."""
+    records = [r for r in read([data_root("results")], CARDS) if "recompute-selective-vs-full" not in r.path.name]
+    asked = []
+    monkeypatch.setattr("playbook.cli.confirm.records_here", lambda *_: records)
+    monkeypatch.setattr("playbook.cli.confirm.harness.run", lambda chosen, options, _: asked.append((chosen, list(options.untraced))) or [])
+    words = ["confirm", "recompute/V10", "long-context-cp-sizing/L9", "--untested", "--profile", "h200x1", "--results", str(tmp_path)]
+    for more in ([], ["--no-trace"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+    assert asked == [([], ["recompute-selective-vs-full"]), ([], [])]
+    assert "1 verdict without a trace: recompute/V10" in capsys.readouterr().err
+
+
+def test_what_has_a_trace_or_was_not_timed_on_gpus_of_its_own_waits_for_none():
+    records = read([data_root("results")], CARDS)
+    waiting = untraced_verdicts(CARDS, records, "h200x1", DAY)
+    assert "recompute-selective-vs-full" not in waiting
+    assert not {"vlm-recompiles", "recompute-saved-bytes", "offload-to-fit"} & waiting.keys()
+    untraced = [r for r in records if r.schema != "trace/1"]
+    assert len(untraced_verdicts(CARDS, untraced, "h200x1", DAY)) > len(waiting) + 20
+    assert untraced_verdicts(CARDS, untraced, "cpu", DAY) == {}
+    assert untraced_verdicts(CARDS, untraced, "h200x1", date(2099, 1, 1)) == {}
+
+
+def test_verdicts_of_earlier_calls_are_traced_before_the_first_series(tmp_path, monkeypatch):
+    monkeypatch.setattr(confirm, "_trace", lambda case, records, *_: told.append((case.id, records)))
+    told = []
+    noting = Noting()
+    noting.finished = lambda outcome: told.append(outcome.name)
+    left = {"recompute-selective-vs-full": "its record"}
+    confirm.run(QUICK[:1], options(tmp_path, profile="cpu", campaign=True, untraced=left), noting)
+    assert told == [("recompute-selective-vs-full", ["its record"]), "L9"]

@@ -136,6 +136,8 @@ def _run_all(
     with local.interruptible(resumes=True), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
+        for name, evidence in options.untraced.items():
+            _trace(load_case(name), [evidence], options, progress)
         for wanted in sorted(
             dict.fromkeys(t.case for t in tasks), key=lambda name: not options.campaign and _is_timed(tasks, name, loaded, machine)
         ):
@@ -178,10 +180,9 @@ def _run_case(
 
 
 def _trace(case: Case, records: Sequence[Evidence], options: Options, progress: Progress) -> None:
-    """Trace the variants once more where a timed verdict from GPUs has just been reached: what its effect is made of. A trace changes no verdict."""
+    """Trace the variants once more where a timed verdict from GPUs has been reached: what its effect is made of. A trace changes no verdict."""
     measured = records[0].measured
-    judged = [r for r in records if r.derived.verdict.reason in ("margin", "power", "no_claim")]
-    if not judged or not measured.machine.gpus or measured.sharing or case.command or isinstance(options.launcher, SrunLauncher):
+    if not any(r.timed_on_gpus for r in records) or case.command or isinstance(options.launcher, SrunLauncher):
         return
     took = {r.variant: r.wall_s for r in measured.runs if r.outcome == "ok"}
     needed = _TRACED * sum(took.values())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playbook.records.evidence import Derived
+from playbook.records.evidence import Derived, Evidence
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
@@ -40,6 +40,8 @@ class Options:
     """Run cases in the order of the targets and start none after the budget is spent, so that the next call continues there. Mechanism checks run only if named."""
     trace: bool = False
     """Whether variants are traced once a timed verdict from GPUs is reached."""
+    untraced: Mapping[str, Evidence] = field(default_factory=dict)
+    """By case, verdicts of earlier commands whose variants are traced first."""
     settles: Callable[[Derived], bool] = lambda derived: True
     """Decides at a look whether an effect without a claim is known well enough to stop."""
     began: float = field(default_factory=time.monotonic)
