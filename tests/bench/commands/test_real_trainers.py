@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from statistics import median
 
 import preloaded
 import pytest
@@ -20,7 +21,7 @@ candidate: {candidate}
 steps: {{{where}, count: {steps}, warm_up: 4}}
 metric: step_seconds
 profiles: {{cpu: {{}}}}
-budget: {{pairs: [{pairs}], launch_timeout_s: 60}}
+budget: {{pairs: [2], launch_timeout_s: 60}}
 guardrails: {{loss: {{relative: 0.01}}}}
 {more}
 """
@@ -51,9 +52,9 @@ def lightning():
         yield place, SCRIPTS / "train_lightning.py"
 
 
-def case(folder, trainer, baseline, candidate, where, more="", steps=10, pairs=2):
+def case(folder, trainer, baseline, candidate, where, more="", steps=10):
     path = folder / "real-trainer.yaml"
-    values = {"baseline": baseline, "candidate": candidate, "where": where, "more": more, "steps": steps, "pairs": pairs}
+    values = {"baseline": baseline, "candidate": candidate, "where": where, "more": more, "steps": steps}
     place, script = trainer
     path.write_text(CASE.format(python=sys.executable, preloaded=preloaded.__file__, socket=place, script=script, **values))
     return str(path)
@@ -63,17 +64,29 @@ def measured(path, folder):
     (found,) = confirm.bench_run(path, Options(profile="cpu", results=folder / "results", seed=1))
     assert found.status == "measured", found.evidence.derived.verdict.sentence
     assert replay.replay(found.path) == (True, [])
-    return found.evidence.derived
+    return found.evidence
+
+
+def times_as_long(evidence):
+    """How many times as long as the baseline's the candidate's usual step takes.
+
+    By medians, for an interval around means is as wide as the one launch in which a busy machine stopped for seconds. What intervals
+    say of such launches is tested with planted times.
+    """
+    usual = {
+        variant: median(s.seconds for run in evidence.measured.runs if run.variant == variant for s in run.samples if s.timed)
+        for variant in ("baseline", "candidate")
+    }
+    return usual["candidate"] / usual["baseline"]
 
 
 @pytest.mark.full
 def test_a_slow_collator_of_the_hugging_face_trainer_is_found(tmp_path, hugging_face):
     """From what it prints, which holds no time: the arrival of its lines is the clock."""
     slow = "{arguments: [--collate-ms, '300']}"
-    # Seven times as long a step, and four pairs: two whose noise is above the A/A's say nothing, and a busy machine has such.
-    found = measured(case(tmp_path, hugging_face, "{arguments: [--collate-ms, '30']}", slow, "log: hf", pairs=4), tmp_path)
-    assert found.comparison.high < 0
-    assert "not vouched for" in found.verdict.sentence
+    found = measured(case(tmp_path, hugging_face, "{arguments: [--collate-ms, '30']}", slow, "log: hf"), tmp_path)
+    assert times_as_long(found) > 2
+    assert "not vouched for" in found.derived.verdict.sentence
 
 
 @pytest.mark.full
@@ -83,8 +96,8 @@ def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_pa
     words = "--batch, '24', --collate-ms, '60'"  # a pause in each step, for steps of a few milliseconds are all noise where a machine has other work
     told = (hugging_face, f"{{arguments: [{words}]}}", f"{{arguments: [{words}, --faster]}}", where, PROOF)
     found = measured(case(tmp_path, *told), tmp_path)
-    assert found.comparison.effect > 0.1
-    assert [c.ok for c in found.receipts] == [True, True]
+    assert times_as_long(found) < 0.9
+    assert [c.ok for c in found.derived.receipts] == [True, True]
     path = case(tmp_path, *told[:2], "{arguments: [--batch, '24', --collate-ms, '1']}", *told[3:], steps=6)
     assert [(p.outcome, p.ok) for p in prove.prove([path], profile="cpu")] == [("ok", True), ("ok", False)]
 
@@ -93,4 +106,4 @@ def test_a_faster_setting_of_the_hugging_face_trainer_is_found_and_proven(tmp_pa
 def test_less_work_in_lightning_is_found(tmp_path, lightning):
     where = 'log: lightning, file: "{run}/out/metrics.csv"'
     told = ("{arguments: [--work, '2000']}", "{arguments: [--work, '500']}", where)
-    assert measured(case(tmp_path, lightning, *told), tmp_path).comparison.effect > 0.1
+    assert times_as_long(measured(case(tmp_path, lightning, *told), tmp_path)) < 0.9
