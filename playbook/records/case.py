@@ -24,13 +24,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}\Z")
 
 _MAX_REPEATS = 4
 
+MODEL_RANGES = frozenset(
+    {"embedding", "vision", "projector", "decoder", "attention", "mlp", "router", "dispatch", "experts", "combine", "loss"}
+)
+"""Ranges of a model's parts."""
+
 _GENERIC_RANGES = frozenset({"step", "data", "forward", "backward", "optimizer", "loss", "decoder", "embedding"})
 """Ranges that every run has; finding one proves nothing."""
 
-RANGES = _GENERIC_RANGES | {
-    *("vision", "projector", "attention", "mlp", "router", "dispatch", "experts", "combine"),
-    *("recompute", "offload", "prefetch"),
-}
+RANGES = MODEL_RANGES | _GENERIC_RANGES | {"recompute", "offload", "prefetch"}
 """Every range that the trainer has; `playbook_trainer.observe.ranges` says what they are. Each has one of the backward pass too, named `attention.bwd`."""
 
 GROUP_WORDS = frozenset({"world", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "replicate", "shard", "optimizer", "embedding"})

@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 
 from playbook.errors import PlaybookError
 from playbook.intervals import Interval, length, subtract, union
+from playbook.records.case import MODEL_RANGES
 from playbook.records.trace import Coverage, Phase, RangeRow, TraceTable, UnattributedOp
 
 BACKWARD = ".bwd"
 STEP = "step"
 CONTAINERS = frozenset({STEP, "forward", "backward"})
-PARTS = frozenset({"embedding", "vision", "projector", "decoder", "attention", "mlp", "router", "dispatch", "experts", "combine", "loss"})
 _TOWERS = frozenset({"vision", "decoder"})
 UNATTRIBUTED = "(unattributed)"
 MAX_DEPTH = 32
@@ -172,14 +172,14 @@ def place(own: Path_, main: Path_, hint: Path_) -> Place:
     in_backward = "backward" in own or "backward" in main or any(n.endswith(BACKWARD) for n in own)
     if in_backward:
         last = max((i for i, n in enumerate(own) if n == "backward" or n.endswith(BACKWARD)), default=-1)
-        if any(n in PARTS for n in own[last + 1 :]):
+        if any(n in MODEL_RANGES for n in own[last + 1 :]):
             # A forward range entered during the backward pass: activation recomputation. It starts wherever the first saved tensor is
             # asked for, so the part around it in the backward pass says nothing; only the tower does.
             inside = _parts(own[last + 1 :])
             tower = tuple(n for n in parts[:1] if n in _TOWERS and n not in inside)
             return Place("recompute", tower + inside)
         return Place("backward", parts or hint)
-    if "forward" in own or "forward" in main or any(n in PARTS for n in own):
+    if "forward" in own or "forward" in main or any(n in MODEL_RANGES for n in own):
         return Place("forward", parts)
     return Place("other", parts)
 

@@ -67,8 +67,7 @@ def _tally_products(stack: ExitStack) -> None:
             tally("float32_products")
         return out
 
-    moe_utils.te_general_gemm = call
-    stack.callback(setattr, moe_utils, "te_general_gemm", product)
+    _replace(stack, moe_utils, "te_general_gemm", call)
 
 
 def _announce_lookup(stack: ExitStack, model: Any) -> None:
@@ -103,8 +102,7 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
 
     The loss's backward pass writes its gradient over what it has kept of the logits, which autograd refuses of a tensor that was marked.
     """
-    name = "compute_language_model_loss"
-    compute, own, entered = getattr(model, name), name in vars(model), list[range_]()
+    compute, entered = model.compute_language_model_loss, list[range_]()
 
     def head(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entered[:] = [range_("loss").__enter__()]
@@ -120,8 +118,7 @@ def _announce_loss(stack: ExitStack, model: Any) -> None:
 
     stack.callback(model.output_layer.register_forward_pre_hook(head, with_kwargs=True).remove)
     stack.callback(model.output_layer.register_forward_hook(after_head, always_call=True).remove)
-    setattr(model, name, loss)
-    stack.callback(*(setattr, model, name, compute) if own else (delattr, model, name))
+    _replace(stack, model, "compute_language_model_loss", loss)
 
 
 def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True) -> None:
@@ -149,7 +146,7 @@ def _hook(stack: ExitStack, module: nn.Module, name: str, *, marks: bool = True)
 
 
 def _wrap(stack: ExitStack, owner: Any, method: str, name: str, *, marks: bool = True) -> None:
-    original, own = getattr(owner, method, None), method in vars(owner)
+    original = getattr(owner, method, None)
     if original is None:
         return
 
@@ -159,8 +156,14 @@ def _wrap(stack: ExitStack, owner: Any, method: str, name: str, *, marks: bool =
                 return original(*args, **given)
             return _on_first(original(*_on_first(args, span.enter), **given), span.exit)
 
-    setattr(owner, method, call)
-    stack.callback(*(setattr, owner, method, original) if own else (delattr, owner, method))
+    _replace(stack, owner, method, call)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Until the stack closes; a method of the owner's class is the class's own again then."""
+    own = vars(owner).get(name)
+    setattr(owner, name, function)
+    stack.callback(*(setattr, owner, name, own) if own is not None else (delattr, owner, name))
 
 
 def _on_first(values: Any, mark: Callable[[Tensor], Tensor]) -> Any:
