@@ -18,6 +18,8 @@ from playbook.planner.time.step import step_time
 _LEAST = 0.005
 """Gains below this are not worth an action."""
 _CHUNKS = (2, 3, 4, 6, 8, 12)
+_LIGHTER = {True: ("V10.c", "V10", "W1", "W1.d", "L3.b", "L4.c"), False: ("W1.f", "V10.c", "D2")}
+"""Claims about less recompute: where some is left, and where none is."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,19 @@ def _recompute(where: Setting, base: Plan) -> Iterator[Action]:
     plain = replace(base, options=replace(base.options, graphs=(), ep_overlap=False))
     full = replace(plain, options=replace(plain.options, recompute=("full",)))
     about: dict[str, Any] = {
-        "id": "recompute", "title": "recompute less", "walls": ("memory",), "also": ("V10.c", "V10", "W1.c", "W1", "W1.d", "L3", "L4.c"),
+        "id": "recompute", "title": "recompute less", "walls": ("memory",),
     }  # fmt: skip
     if where.plan is None and now != ("full",):
         tried = _try(where, full, plain)
         if tried:
-            yield Action(off=full, on=plain, gain=tried[0], held=tried[1], done=True, **about)
+            yield Action(off=full, on=plain, gain=tried[0], held=tried[1], done=True, also=_LIGHTER[bool(now)], **about)
         return
     for rung in lighter:
         on = replace(base, options=replace(base.options, recompute=rung))
         tried = _try(where, base, on)
         if tried:
             measures = ("V10.c", "V10") if now == ("full",) and set(rung) == {"layernorm", "moe_act"} else ()
-            yield Action(off=base, on=on, gain=tried[0], held=tried[1], measures=measures, **about)
+            yield Action(off=base, on=on, gain=tried[0], held=tried[1], measures=measures, also=_LIGHTER[bool(rung)], **about)
             return
 
 
@@ -131,7 +133,7 @@ def _micro_batch(where: Setting, base: Plan) -> Iterator[Action]:
                 continue
             tried = _try(where, base, on)
             if tried and (best is None or best.gain is None or tried[0].value > best.gain.value):
-                also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b")
+                also = ("V7", "V9") if base.shape.vision is not None else ("W1.c", "W1.b", *(["W1.f"] if "moe" in rung else []))
                 title = f"micro-batches of {mbs}"
                 best = Action("micro-batch", title, ("host-bound", "exposed communication"), base, on, tried[0], also=also, held=tried[1])
     if best:
@@ -180,7 +182,8 @@ def _graphs(where: Setting, base: Plan) -> Iterator[Action]:
         yield from _switch(
             where, base, {"graphs": ()}, {"graphs": graphed}, id="cuda-graphs", title="CUDA graphs of attention and router"
             if base.shape.experts else "CUDA graphs of attention and MLP", walls=("host-bound",), measures=("V6.t", "V6.u"),
-            also=("V6", "V11", "V15.r"), note="captured parts take memory that the estimate leaves out",
+            also=("V6", "V11.b", "V11"), note="captured parts take memory that the estimate leaves out"
+            + "; begin with the router, and add attention where a pair shows that it gains" * bool(base.shape.experts),
         )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ SCHEMA = "diagnosis/1"
 _CLAIMS = 3
 _MOST = 8
 _UNEVEN = 1.2
+_EVEN = 0.05
+"""A published run that is faster by no more than this is as fast."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def diagnose(where: Setting, speed: Measured | None, known: Knowledge, export: E
     told = _walls(where, mine, best, seen)
     time = mine or (best.time if best else None)
     parts = time.parts if time else {}
-    most = best.speed / speed.tokens_per_s_per_gpu - 1 if best and speed else None
+    most = max(best.speed, runs.most if runs else 0.0) / speed.tokens_per_s_per_gpu - 1 if best and speed else None
     listed = [_entry(a, _Light(where, known, export, parts, most)) for a in actions(where, best)]
     first = next((w.name for w in told if w.share is not None), "") if seen.trace else ""
     listed.sort(
@@ -124,7 +126,7 @@ def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
 
 
 def _published(runs: published.Published) -> dict[str, Any]:
-    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset")} for r in runs.rows]
+    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset", "run")} for r in runs.rows]
     return {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "count": runs.count, "rows": rows}
 
 
@@ -141,13 +143,17 @@ def _position(speed: Measured | None, mine: StepTime | None, best: Choice | None
     if runs and place is not None:
         same = "published runs" if runs.by == "tokens" else "published runs, by MFU alone"
         words = {-1: f"you are below {same}", 0: f"you are where {same.replace('runs', 'runs are', 1)}", 1: f"you are above {same}"}[place]
-        said.append(f"{words} ({runs.shared}, {_range(runs)})")
+        more = runs.most / value - 1
+        said.append(f"{words} ({runs.shared}, {_range(runs)}{f'; the fastest is {more:.0%} faster' if more > _EVEN else ''})")
     if expected:
         share = value / expected.value
         inside = "within" if expected.low <= value <= expected.high else "below" if value < expected.low else "above"
         said.append(f"{share:.0%} of the prediction for {'your layout' if mine else 'the fastest layout'}, {inside} its 80 % interval")
     if mine and best:
         said.append(f"{of_best:.0%} of what the fastest layout is predicted to reach")
+    if runs and runs.predicted and expected:
+        low, high = (f"{share:.0%}" for share in runs.predicted)
+        said.append(f"of what is published here the planner predicts {low if low == high else f'{low} to {high}'}")
     where = {-1: "below", 0: "published", 1: "above", None: "unknown"}[place]
     return {"of_yours": of_yours, "of_best": of_best, "where": where, "sentence": "; ".join(said) or "nothing to compare with"}
 
@@ -175,7 +181,7 @@ def _how(where: Setting) -> str:
 
 @dataclass(frozen=True)
 class _Light:
-    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is left to gain."""
+    """In which an action is seen: the setting, what claims say, a trainer's words, the parts of the predicted step, and the most that is left to gain: to the fastest layout, or to a faster published run."""
 
     where: Setting
     known: Knowledge
@@ -229,7 +235,7 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
         "record": {**asdict(effect), "claim": record.id, "machine": record.machine, "evidence": record.evidence} if record and effect else None,
         "in_plan": action.done,
         "memory_gib": None if action.held is None else action.held / GIB,
-        "claims": [_claim(s) for s in sorted(shown, key=lambda s: (not s.comparable, not s.fresh))[:_CLAIMS]],
+        "claims": [_claim(s) for s in sorted(shown, key=lambda s: s.rank)[:_CLAIMS]],
         "settings": plain_data.words(action.on) if action.on != action.off else [],
         **{k: list(v) for k, v in asdict(changed).items()},
         "test": _tests(action, shown, changed),
@@ -240,7 +246,7 @@ def _entry(action: Action, light: _Light) -> dict[str, Any]:
 def _expected(action: Action, effect: Gain | None, light: _Light) -> float | None:
     """What to expect: the smaller of the planner's difference and a measured effect, where the action shortens one part, on that part alone.
 
-    What the fastest layout has too gains no more than what lies between the run and that layout.
+    What the fastest layout has too gains no more than what lies between the run and that layout, or a published run that is faster still.
     """
     share = light.parts.get(action.part, 0.0) / sum(light.parts.values()) if action.part else 1.0
     gains = [action.gain.value] if action.gain else []
@@ -251,7 +257,7 @@ def _expected(action: Action, effect: Gain | None, light: _Light) -> float | Non
 
 
 def _capped(action: Action, light: _Light) -> bool:
-    """Whether the fastest layout has the action too and lies nearer than its gain."""
+    """Whether the fastest layout has the action too, and what is known to be faster lies nearer than its gain."""
     beyond = action.on.options.graphs or (action.on.options.fp8 and not action.off.options.fp8)
     return action.gain is not None and light.most is not None and not beyond and light.most < action.gain.value
 
@@ -284,7 +290,7 @@ def _confidence(
         *(["a speed"] if speed is None else []),
         *(["the layout"] if mine is None else []),
         *(["a trace"] if not seen.trace else []),
-        *(["a published run of this model on this GPU"] if runs is None or runs.by != "tokens" else []),
+        *(["a published run of this model on this GPU at a like length"] if runs is None or runs.by != "tokens" else []),
     ]
     warnings = []
     if seen.uneven and seen.uneven > _UNEVEN:
@@ -292,8 +298,10 @@ def _confidence(
     if seen.grown:
         first, last = (n / GIB for n in seen.grown)
         warnings.append(f"memory grew from {first:.1f} to {last:.1f} GiB within the log: a run that goes on so ends out of memory")
+    doubts = []
     if mine and _peak(where.plan) > where.question.cluster.memory_gib:
-        warnings.append(f"your layout needs {_peak(where.plan):.0f} GiB by the estimate, more than the GPU has: is it what runs?")
+        doubts.append(f"your layout needs {_peak(where.plan):.0f} GiB by the estimate, more than the GPU has: is it what runs?")
     if mine and speed and speed.tokens_per_s_per_gpu > mine.tokens_per_s_per_gpu.high:
-        warnings.append("the run is faster than its layout is predicted to be: is that layout what runs?")
-    return {"level": ("high", "medium", "medium", "low", "low")[len(lacks)], "unknown": lacks, "warnings": warnings}
+        doubts.append("the run is faster than its layout is predicted to be: is that layout what runs?")
+    level = "low" if doubts else ("high", "medium", "medium", "low", "low")[len(lacks)]
+    return {"level": level, "unknown": lacks, "warnings": [*warnings, *doubts]}

@@ -12,7 +12,9 @@ from playbook.cards.scope import unmet
 from playbook.diagnosis.setting import Setting
 from playbook.planner.plan import Plan
 from playbook.records.evidence import Evidence
-from playbook.records.read import Record, verdicts
+from playbook.records.machine import CPU
+from playbook.records.read import UNTESTED, Record, verdicts
+from playbook.records.standing import in_words
 
 _SCALE = ("gpus:", "gpu_memory_gib:", "nodes:", "interconnect:")
 _BACKEND = "backend:"
@@ -21,12 +23,13 @@ _BACKEND = "backend:"
 
 @dataclass(frozen=True)
 class Said:
-    """One claim with its newest verdict on the machine that is most like the setting's; `effect` is a share with its interval."""
+    """One claim with its newest verdict on the machine that is most like the setting's, `standing` in words; `effect` is a share with its interval."""
 
     id: str
     card: str
     case: str | None
     status: str
+    standing: str
     machine: str | None
     sentence: str
     evidence: str | None
@@ -38,6 +41,11 @@ class Said:
     def comparable(self) -> bool:
         """Whether its effect is one to expect: decided, and of the same kind of trainer."""
         return self.fresh and self.effect is not None and not any(limit.startswith(_BACKEND) for limit in self.limits)
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """Before another: an effect to expect, then what GPUs measured, decided or not, then what was decided without them."""
+        return (not self.comparable, self.machine in (None, CPU), not self.fresh)
 
     @property
     def fresh(self) -> bool:
@@ -65,17 +73,18 @@ class Knowledge:
             limits = [*unmet(self.cards[card].scope, facts), *(unmet(claim.scope, facts) if isinstance(claim, Claim) else [])]
             if all(limit.startswith((*_SCALE, _BACKEND)) for limit in limits):
                 found.append(self._said(card, claim, tuple(limits), where.question.cluster.name))
-        return sorted(found, key=lambda s: (not s.comparable, not s.fresh))
+        return sorted(found, key=lambda s: s.rank)
 
     def _said(self, card: str, claim: Claim | MechanismCheck, limits: tuple[str, ...], gpu: str) -> Said:
         """The verdict on the same kind of GPU, else the first."""
         rows = verdicts(self.records, claim.id)
         rows.sort(key=lambda r: (not r.machine.startswith(gpu), r.stale(self.today, claim) is not None))
         if not rows:
-            return Said(claim.id, card, claim.case, "untested", None, "", None, None, limits, None)
+            return Said(claim.id, card, claim.case, UNTESTED, UNTESTED, None, "", None, None, limits, None)
         best = rows[0]
+        stale = best.stale(self.today, claim)
         return Said(
-            claim.id, card, claim.case, best.status, best.machine, best.sentence, best.id, best.stale(self.today, claim), limits, _effect(best)
+            claim.id, card, claim.case, best.status, in_words(best, stale), best.machine, best.sentence, best.id, stale, limits, _effect(best)
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 
@@ -15,7 +15,8 @@ from playbook.planner import flops
 from playbook.planner.models import named
 from playbook.planner.models import published as shape_of
 from playbook.planner.runs.anchor import newest
-from playbook.planner.runs.table import read_runs
+from playbook.planner.runs.predict import Prediction, predict
+from playbook.planner.runs.table import Run, read_runs
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
 
@@ -26,13 +27,14 @@ _SAME_LENGTH = 2.0
 _NEAR = 0.05
 """A speed this close to a range lies in it."""
 _DEGREES = ("tp", "cp", "pp", "vpp", "ep", "mbs", "gbs")
+_OPTIONS = ("dispatcher", "recompute", "cuda_graph")
 _LIKE = 2.0
 """Models whose work per token differs by no more than this factor are alike."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. Units: tokens per second and GPU; `mfu` is of the precision's peak."""
+    """One published run. Units: tokens per second and GPU; `mfu` is of the precision's peak; `predicted` is what the planner says of it, where it can."""
 
     id: str
     model: str
@@ -47,6 +49,8 @@ class Row:
     release: str
     source: str
     shape: Shape
+    run: Run
+    predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,17 @@ class Published:
     low: float
     high: float
     count: int
+
+    @property
+    def most(self) -> float:
+        """Tokens per second and GPU of the fastest; 0 where only MFU compares."""
+        return self.high if self.by == "tokens" else 0.0
+
+    @property
+    def predicted(self) -> tuple[float, float] | None:
+        """The least and the most of what the planner predicts for the shown rows, as a share of what they reach."""
+        shares = [r.predicted / r.tokens_per_s_per_gpu for r in self.rows if r.predicted]
+        return (min(shares), max(shares)) if shares else None
 
     def place(self, speed: Measured) -> int:
         """-1 below the range, 0 in it, 1 above."""
@@ -92,8 +107,14 @@ def nearest(where: Setting) -> Published | None:
             near = sorted(found, key=lambda r: (_far(r, where), -r.mfu))
             counted = near[:_SHOWN] if found is like else near
             values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in counted]
-            return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
+            return Published(tuple(_with_prediction(r) for r in near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
     return None
+
+
+def _with_prediction(row: Row) -> Row:
+    """Of a run that states its batch: where that is a guess, so is the prediction."""
+    found = predict(row.run) if row.run.word("mbs") and row.run.word("gbs") else ""
+    return replace(row, predicted=found.tokens_per_s_per_gpu if isinstance(found, Prediction) else None)
 
 
 def _far(row: Row, where: Setting) -> float:
@@ -111,7 +132,7 @@ def _rows() -> Sequence[Row]:
         about = {row["id"]: row for row in csv.DictReader(file)}
     table = read_runs(path)
     latest = newest(run for run, _ in table)
-    found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher
+    found: dict[tuple[object, ...], Row] = {}  # one run may stand on several pages of one publisher: that which says most of it counts
     for run, shown in table:
         task, name = run.word("task"), run.word("model")
         if run.id not in latest or not shown.ran or not task.startswith("pretrain") or "multimodal" in task or not named(name):
@@ -128,10 +149,16 @@ def _rows() -> Sequence[Row]:
         peak = machine.bf16_flops_per_s if precision == "bf16" else machine.fp8_flops_per_s
         if not tokens or about[run.id]["quality"] == "low":
             continue
-        layout = " ".join(f"{key}={run.word(key)}" for key in _DEGREES if run.word(key) not in ("", "1"))
+        degrees, options = (_said(run, keys) for keys in (_DEGREES, _OPTIONS))
         row = Row(
-            run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, layout, tokens, tokens * work / peak,
-            run.word("release_or_date"), about[run.id]["source"], shape,
+            run.id, name, named(name), machine.name, run.count("gpus"), precision, seq_len, " ".join((*degrees, *options)), tokens,
+            tokens * work / peak, run.word("release_or_date"), about[run.id]["source"], shape, run,
         )  # fmt: skip
-        found.setdefault((row.preset, row.hardware, row.gpus, precision, seq_len, layout, round(tokens)), row)
+        key = (row.preset, row.hardware, row.gpus, precision, seq_len, degrees, round(tokens))
+        found[key] = max(found.get(key, row), row, key=lambda r: len(r.layout))
     return list(found.values())
+
+
+def _said(run: Run, columns: Sequence[str]) -> tuple[str, ...]:
+    """What a run sets in these columns, without what is at its default."""
+    return tuple(f"{column}={run.word(column).rpartition(':')[2]}" for column in columns if run.word(column) not in ("", "1", "none"))

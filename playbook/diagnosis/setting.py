@@ -166,6 +166,8 @@ def measured(where: Setting, figures: Figures) -> Measured | None:
     ((name, value),) = stated.items()
     if not (isfinite(value) and _LEAST <= value <= _MOST):
         raise ConfigError(f"{name} is {value:g}; expected a number from {_LEAST:g} to {_MOST:g}")
+    if name == "MFU" and value < 1:
+        raise ConfigError(f"MFU is {value:g}; expected percent from 1 to 100, such as {100 * value:g}")
     q = where.question
     tokens = q.global_batch * q.seq_len / q.gpus
     speed = {

@@ -105,21 +105,30 @@ def _plans(answer: Mapping[str, Any]) -> str:
         return (
             f"nothing fits; nearest {near['memory_gib']:.1f} GiB; fits with {', or '.join(near['ways'])}" if near else "no layout is legal"
         )
-    return "\n".join(
-        f"{p['tokens_per_s_per_gpu']['value']:.0f} tokens/s/GPU, {p['memory_gib']:.0f} GiB: {' '.join(p['settings'])}"
-        for p in answer["plans"]
-    )
+    lines = [f"{_speed(p)}, {p['memory_gib']:.0f} GiB: {' '.join(p['settings'])}" for p in answer["plans"]]
+    tied = [str(i + 1) for i in answer["ties"]] if len(answer["ties"]) > 1 else []
+    return "\n".join([*lines, *([f"cannot be told apart: {', '.join(tied)}"] if tied else [])])
 
 
 def _diagnosis(answer: Mapping[str, Any]) -> str:
     lines = [answer["position"], f"wall: {', '.join(w['name'] for w in answer['walls']) or 'unknown'}"]
     for action in answer["actions"]:
         gain = "" if action["expected"] is None else f" {'at most' if action['at_most'] else 'about'} {action['expected']:+.0%}"
-        stands = ", ".join(f"{c['id']} {c['status']}{', stale' if c['stale'] else ''}" for c in action["claims"])
-        lines.append(f"{action['id']}:{gain} {' '.join(action['flags'])} [{stands or 'no claim'}]")
+        changes = [
+            f"{word} {' '.join(action[key])}"
+            for word, key in (("set", "flags"), ("unset", "without"), ("env", "environment"))
+            if action[key]
+        ]
+        stands = "; ".join(f"{c['id']} {c['standing']}" for c in action["claims"])
+        lines.append(f"{action['title']}:{gain} {', '.join(changes)} [{stands or 'no claim'}]")
     best = answer["predicted"]["best"]
-    lines += [f"fastest: {best['tokens_per_s_per_gpu']['value']:.0f} tokens/s/GPU, {' '.join(best['settings'])}"] if best else []
+    lines += [f"fastest: {_speed(best)}, {' '.join(best['settings'])}"] if best else []
     return "\n".join(lines)
+
+
+def _speed(predicted: Mapping[str, Any]) -> str:
+    tokens = predicted["tokens_per_s_per_gpu"]
+    return f"{tokens['value']:.0f} tokens/s/GPU [{tokens['low']:.0f}, {tokens['high']:.0f}]"
 
 
 SUMMARIES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {

@@ -58,6 +58,34 @@ def test_a_quarter_of_the_peak_is_where_published_runs_are():
     assert runs.place(measured(where, Figures(mfu_percent=45))) == 1
 
 
+def test_the_fastest_published_run_and_what_the_planner_says_of_it_are_told(known):
+    answer = diagnose(of(), measured(of(), Figures(mfu_percent=22)), known, changed)
+    first, *others = answer["published"]["rows"]
+    assert first["id"] == "r294"
+    assert "dispatcher=hybridep" in first["layout"]
+    assert 0.5 < first["predicted"] / first["tokens_per_s_per_gpu"] < 0.9
+    assert all(r["predicted"] is None for r in others if "gbs=" not in r["layout"])  # a batch that is a guess makes a guess
+    more = answer["published"]["high"] / answer["measured"]["tokens_per_s_per_gpu"] - 1
+    assert f"the fastest is {more:.0%} faster" in answer["position"]["sentence"]
+    assert "of what is published here the planner predicts 7" in answer["position"]["sentence"]
+    assert all(a["expected"] <= more for a in answer["actions"] if a["at_most"])
+
+
+def test_variables_of_an_action_are_told_whole_where_the_layout_is_unknown(known):
+    """The fastest layout has overlap and HybridEP, which need one variable; a run that lacks the one may lack the other."""
+    shown = {a["id"]: a for a in diagnose(of(), None, known, changed)["actions"]}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in shown["dispatcher"]["environment"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in shown["expert-overlap"]["environment"]
+
+
+def test_what_gpus_measured_stands_before_what_was_checked_without_them(known):
+    shown = {a["id"]: a for a in diagnose(of(), None, known, changed)["actions"]}
+    assert [c["id"] for c in shown["cuda-graphs"]["claims"]] == ["V11.b", "V6.u", "V11"]
+    assert shown["cuda-graphs"]["claims"][2]["standing"] == "confirmed, check of the software"
+    assert shown["recompute"]["claims"][0]["id"] == "V10.c"
+    assert "W1.c" not in {c["id"] for c in shown["recompute"]["claims"]}  # it says that recompute pays
+
+
 def test_a_model_that_nobody_published_is_compared_by_utilisation_with_like_ones():
     runs = published.nearest(of("qwen3_8b"))
     assert runs.by == "mfu"
@@ -200,6 +228,7 @@ def test_what_the_fastest_layout_has_too_gains_no_more_than_lies_before_it(known
     assert layout["at_most"]
     assert layout["expected"] == pytest.approx(max(0.0, left))
     assert own["confidence"]["warnings"] == ["the run is faster than its layout is predicted to be: is that layout what runs?"]
+    assert own["confidence"]["level"] == "low"
 
 
 def test_a_run_far_below_its_prediction_is_traced_first(known):
@@ -285,6 +314,22 @@ def test_the_command_reads_a_log(capsys, tmp_path):
     code, out, _ = run(capsys, str(log), *ASKED, "--layout", "tp=2")
     assert code == 0
     assert "6.00 s a step" in out
+
+
+def test_the_log_of_a_run_that_goes_on_is_read(capsys, tmp_path):
+    line = " iteration {:8}/     500 | elapsed time per iteration (ms): 6100.0 | global batch size:    64 | lm loss: 2.0E+00 |\n"
+    log = tmp_path / "run.log"
+    log.write_text("".join(line.format(i) for i in range(1, 31)))
+    code, out, _ = run(capsys, str(log), *ASKED)
+    assert code == 0
+    assert "6.10 s a step" in out
+    assert "the log ends at step 30 of 500: the run goes on, or ended early" in out
+
+
+def test_a_fraction_is_no_percentage(capsys):
+    code, _, err = run(capsys, *ASKED, "--mfu", "0.22")
+    assert code == 2
+    assert "expected percent from 1 to 100, such as 22" in err
 
 
 def test_memory_that_grows_is_said(capsys, tmp_path):

@@ -48,6 +48,8 @@ class Wanted:
     """The setting that makes the trainer log each step."""
     timed: str
     """What makes the trainer say how long steps take."""
+    running: bool = False
+    """Whether the run may go on."""
 
 
 def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
@@ -67,7 +69,7 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
     kept, sparse = _fields(found, wanted)
     lines = _numbered(found, wanted)
     every = _interval(lines, wanted)
-    _end(lines, every, wanted)
+    left = _end(lines, every, wanted)
     clock, seconds = _seconds(lines, kept, wanted)
     tokens = _tokens(lines, kept, wanted)
     begin = int(clock != "logged" or ("tokens_total" in kept and "tokens" not in kept))
@@ -83,7 +85,7 @@ def step_log(rows: Iterable[Row], wanted: Wanted) -> StepLog:
         if i >= begin
     )
     unknown = tuple(name for name in FIELDS if all(getattr(step, name) is None for step in steps))
-    return StepLog(wanted.adapter, steps, unknown, every, clock, tuple(_caveats(every, clock, sparse, wanted)))
+    return StepLog(wanted.adapter, steps, unknown, every, clock, (*left, *_caveats(every, clock, sparse, wanted)))
 
 
 def _optional(line: _Line, name: str, kept: set[str]) -> float | None:
@@ -183,15 +185,17 @@ def _interval(lines: Sequence[_Line], wanted: Wanted) -> int:
     return every
 
 
-def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> None:
-    """The last line is the last that the run should have written."""
+def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> list[str]:
+    """The last line is the last that the run should have written; of a run that may go on, what is missing is said."""
     named = lines[-1].values.get("total", 0)
     expected = wanted.steps if wanted.steps is not None else int(named) if 0 < named < _LARGEST_STEP and wanted.first is None else None
     if expected is None:
-        return
+        return []
     origin = wanted.first if wanted.first is not None else int(lines[0].step not in (0, every - 1) or lines[0].step == 1)
     last = lines[-1].step
     if last + every <= origin + expected - 1:
+        if wanted.running:
+            return [f"the log ends at step {last} of {expected}: the run goes on, or ended early"]
         raise LogError(
             f"{wanted.adapter}: the log ends at step {last} (line {lines[-1].number}); expected {expected} steps. "
             "The run ended early, whatever its exit code said, or its last lines were not written"
@@ -200,6 +204,7 @@ def _end(lines: Sequence[_Line], every: int, wanted: Wanted) -> None:
         raise LogError(
             f"{wanted.adapter}: the log goes on to step {last}; expected {expected} steps. It holds another run, or the run made more"
         )
+    return []
 
 
 def _seconds(lines: Sequence[_Line], kept: set[str], wanted: Wanted) -> tuple[Clock, list[float]]:

@@ -22,12 +22,14 @@ def read(
     steps: int | None = None,
     first: int | None = None,
     arrivals: Sequence[float] | None = None,
+    running: bool = False,
 ) -> StepLog:
     """The steps that a log tells of: its text, a file, or a folder with one file that an adapter knows.
 
     `adapter` is a name in `ADAPTERS` or `regex:PATTERN`; None: the one whose lines the text has. `steps` is how many the run was to make: only
     with it does a log that ends early show, except where the log names the number. `first` is the number of the first step, where that is neither
     0 nor 1. `arrivals` are the moments, in seconds on one clock, at which the lines of the text arrived: for logs that hold no time.
+    `running`: the run may go on, so that a log which ends early is one, with a caveat.
 
     Raises:
         LogError: the log is not the whole and sound log of one run, or does not say how long its steps took.
@@ -35,9 +37,8 @@ def read(
     content = _file(text_or_path) if isinstance(text_or_path, Path) else text_or_path
     chosen = _chosen(adapter, content)
     source = _source(chosen, content)
-    return step_log(
-        chosen.parse(source), Wanted(chosen.name, steps, first, arrivals if chosen.printed else None, chosen.each_step, chosen.timed)
-    )
+    arrived = arrivals if chosen.printed else None
+    return step_log(chosen.parse(source), Wanted(chosen.name, steps, first, arrived, chosen.each_step, chosen.timed, running))
 
 
 def _file(path: Path) -> Path:

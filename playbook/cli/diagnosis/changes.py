@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,25 @@ _STANDS_IN = {True: "qwen3_30b_a3b", False: "qwen3_8b"}
 @lru_cache(maxsize=512)
 def changed(action: Action, framework: str, hardware: str) -> Changed:
     """What an action changes, for one of the planner's targets; nothing where its exporter has no words for it."""
-    off, on = action.off, action.on
+    found = _changed(action.off, action.on, action.keys, framework, hardware)
+    if not action.done:
+        return found
+    # What else the plan has may need the same variables; a run that leaves this out may leave that out too.
+    bare = replace(action.off.options, ep_overlap=False, graphs=(), dispatcher="alltoall" if action.off.options.dispatcher else "")
+    own = {
+        f.name: getattr(action.on.options, f.name)
+        for f in fields(bare)
+        if getattr(action.on.options, f.name) != getattr(action.off.options, f.name)
+    }
+    off, on = (replace(action.off, options=replace(bare, **each)) for each in ({}, own))
+    return replace(found, environment=_changed(off, on, action.keys, framework, hardware).environment)
+
+
+def _changed(off: Plan, on: Plan, keys: _Keys, framework: str, hardware: str) -> Changed:
     if _trained(on):
-        return _difference(off, on, action.keys, framework, hardware)
+        return _difference(off, on, keys, framework, hardware)
     # Flags of options are the same for every model; degrees and batch need no model.
-    found = _difference(_stand_in(off), _stand_in(on), action.keys, framework, hardware)
+    found = _difference(_stand_in(off), _stand_in(on), keys, framework, hardware)
     if framework == "playbook":
         return found
     before, after = (layout_alone(p, framework).splitlines() for p in (off, on))

@@ -149,7 +149,7 @@ def _log(path: Path) -> _Log:
 
     if not path.exists():
         raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
-    found = read(path)
+    found = read(path, running=True)
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
     whole = [s.tokens for s in steps if s.tokens is not None]
@@ -243,7 +243,7 @@ def _show(found: Mapping[str, Any]) -> None:
     for row in runs["rows"][:_SHOWN] if runs else ():
         say(
             f"published  {row['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, {row['mfu']:.0%} MFU: {row['model']} on {row['gpus']} {row['hardware']},"
-            f" {row['precision']} {row['layout']} ({row['id']}, {row['source'][:60]})"
+            f" {row['precision']} {row['layout']} ({row['id']}{_planned(row['predicted'])})"
         )
     say(f"so         {found['position']['sentence']}")
     walls = [w for w in found["walls"] if w["beyond"]] or found["walls"][:1]
@@ -263,6 +263,10 @@ def _show(found: Mapping[str, Any]) -> None:
         say(f"assumes    {words_}")
 
 
+def _planned(tokens: float | None) -> str:
+    return f"; the planner says {tokens:,.0f}" if tokens else ""
+
+
 def _show_obstacle(near: Mapping[str, Any] | None) -> None:
     if near:
         say(f"fastest    no layout fits; the nearest needs {near['memory_gib']:.0f} GiB: {' '.join(near['settings'])}")
@@ -276,13 +280,14 @@ def _show_action(place: int, action: Mapping[str, Any]) -> None:
         *([f"{record['value']:+.0%} measured on {record['machine']} ({record['claim']})"] if record else []),
     ]
     most = "at most" if action["at_most"] else "expect"
-    expected = f"{most} {action['expected']:+.0%}; " if action["expected"] is not None else ""
+    gained = action["expected"]
+    expected = "" if gained is None else f"{most} {gained:+.0%}{', so leave it' if gained < 0 else ''}; "
     unless = ", if your run leaves it out" if action["in_plan"] else ""
     say(f"\n{place}  {action['title']}: {expected}{'; '.join(gains) or 'gain not known'}{unless}")
     for claim in action["claims"]:
-        where = f" on {claim['machine']}{', stale' if claim['stale'] else ''}" if claim["machine"] else ""
         limits = f" ({'; '.join(claim['limits'])})" if claim["limits"] else ""
-        say(f"   {claim['id']:6} {claim['status']}{where}  {claim['card']}{limits}")
+        effect = claim["sentence"].partition("; claimed")[0]
+        say(f"   {claim['id']:6} {claim['standing']}{f': {effect}' if effect else ''}  {claim['card']}{limits}")
     for name, key in (("set", "flags"), ("unset", "without"), ("env", "environment"), ("lacks", "missing")):
         if action[key]:
             say(f"   {name:6} {' '.join(action[key])}")
