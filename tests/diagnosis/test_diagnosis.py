@@ -345,6 +345,8 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
         (("--model", "qwen3_8b"), "give --gpus N and --gpu KIND"),
         ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
+        ((*ASKED, "--mfu", "0.22"), "'--mfu': found 0.22, expected percent such as 22"),
+        ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096 or 128K"),
         ((*ASKED, "nowhere"), "no such file or folder"),
         ((*ASKED, "--gpu", "zx81"), "is not known"),
         ((*ASKED, "--layout", "ep"), "not a setting"),
@@ -354,3 +356,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(capsys, words, says):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_a_log_without_a_step_is_named_and_only_what_the_command_has_is_offered(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("hello\n")
+    code, out, err = run(capsys, str(tmp_path / "notes.txt"), *ASKED)
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'notes.txt'}: no line tells of a step; expected the log of one of playbook, jsonl" in err
+    assert "regex" not in err
