@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from playbook.cards import load
-from playbook.cards.model import Card, by_claim, guidance
+from playbook.cards.model import Card, Claim, by_claim, guidance
 from playbook.cli.evidence import as_shown, here, records_here, status_of
 from playbook.cli.options import AsJson, commands
-from playbook.cli.output import card_lines, complain, print_findings, print_json, print_table, say
+from playbook.cli.output import card_lines, claim_lines, complain, print_findings, print_json, print_table, say
 from playbook.errors import PlaybookError
 from playbook.paths import folders
 from playbook.records.read import Record
@@ -129,28 +129,45 @@ def _claim_rows(card: Card, records: Sequence[Record]) -> Iterator[dict[str, Any
 
 
 @_cards_app.command("show")
-def cards_show(card_id: Annotated[str, typer.Argument(metavar="ID", help="A card's id.")], as_json: AsJson = False) -> None:
-    """Show one card, with the status of its claims."""
+def cards_show(
+    target: Annotated[str, typer.Argument(metavar="ID", help="A card's id, or one of its claims, such as moe-dispatcher-choice/W9 or W9.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one card, with the status of its claims, or one claim."""
     from playbook.records.standing import bases
 
     cards = load.load_all()
-    if card_id not in cards:
-        holder = load.card_of(card_id, cards)
-        raise PlaybookError(
-            f"'{card_id}' is a claim; write the card that has it, {holder}"
-            if holder
-            else f"card '{card_id}' does not exist{did_you_mean(card_id, cards)}"
-        )
-    card = cards[card_id]
+    card, claim = _chosen(target, cards)
     records = records_here(cards, here())
-    status = {i.id: status_of(i, records) for c in card.claims for i in (c, c.mechanism_check) if i}
+    claims = [claim] if claim else card.claims
+    status = {i.id: status_of(i, records) for c in claims for i in (c, c.mechanism_check) if i}
+    shown = {i: as_shown(row) for i, row in status.items()}
     rests_on = bases(card, records, by_claim(cards), datetime.now(UTC).date())
-    if as_json:
+    if as_json and claim:
+        print_json({"card": card.id, **claim.model_dump(mode="json"), "status": status})
+    elif as_json:
         print_json({**card.model_dump(mode="json"), "status": status, "rests_on": rests_on})
     else:
-        say("\n".join(card_lines(card, {i: as_shown(row) for i, row in status.items()}, rests_on)))
-        first = card.claims[0].id
+        first = claims[0].id
+        say("\n".join([f"{card.id}: {card.title}", *claim_lines(claim, shown)] if claim else card_lines(card, shown, rests_on)))
         say(f"\nwhat was measured: playbook evidence show {first}    test it here: playbook confirm {card.id}/{first}")
+
+
+def _chosen(target: str, cards: Mapping[str, Card]) -> tuple[Card, Claim | None]:
+    """The card that `CARD`, `CARD/CLAIM` or `CLAIM` names, and the claim; of a mechanism check, the claim that has it.
+
+    Raises:
+        PlaybookError: there is no such card, or it has no such claim.
+    """
+    named, slash, claim = target.partition("/")
+    if not slash and (holder := load.card_of(target, cards)):
+        named, claim = holder, target
+    if named not in cards:
+        raise PlaybookError(f"card '{named}' does not exist{did_you_mean(named, cards)}")
+    of = {i.id: c for c in cards[named].claims for i in (c, c.mechanism_check) if i}
+    if (slash or claim) and claim not in of:
+        raise PlaybookError(f"card '{named}' has no claim '{claim}'{did_you_mean(claim, of)}")
+    return cards[named], of.get(claim)
 
 
 @_cards_app.command("init")

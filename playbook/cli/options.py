@@ -58,6 +58,20 @@ def seconds(budget: str | None, option: str = "--budget") -> float | None:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+def tokens(text: str | int) -> int:
+    """The value of `--seq`, as tables of runs spell it: `131072`, `131,072` or `128K`.
+
+    Raises:
+        BadParameter: it is no whole number from 1.
+    """
+    from playbook.planner.runs.spelling import said
+
+    number = said("seq_len", str(text))
+    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= 1 << 30):
+        raise typer.BadParameter(f"found '{str(text)[:40]}', expected tokens of a sequence, such as 4096 or 128K")
+    return int(number)
+
+
 def share(text: str, option: str) -> float:
     """A percentage such as `3%` or `0.5%` as a share.
 

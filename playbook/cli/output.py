@@ -120,7 +120,7 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Seque
     yield f"{card.id}: {card.title}"
     yield card.summary
     for claim in card.claims:
-        yield from _claim_lines(claim, status)
+        yield from claim_lines(claim, status)
     if card.decide:
         yield "\ndecide"
     for rule, basis in zip(card.decide, bases, strict=True):
@@ -141,7 +141,8 @@ def card_lines(card: Card, status: Mapping[str, Mapping[str, Any]], bases: Seque
         yield f"  {words}"
 
 
-def _claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+def claim_lines(claim: Claim, status: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """A claim as text, with its status and that of its mechanism check."""
     yield f"\n{claim.id}  {status[claim.id]['status']}  {claim.statement}"
     yield from _verdict_lines(status[claim.id])
     yield f"  why: {claim.mechanism}"

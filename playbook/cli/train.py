@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from playbook.cli import slurm
 from playbook.cli.options import AsJson, ClusterFile, JobId, LauncherName, Nodes, NoWait, Print, commands
 from playbook.cli.output import print_json, print_table, say
 from playbook.errors import ConfigError, PlaybookError
+from playbook.paths import shipped
 from playbook.yaml_files import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,13 +38,19 @@ def config_list(as_json: AsJson = False) -> None:
     """List the recipes: published configurations as files, with the GPUs that each is meant for."""
     from playbook_trainer.config import recipes
 
-    folder = recipes.folder()
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    rows = [{**r.model_dump(mode="json"), "file": str(shown / r.file)} for r in recipes.index().recipes]
+    rows = [{**r.model_dump(mode="json"), "file": str(_recipes() / r.file)} for r in recipes.index().recipes]
     if as_json:
         print_json(rows)
     else:
         print_table([{**row, "gpus": " or ".join(map(str, row["gpus"]))} for row in rows], ("file", "gpus", "hardware", "title"))
+
+
+def _recipes() -> Path:
+    """The folder of the recipes, as seen from here where it lies below."""
+    from playbook_trainer.config import recipes
+
+    folder = recipes.folder()
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 @_config_app.command("export")
@@ -65,11 +73,33 @@ def config_export(
 
     _one_of("--to", to, TARGETS)
     _one_of("--platform", platform, PLATFORMS)
+    _refuse_name(config, to)
     found = exported(load(Path(config), parse_overrides(overrides or [])), to, platform)  # type: ignore[arg-type]
     if as_json:
         print_json(found.document())
     else:
         say(found.text().rstrip())
+
+
+def _refuse_name(config: str, to: str) -> None:
+    """Refuse a name that is no file: of a published configuration, or of a model.
+
+    Raises:
+        PlaybookError: it is one; the message says what to write instead.
+    """
+    from playbook.planner.models import named
+    from playbook_trainer.config import recipes
+
+    if os.path.lexists(config) or shipped("configs", Path(config)):
+        return
+    file = f"{Path(config).name.removesuffix('.yaml')}.yaml"
+    if file in {r.file for r in recipes.index().recipes}:
+        raise PlaybookError(f"{config} is no file; expected that of the published configuration: {_recipes() / file}")
+    if model := named(config):
+        raise PlaybookError(
+            f"{config} is a model, expected the file of a configuration; `playbook config list` names published ones,"
+            f" and `playbook plan {model} --gpus N --export {to}` prints the fastest layout"
+        )
 
 
 def _one_of(option: str, value: str, names: tuple[str, ...]) -> None:

@@ -172,7 +172,7 @@ def _command(words: Sequence[str], known: Known, named: set[str]) -> Iterator[st
         return
     values = accepted.values
     if accepted.command == "cards show":
-        yield from _target(str(values["card_id"]), known, named)
+        yield from _target(str(values["target"]), known, named)
     elif accepted.command == "confirm":
         for target in values.get("targets") or ():
             yield from _target(str(target), known, named)

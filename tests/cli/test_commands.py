@@ -116,7 +116,13 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["bench", "run", "no-such-case"], "no such case"),
         (["bench", "run", "W9"], "it is a claim: playbook confirm moe-dispatcher-choice/W9"),
         (["cards", "show", "fsdp-vs-3d"], "card 'fsdp-vs-3d' does not exist"),
-        (["cards", "show", "T7.m"], "write the card that has it, vlm-real-data"),
+        (["cards", "show", "recompute/W9"], "card 'recompute' has no claim 'W9'; expected one of: L3, "),
+        (["cards", "show", "vlm-real-data/"], "card 'vlm-real-data' has no claim ''"),
+        (["cards", "show", "fsdp-vs-3d/V1"], "card 'fsdp-vs-3d' does not exist"),
+        (["config", "export", "qwen3_8b"], "`playbook plan qwen3_8b --gpus N --export megatron-lm` prints the fastest layout"),
+        (["config", "export", "Qwen/Qwen3-8B", "--to", "torchtitan"], "`playbook config list` names published ones"),
+        (["config", "export", "deepseek_v3_128k_h100"], "recipes/deepseek_v3_128k_h100.yaml"),
+        (["config", "export", "nowhere.yaml"], "nowhere.yaml:1:1: cannot be read"),
         (["bench", "replay", "nowhere.json"], "cannot be read"),
         (["evidence", "show", "01M7YJDRQX4TZNCJN4X580XXXX"], "`playbook evidence list --json` has their paths"),
         (["evidence", "show", "Z999"], "there is no claim Z999"),
@@ -257,6 +263,22 @@ def test_a_card_is_shown_whole(capsys, elsewhere):
         assert part in out
     _, out, _ = run(capsys, "cards", "show", "moe-dispatcher-choice", "--json")
     assert json.loads(out)["status"]["W9"]["status"]
+
+
+@pytest.mark.parametrize("named", ["moe-dispatcher-choice/W9", "W9", "W9.m"])
+def test_a_claim_is_shown_as_its_card_shows_it(capsys, elsewhere, named):
+    _, whole, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
+    code, out, _ = run(capsys, "cards", "show", named)
+    title, _, *lines = out.splitlines()
+    assert (code, title) == (0, whole.splitlines()[0])
+    assert lines[0].startswith("W9  ")
+    assert any(line.startswith("  W9.m  ") for line in lines)
+    assert "\n".join(lines[:-2]) in whole
+    assert lines[-1].endswith("playbook confirm moe-dispatcher-choice/W9")
+    _, out, _ = run(capsys, "cards", "show", named, "--json")
+    found = json.loads(out)
+    assert (found["card"], found["id"], list(found["status"])) == ("moe-dispatcher-choice", "W9", ["W9", "W9.m"])
+    assert found["statement"] in whole
 
 
 def test_confirm_gives_one_json_line_and_the_status_reaches_the_card(capsys, elsewhere):

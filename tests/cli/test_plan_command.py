@@ -86,6 +86,35 @@ def test_runs_of_ones_own_scale_the_figures(run, tmp_path) -> None:
     assert speeds[0]["value"] < speeds[1]["value"]
     assert speeds[0]["high"] / speeds[0]["low"] < speeds[1]["high"] / speeds[1]["low"]
 
+    shown = run("qwen3_8b", "--gpus", "8", "--gbs", "64", "--anchor", str(table)).stdout.splitlines()
+    (line,) = (line for line in shown if line.startswith("anchored"))
+    assert line == f"anchored 1 run, x{speeds[0]['value'] / speeds[1]['value']:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "63"], "global batch 1024 is not a multiple of micro batch 1 x dp 63 = 63; set gbs to a multiple of 63"),
+        (["--gpus", "64", "--fix", "tp=3"], "32 attention heads do not divide over tp 3; set tp to a divisor of 32"),
+        (["--gpus", "64", "--fix", "recompute=full,ep_overlap=true"], "overlap of expert communication excludes recompute full"),
+        (["--gpus", "8", "--gbs", "1", "--fix", "pp=8,vpp=1"], "pp 8 needs as many micro-batches, and a step has 1"),
+    ],
+)
+def test_where_no_layout_is_legal_the_rule_is_named_that_most_break(capsys, words: list[str], says: str) -> None:
+    code = exit_codes.run(app, ["plan", "qwen3_30b_a3b", *words])
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert "What most layouts break:\n  - " in shown.err
+    assert says in shown.err
+    exit_codes.run(app, ["plan", "qwen3_30b_a3b", *words, "--json"])
+    assert any(says in sentence for sentence in json.loads(capsys.readouterr().out)["broken"])
+
+
+@pytest.mark.parametrize(("seq", "tokens"), [("8K", 8192), ("8,192", 8192), ("8192", 8192)])
+def test_a_sequence_is_spelled_as_in_a_table_of_runs(run, seq: str, tokens: int) -> None:
+    found = json.loads(run("qwen3_8b", "--gpus", "8", "--seq", seq, "--gpu", "h200", "--top", "1", "--json").stdout)
+    assert (found["question"]["seq_len"], found["question"]["hardware"]) == (tokens, "h200")
+
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "torchtitan", "playbook"])
 def test_the_winner_is_exported(run, target: str) -> None:
@@ -115,7 +144,16 @@ def test_a_model_that_this_trainer_does_not_train_has_its_layout_exported(run) -
 
 
 @pytest.mark.parametrize(
-    "words", [["no_such_model"], ["qwen3_8b", "--hardware", "toaster"], ["qwen3_8b", "--goal", "fun"], ["qwen3_8b", "--fix", "tp"], []]
+    "words",
+    [
+        ["no_such_model"],
+        ["qwen3_8b", "--hardware", "toaster"],
+        ["qwen3_8b", "--goal", "fun"],
+        ["qwen3_8b", "--fix", "tp"],
+        ["qwen3_8b", "--seq", "-"],
+        ["qwen3_8b", "--seq", "0"],
+        [],
+    ],
 )
 def test_mistakes_end_with_exit_code_2(run, words: list[str]) -> None:
     assert run(*words).exit_code == 2

@@ -326,12 +326,6 @@ def test_the_log_of_a_run_that_goes_on_is_read(capsys, tmp_path):
     assert "the log ends at step 30 of 500: the run goes on, or ended early" in out
 
 
-def test_a_fraction_is_no_percentage(capsys):
-    code, _, err = run(capsys, *ASKED, "--mfu", "0.22")
-    assert code == 2
-    assert "expected percent from 1 to 100, such as 22" in err
-
-
 def test_memory_that_grows_is_said(capsys, tmp_path):
     rows = [{"step": i, "seconds": 6.0, "memory_bytes": (40 + i / 10) * 2**30} for i in range(1, 101)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -390,6 +384,8 @@ def test_the_folder_of_a_run_of_ours_needs_no_model(capsys, tmp_path):
         (("--model", "qwen3_8b"), "give --gpus N and --gpu KIND"),
         ((*ASKED, "--framework", "deepspeed"), "expected one of megatron-lm"),
         ((*ASKED, "--step-time", "soon"), "expected seconds such as 1.9s"),
+        ((*ASKED, "--mfu", "0.22"), "MFU is 0.22; expected percent from 1 to 100, such as 22"),
+        ((*ASKED, "--seq", "long"), "'--seq': found 'long', expected tokens of a sequence, such as 4096 or 128K"),
         ((*ASKED, "nowhere"), "no such file or folder"),
         ((*ASKED, "--gpu", "zx81"), "is not known"),
         ((*ASKED, "--layout", "ep"), "not a setting"),
@@ -399,3 +395,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(capsys, words, says):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_a_log_without_a_step_is_named_and_only_what_the_command_has_is_offered(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("hello\n")
+    code, out, err = run(capsys, str(tmp_path / "notes.txt"), *ASKED)
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'notes.txt'}: no line tells of a step; expected the log of one of playbook, jsonl" in err
+    assert "regex" not in err

@@ -12,7 +12,15 @@ from playbook_bench.logs.checks import Wanted, step_log
 from playbook_bench.logs.model import StepLog
 
 _PATTERN = "regex:"
-_KNOWN = ", ".join([*(each.name for each in ADAPTERS), f"{_PATTERN}PATTERN"])
+_NAMES = ", ".join(each.name for each in ADAPTERS)
+_KNOWN = f"{_NAMES}, {_PATTERN}PATTERN"
+
+
+class NoAdapter(LogError):
+    """No adapter knows a line of a log."""
+
+    known = _NAMES
+    """Those that were tried."""
 
 
 def read(
@@ -91,7 +99,7 @@ def _chosen(name: str | None, content: str | Path) -> Adapter:
     whole = text.load(content) if isinstance(content, Path) else content
     found = next((each for each in ADAPTERS if not each.binary and _knows(each, whole)), None)
     if found is None:
-        raise LogError(
+        raise NoAdapter(
             f"no adapter knows a line of this log; expected one of {_KNOWN}. JSON lines with step, seconds, loss and tokens are read without options"
         )
     return found

@@ -15,6 +15,7 @@ import typer
 from playbook.cli.agents import stock_here
 from playbook.cli.diagnosis.changes import changed
 from playbook.cli.options import AsJson, commands
+from playbook.cli.options import tokens as to_tokens
 from playbook.cli.output import print_json, print_table, say
 from playbook.diagnosis.answer import Seen, diagnose
 from playbook.diagnosis.claims import Knowledge
@@ -61,11 +62,13 @@ def diagnose_run(
     model: Annotated[str | None, typer.Option("--model", help="A preset, a name of the Hugging Face hub, or a config.json's path.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the whole job.")] = None,
     hardware: Annotated[str | None, typer.Option("--gpu", "--hardware", help="Kind of GPU, such as h100.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", min=1, max=1 << 30, help="Tokens of a sequence; 4096, if not given.")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", parser=to_tokens, metavar="TOKENS", help="Tokens of a sequence; 4096, if not given.")
+    ] = None,
     gbs: Annotated[
         int | None, typer.Option("--gbs", min=1, max=1 << 30, help="Samples of a step; four million tokens, if not given.")
     ] = None,
-    mfu: Annotated[float | None, typer.Option("--mfu", help="Percent of the GPU's dense peak, without recompute.")] = None,
+    mfu: Annotated[float | None, typer.Option("--mfu", help="Percent of the GPU's dense peak, such as 22, without recompute.")] = None,
     step_time: Annotated[str | None, typer.Option("--step-time", help="Seconds of a step, such as 1.9s or 850ms.")] = None,
     tokens: Annotated[float | None, typer.Option("--tokens-per-s", help="Tokens per second and GPU.")] = None,
     layout: Annotated[
@@ -145,11 +148,16 @@ def _seconds(text: str) -> float:
 
 def _log(path: Path) -> _Log:
     """The steady part of a log."""
-    from playbook_bench.logs import read
+    from playbook_bench.logs import NoAdapter, read
 
     if not path.exists():
         raise LogError(f"{path}: there is no such file or folder; expected a log, or the folder of a run")
-    found = read(path, running=True)
+    try:
+        found = read(path, running=True)
+    except NoAdapter as e:
+        raise LogError(
+            f"{path}: no line tells of a step; expected the log of one of {e.known}, or JSON lines with step and seconds"
+        ) from None
     steps = found.steps[len(found.steps) // _WARM_UP :]
     seconds = [s.seconds for s in steps]
     whole = [s.tokens for s in steps if s.tokens is not None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from playbook import files
-from playbook.cli.options import AsJson
+from playbook.cli.options import AsJson, tokens
 from playbook.cli.output import USAGE, print_json, print_table, say
 from playbook.errors import ConfigError
 from playbook.text import count
@@ -27,8 +27,8 @@ _SILENT = ("cp", "vpp", "ep", "etp")
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a published name, or the path of a config.json.")]
 _Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1 << 20, help="Number of GPUs; with --goal gpus it is found.")]
-_Hardware = Annotated[str, typer.Option("--hardware", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
-_Seq = Annotated[int, typer.Option("--seq", min=1, max=1 << 30, help="Tokens of a sequence.")]
+_Hardware = Annotated[str, typer.Option("--hardware", "--gpu", help="Kind of GPU: a100, h100, h200, b200, gb200, mi300x and others.")]
+_Seq = Annotated[int, typer.Option("--seq", parser=tokens, metavar="TOKENS", help="Tokens of a sequence, such as 4096 or 128K.")]
 _Gbs = Annotated[int, typer.Option("--gbs", min=0, max=1 << 30, help="Samples of a step; 0 for four million tokens.")]
 _Goal = Annotated[str, typer.Option("--goal", help="tokens/s, memory (the leanest), or gpus (the fewest that hold it).")]
 _Memory = Annotated[float, typer.Option("--memory", help="Share of the GPU's memory that a plan may allocate.")]
@@ -135,7 +135,7 @@ def _emit(found: Answer, path: Path, gpus: int, against: list[str]) -> None:
         raise ConfigError(
             f"--emit-case {path.name[:80]}: the file's name is the case's id; expected small letters, digits and hyphens, and .yaml"
         )
-    if any(word.startswith("scaled by") for word in found.choices[0].time.assumptions):
+    if found.anchored:
         raise ConfigError("--emit-case predicts from constants alone; leave out --anchor")
     case = case_of(found, path.stem, gpus, against)
     said = {"--gpus": q.gpus, "--hardware": q.cluster.name, "--seq": q.seq_len, "--gbs": q.gbs, "--backend": q.backend}
@@ -181,6 +181,8 @@ def _show(found: Answer) -> None:
             f"ties     {count(len(found.ties), 'plan')} marked * cannot be told apart; next, run 1 and"
             f" {found.choices.index(measure[1]) + 1} for 20 steps each: they differ most in {PARTS[measure[2]]}"
         )
+    if found.anchored:
+        say(f"anchored {found.anchored}")
     for words in best.time.assumptions:
         say(f"assumes  {words}")
     say(f"check    playbook layout memory --model {q.model} {_settings(best.plan)}")
@@ -213,8 +215,10 @@ def _explain(found: Answer) -> None:
     """Nothing fits: the nearest, and what is in the way."""
     q, near = found.question, found.obstacle
     if near is None:
+        rules = "".join(f"\n  - {sentence}" for sentence in found.broken)
         raise ConfigError(
-            f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix"
+            f"no layout of {q.model} is legal on {q.gpus} GPUs with a global batch of {q.global_batch}; change --gpus, --gbs or --fix."
+            f" What most layouts break:{rules}"
         )
     say(
         f"nothing fits: {found.counts.legal:,} legal layouts of {q.model} on {q.gpus} {q.cluster.name}, none under {q.capacity / _GIB:.1f} GiB"

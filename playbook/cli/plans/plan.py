@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from playbook.planner.runs.check import Row
 
 _DEFAULT = "layouts"
+_LISTED = 20
+"""The most runs of which each has a line."""
 
 
 class _Plans(TyperGroup):  # type: ignore[misc]
@@ -71,6 +73,9 @@ def _show(rows: list[Row]) -> None:
     say(
         f"{count(len(rows), 'run')}: {len(told)} predicted, {sum(r.counts for r in rows)} of them measured and the newest of their configuration"
     )
+    if told and len(rows) <= _LISTED:
+        print_table([_run_line(r) for r in told], tuple(_run_line(told[0])))
+        say("")
     whole = total(rows)
     if whole:
         figures = [*groups(rows), whole]
@@ -87,6 +92,16 @@ def _show(rows: list[Row]) -> None:
         say(f"ran, but do not fit by the planner: {', '.join(r.run.id for r in over)}")
     for why, number in Counter(r.why for r in rows if r.why).most_common():
         say(f"{number} not predicted: {why}")
+
+
+def _run_line(row: Row) -> dict[str, str]:
+    from playbook.planner.runs.predict import speed
+
+    interval, measured = row.interval, speed(row.prediction, row.measured) if row.prediction else None
+    found = {"run": row.run.id, "predicted tokens/s/GPU": f"{interval.value:,.0f}", "80 %": f"{interval.low:,.0f} to {interval.high:,.0f}"}
+    if measured is None:
+        return {**found, "measured": "-", "difference": "-", "inside": "-"}
+    return {**found, "measured": f"{measured:,.0f}", "difference": f"{row.difference:+.1%}", "inside": "yes" if row.covered else "no"}
 
 
 def _line(group: dict[str, Any]) -> dict[str, str]:

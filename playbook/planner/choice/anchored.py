@@ -14,6 +14,7 @@ from playbook.planner.runs.predict import predict
 from playbook.planner.runs.table import Run, read_runs
 from playbook.planner.time import spread
 from playbook.planner.time.step import Estimate
+from playbook.text import count
 
 
 def anchored(found: Answer, path: Path) -> Answer:
@@ -40,17 +41,17 @@ def anchored(found: Answer, path: Path) -> Answer:
     first = found.choices[0].time if found.choices else None
     asked = Anchor(own, 0.0, first.spread, spread.weights(first.parts)) if first else replace(errors[0], run=own)
     scale = Anchors(errors).scale(asked)
-    word = f"scaled by {exp(scale.log):.2f}, from {len(errors)} runs of {path.name}"
-    return replace(found, choices=[_scaled(c, exp(scale.log), scale.left, word) for c in found.choices])
+    word = f"{count(len(errors), 'run')}, x{exp(scale.log):.2f}"
+    return replace(found, choices=[_scaled(c, exp(scale.log), scale.left) for c in found.choices], anchored=word)
 
 
-def _scaled(choice: Choice, by: float, left: float, word: str) -> Choice:
+def _scaled(choice: Choice, by: float, left: float) -> Choice:
     time = choice.time
     wide = exp(spread.QUANTILE * time.spread * left)
     speed, seconds = time.tokens_per_s_per_gpu.value * by, time.seconds.value / by
     scaled = replace(
         time, seconds=Estimate(seconds, seconds / wide, seconds * wide), tokens_per_s_per_gpu=Estimate(speed, speed / wide, speed * wide),
         tflops_per_gpu=time.tflops_per_gpu * by, mfu=time.mfu * by, parts={k: v / by for k, v in time.parts.items()},
-        spread=time.spread * left, assumptions=(*time.assumptions, word),
+        spread=time.spread * left,
     )  # fmt: skip
     return replace(choice, time=scaled)

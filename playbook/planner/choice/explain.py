@@ -38,13 +38,18 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Answer:
-    """Plans for a question, best first. `ties` are places in `choices` that cannot be told from the first."""
+    """Plans for a question, best first. `ties` are places in `choices` that cannot be told from the first.
+
+    `broken` is what most layouts break where none is legal, `anchored` how many runs scaled the speeds, and by what.
+    """
 
     question: Question
     choices: list[Choice]
     counts: Counts
     ties: list[int]
     obstacle: Obstacle | None
+    broken: tuple[str, ...] = ()
+    anchored: str = ""
 
 
 def answer(question: Question, count: int = 5) -> Answer:
@@ -58,7 +63,8 @@ def answer(question: Question, count: int = 5) -> Answer:
         question = replace(question, gpus=_fewest(question) or question.gpus, goal="tokens/s")
     found = search(question, max(count, _COMPARED))
     obstacle = None if found.choices else _obstacle(question)
-    return Answer(question, found.choices[:count], found.counts, [i for i in ties(question, found) if i < count], obstacle)
+    broken = () if found.choices or obstacle else space.most_broken(question)
+    return Answer(question, found.choices[:count], found.counts, [i for i in ties(question, found) if i < count], obstacle, broken)
 
 
 def ties(question: Question, found: Found) -> list[int]:

@@ -54,7 +54,8 @@ def document(found: Answer) -> dict[str, Any]:
 
     Units: GiB, tokens per second and GPU, seconds.
     """
-    assumed = dict.fromkeys(a for c in found.choices for a in c.time.assumptions)
+    assumed = [*dict.fromkeys(a for c in found.choices for a in c.time.assumptions)]
+    assumed += [f"anchored: {found.anchored}"] if found.anchored else []
     measure = next_run(found)
     question = found.question
     return {
@@ -74,6 +75,7 @@ def document(found: Answer) -> dict[str, Any]:
             "layout": layout(found.obstacle.plan), "memory_gib": found.obstacle.stage.peak / GIB, "stage": found.obstacle.stage.row(),
             "ways": list(found.obstacle.ways),
         },
+        "broken": list(found.broken),
         "assumptions": [*assumed, "memory is the estimated peak of allocated bytes; the driver and the allocator take more"],
     }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from playbook.errors import ConfigError
+from playbook.planner.layout import grid
 from playbook.planner.memory import GIB
 from playbook.planner.options import FLEX, Options
 from playbook.planner.plan import Plan, idle, parse
@@ -152,13 +155,39 @@ def layouts(question: Question, *, lean: bool = False) -> Iterator[Plan]:
             if rest or gpus % (ep * etp * pp) or (vpp != 1 and (pp == 1 or micro % pp)):
                 continue
             plan = replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=mbs)
-            if _sensible(plan) and not plan.broken():
+            if not (_workless(plan) or plan.broken()):
                 yield plan
 
 
-def _sensible(plan: Plan) -> bool:
-    """Whether a pipeline has work: a chunk has a layer at least, and micro-batches are as many as stages."""
-    return plan.pp * plan.vpp <= plan.shape.layers and (plan.pp == 1 or plan.microbatches >= plan.pp)
+def _workless(plan: Plan) -> str:
+    """What leaves a pipeline without work: a chunk without a layer, or fewer micro-batches than stages."""
+    if plan.pp * plan.vpp > plan.shape.layers:
+        return f"pp {plan.pp} x vpp {plan.vpp} are more chunks than the {plan.shape.layers} layers; lower pp or vpp"
+    if plan.pp > 1 and plan.microbatches < plan.pp:
+        return f"pp {plan.pp} needs as many micro-batches, and a step has {plan.microbatches}; raise gbs or lower pp"
+    return ""
+
+
+def most_broken(question: Question) -> tuple[str, ...]:
+    """The rule that most of the leanest layouts break, with what it says of the first of them; several where they break them equally often.
+
+    Combinations that do not fill the GPUs count only where none does: they are many, and hide what is in the way of the others.
+    """
+    plans = [
+        replace(question.base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, mbs=mbs)
+        for tp, cp, pp, ep, etp, vpp, mbs in product(*axes(question, lean=True).values())
+        if etp in (1, tp) or "etp" in question.kept
+    ]
+    filling = [p for p in plans if not grid(gpus=p.gpus, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, etp=p.etp)]
+    broken: Counter[str] = Counter()
+    said: dict[str, str] = {}
+    for plan in filling or plans:
+        for sentence in plan.broken() or filter(None, [_workless(plan)]):
+            rule = re.sub("[0-9]+", "", sentence)  # what one rule says of two layouts differs in figures
+            broken[rule] += 1
+            said.setdefault(rule, sentence)
+    most = max(broken.values(), default=0)
+    return tuple(said[rule] for rule, number in broken.items() if number == most)
 
 
 def ladder(question: Question) -> list[tuple[str, ...]]:

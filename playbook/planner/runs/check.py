@@ -41,9 +41,14 @@ class Row:
         return 0.0 if found is None else found - self.scale.log
 
     @property
+    def difference(self) -> float:
+        """By how much more was predicted than measured, as a share of what was measured."""
+        return exp(-self.error) - 1
+
+    @property
     def relative(self) -> float:
         """How far the prediction is off, as a share of what was measured."""
-        return abs(exp(-self.error) - 1)
+        return abs(self.difference)
 
     @property
     def covered(self) -> bool:

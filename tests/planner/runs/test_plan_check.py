@@ -201,6 +201,21 @@ def test_the_command_prints_a_table_or_one_document(write):
     assert "NoSuchModel" in second["why"]
 
 
+def test_each_run_of_a_short_table_has_a_line(write):
+    near, far = (RUN.replace("a,", f"{name},", 1).replace("13011", speed) for name, speed in (("near", "9000"), ("far", "1000")))
+    path = write(HEADER, near, far, RUN.replace("a,", "open,", 1).replace("13011", ""), "b,NoSuchModel,H100,8,bf16,4096,1,8,1,1,1,5")
+    lines = CliRunner().invoke(app, ["plan", "check", str(path)]).output.splitlines()
+    shown = {line.split()[0]: line.split() for line in lines if line}
+    assert shown["near"][-3] == "9,000"
+    assert shown["near"][-1] == "yes"
+    assert (shown["far"][-3], shown["far"][-1]) == ("1,000", "no")
+    assert float(shown["far"][-2].strip("+%")) == pytest.approx(100 * next(r for r in check(path) if r.run.id == "far").relative, abs=0.1)
+    assert shown["open"][-3:] == ["-", "-", "-"]
+    assert list(shown).index("far") < list(shown).index("group")
+    many = write(HEADER, *(RUN.replace("a,", f"a{i},", 1) for i in range(21)))
+    assert "a20" not in CliRunner().invoke(app, ["plan", "check", str(many)]).output
+
+
 def test_the_newest_release_counts(write):
     header = HEADER.replace("id,", "id,source_group,release_or_date,")
     old, new = (RUN.replace("a,", f"{r},us,{r},", 1) for r in ("26.04", "26.08"))
