@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     clone = (
         f"git clone {config.repo_url} playbook && cd playbook\npip install -c constraints.txt -e ."
         if config.repo_url
-        else "pip install perf-playbook"
+        else "pip install .  # in a clone of Playbook"
     )
     config.extra["inserts"], config.extra["plain"] = {**made.inserts, "install": f"```text\n{clone}\n```"}, made.plain
     config.extra["asked"] = made.asked

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from playbook.errors import PlaybookError
+from playbook.errors import ConfigError, PlaybookError
 from playbook.paths import data_root
-from playbook.planner.models import MODELS, named
-from playbook.yaml_files import did_you_mean, parse
+from playbook.planner.models import MODELS, named, not_known
+from playbook.planner.time.cluster import cluster, clusters
+from playbook.yaml_files import parse
 
 _SYNONYMS = "synonyms.yaml"
 _STOP_WORDS = "stopwords.txt"
@@ -187,19 +188,30 @@ def facts(text: str) -> Facts:
 
 
 def stated(hardware: str | None, model: str | None, gpus: int | None) -> Facts:
-    """A run as named by options; hardware is `h200`, `h200x4`, `4 x H200`, `hopper`, `cpu`, or another word that stands for itself.
+    """A run as named by options; hardware is `h200`, `h200x4`, `4 x H200`, `hopper`, `cpu`, or another GPU that the planner knows.
 
     Raises:
-        PlaybookError: no preset has the model, by its own or a published name.
+        PlaybookError: no preset has the model, by its own or a published name, or no such hardware is known.
     """
     preset = None if model is None else named(model)
     if model is not None and not preset:
-        raise PlaybookError(f"model '{model[:40]}' is not known{did_you_mean(model[:40], MODELS)}")
+        raise PlaybookError(f"{not_known(model)}; or leave the model out")
     found = facts((hardware or "")[:100])
     if hardware and not found.hardware:
-        word = " ".join(_WORD.findall(normal(hardware[:100])))
-        found = Facts((word,) if word else (), 0 if word == "cpu" else found.gpus)
+        word = _device(hardware)
+        found = Facts((word,), 0 if word == "cpu" else found.gpus)
     return Facts(found.hardware, found.gpus if gpus is None else gpus, preset)
+
+
+def _device(hardware: str) -> str:
+    """`cpu`, or the planner's name of a GPU that stands in no family."""
+    if _WORD.findall(normal(hardware[:100])) == ["cpu"]:
+        return "cpu"
+    try:
+        return cluster(hardware).name
+    except ConfigError:
+        known = ", ".join(sorted({"cpu", *clusters(), *GPUS, *FAMILIES}))
+        raise PlaybookError(f"hardware '{hardware[:40]}' is not known; expected one of {known}; or leave it out") from None
 
 
 def _model(line: str) -> str | None:

@@ -149,7 +149,7 @@ def mcp() -> None:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.split(".")[0] not in ("mcp", "mcp_types"):
             raise
-        raise PlaybookError("the package 'mcp' is not installed; run pip install 'perf-playbook[mcp]'") from e
+        raise PlaybookError("the package 'mcp' is not installed; run pip install '.[mcp]' in a clone of Playbook") from e
     serving = server(library_here())
     # A thread of the library waits for the next line and would hold an interrupted server until one comes. It writes nothing, so it may just end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -349,7 +349,7 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError as e:
-        raise UnmetRequirement("package submitit is not installed; install perf-playbook with the extra 'slurm'") from e
+        raise UnmetRequirement("package submitit is not installed; run pip install '.[slurm]' in a clone of Playbook") from e
     return submitit
 
 

@@ -247,7 +247,7 @@ def _build(config: TrainerConfig, gpus: int) -> Built:
     missing = [name for name in ("torch", "megatron.core") if not installed(name)]
     if missing:
         raise ConfigError(
-            f"--build needs {' and '.join(missing)}, which is not installed; install perf-playbook with the extras train and megatron"
+            f"--build needs {' and '.join(missing)}, which is not installed; run pip install '.[train,megatron]' in a clone of Playbook"
         )
     from playbook_trainer.config import environment
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,15 +19,16 @@ from playbook.mcp.answers import DiagnosisAnswer, LayoutAnswer, MemoryAnswer, Ne
 from playbook.planner import layout, memory
 from playbook.planner.choice import explain, plain_data
 from playbook.planner.choice.space import Question
-from playbook.planner.models import MODELS, from_huggingface, from_preset, named
+from playbook.planner.models import MODELS, from_huggingface, from_preset, named, not_known
 from playbook.planner.nearest_layouts import nearest
 from playbook.planner.plan import Plan, parse
 from playbook.planner.shapes import Shape
 from playbook.planner.time.cluster import cluster
-from playbook.yaml_files import did_you_mean
 
 _MOST_TEXT = 100_000
 _MOST_ROWS = 3
+_ARGUMENTS = {"seq": "seq_len", "gbs": "global_batch_size"}
+"""Arguments of `plan_layout` whose option of `playbook plan` has another name."""
 Allowed = Literal["fp8", "bf16-moments", "bf16-gradients", "offload", "graphs"]
 Model = Annotated[str, Field(max_length=_MOST_TEXT, description="A preset, a Hugging Face name, or a config.json's text.")]
 Gpu = Annotated[str, Field(max_length=64, description="Kind of GPU, such as h100.")]
@@ -49,7 +51,7 @@ def shape_of(model: str) -> Shape:
         return from_huggingface(data, "given") if "model_type" in data else from_preset(data, "given")
     name = named(model)
     if not name:
-        raise PlaybookError(f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS)}; or give the text of a config.json")
+        raise PlaybookError(f"{not_known(model)}; or give the text of a config.json")
     return MODELS[name]
 
 
@@ -95,6 +97,11 @@ def plan_of(model: str, gpus: int, settings: Sequence[str]) -> Plan:
     return parse(named(model) or "given", settings, gpus=gpus, shape=shape_of(model))
 
 
+def _arguments(text: str) -> str:
+    """A text that names options of `playbook plan`, with the arguments of `plan_layout` in their place."""
+    return re.sub(r"--([a-z]+)", lambda m: _ARGUMENTS.get(m[1], m[1]), text)
+
+
 @lru_cache(maxsize=64)
 def plan_answer(
     model: str,
@@ -114,20 +121,12 @@ def plan_answer(
     Raises:
         PlaybookError: the question cannot be asked.
     """
-    name = named(model) or "given"
-    question = Question(
-        shape_of(model),
-        name,
-        cluster(hardware),
-        gpus,
-        seq_len,
-        global_batch_size,
-        goal,
-        backend=backend,
-        fixed=fix,
-        allow=allow,
-    )
-    found = plain_data.document(explain.answer(question, top))
+    shape, name, gpu = shape_of(model), named(model) or "given", cluster(hardware)
+    try:
+        question = Question(shape, name, gpu, gpus, seq_len, global_batch_size, goal, backend=backend, fixed=fix, allow=allow)
+        found = plain_data.document(explain.answer(question, top))
+    except PlaybookError as e:
+        raise PlaybookError(_arguments(str(e))) from e
     kept = ("memory_gib", "tokens_per_s_per_gpu", "mfu", "settings")
     near = found["nearest"]
     return PlanAnswer(
@@ -135,7 +134,7 @@ def plan_answer(
         plans=[PlannedLayout(**{k: p[k] for k in kept}) for p in found["plans"]],
         ties=found["ties"],
         runner_up=found["runner_up"],
-        nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": near["ways"]},
+        nearest=near and {"settings": near["layout"], "memory_gib": near["memory_gib"], "ways": [_arguments(w) for w in near["ways"]]},
         assumptions=found["assumptions"],
     )
 

@@ -61,10 +61,7 @@ def find(model: str) -> Shape:
     file = file_of(Path(model))
     if file is not None:
         return from_file(file)
-    names = ", ".join(MODELS)
-    raise ConfigError(
-        f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS) or f'; expected one of {names}'}; or give the path of a Hugging Face config.json"
-    )
+    raise ConfigError(f"{not_known(model)}; or give the path of a Hugging Face config.json")
 
 
 def file_of(path: Path) -> Path | None:
@@ -75,6 +72,12 @@ def file_of(path: Path) -> Path | None:
         if (path / "config.json").is_file():
             return path / "config.json"
     return None
+
+
+def not_known(model: str) -> str:
+    """That no preset has a name: the nearest one, or all of them."""
+    names = ", ".join(MODELS)
+    return f"model '{model[:80]}' is not known{did_you_mean(model[:80], MODELS) or f'; expected one of {names}'}"
 
 
 def named(model: str) -> str:

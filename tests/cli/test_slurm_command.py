@@ -217,7 +217,7 @@ def test_a_missing_submitit_is_one_line(capsys, elsewhere, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     code, out, err = run(capsys, *W9, "--print")
     assert (code, out) == (2, "")
-    assert err == "error: package submitit is not installed; install perf-playbook with the extra 'slurm'\n"
+    assert err == "error: package submitit is not installed; run pip install '.[slurm]' in a clone of Playbook\n"
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,11 @@ def steps_of(name):
     return {step["name"]: step["run"] for step in job["steps"] if "run" in step}, job["env"]
 
 
+def test_no_page_installs_by_a_name_that_is_on_no_index():
+    pages = [repo_root() / "README.md", *(p for p in data_root("guide").parent.rglob("*") if p.suffix in (".md", ".yml"))]
+    assert [str(p) for p in pages if re.search(r"install '?perf-playbook", p.read_text(encoding="utf-8"))] == []
+
+
 def test_the_workflow_for_gpus_runs_the_same_steps():
     """It has more time, and its machine stays, so that it keeps a history there."""
     (cpu, _), (gpu, _) = steps_of("github.yml"), steps_of("github-gpu.yml")

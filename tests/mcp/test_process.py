@@ -66,7 +66,7 @@ def test_without_the_package_the_command_says_how_to_get_it(monkeypatch, capsys)
     with pytest.raises(SystemExit) as stop:
         app.main(["mcp"])
     assert stop.value.code == 2
-    assert "pip install 'perf-playbook[mcp]'" in capsys.readouterr().err
+    assert "pip install '.[mcp]'" in capsys.readouterr().err
 
 
 def test_the_extra_that_the_message_names_exists():

@@ -252,6 +252,11 @@ def test_an_exported_folder_stands_by_itself(exported, capsys):
     assert run(capsys, "skills", "check", str(exported)) == (0, f"{len(SHIPPED)} skills: no findings\n", "")
 
 
+def test_the_exported_gate_carries_the_jobs_that_it_says_to_copy(exported):
+    references = exported / "gate-change" / "references"
+    assert {p.name for p in references.glob("*.yml")} == {p.name for p in (data_root("guide") / "ci").iterdir()}
+
+
 def test_an_exported_folder_carries_its_cards_with_the_newest_verdicts(exported):
     data = yaml.safe_load((exported / "pick-moe-dispatcher" / "card.yaml").read_text(encoding="utf-8"))
     assert [Card.model_validate(c) for c in data["cards"]] == [load_all()["moe-dispatcher-choice"]]

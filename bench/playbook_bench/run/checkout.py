@@ -50,7 +50,8 @@ def repository(root: Path | None) -> Path:
     if here not in (None, tree):
         raise ConfigError(
             f"this folder belongs to the repository {here}, and playbook runs from {tree}, whose commits it would compare; "
-            "start it there, or install it from this checkout: pip install -e"
+            "start it there, or install it from this checkout: pip install -e; for your own trainer, write a case of kind command "
+            "(docs/guide/your-trainer.md)"
         )
     return tree
 

@@ -407,7 +407,8 @@ def _sentence(found: slowdown.Slowdown, metric: Metric, limits: Limits, runs: Se
     log = metric.scale == "log_ratio"
     mean, low, high = (100 * (math.expm1(v) if log else v) for v in (found.mean, found.low, found.high))
     unit = "%" if log else "points"
-    shown = f"{metric.name}: slower by {mean:+.1f} {unit} [{low:+.1f}, {high:+.1f}]"
+    said, least, most = ("faster", -high, -low) if mean < 0 else ("slower", low, high)
+    shown = f"{metric.name}: {said} by {abs(mean):.1f} {unit} [{least:+.1f}, {most:+.1f}]"
     above = f"a slowdown above {100 * limits.limit:g} {unit}"
     if found.answer == "regression":
         return f"{shown}: {above} is certain", None

@@ -286,7 +286,10 @@ def configurations(case: Case, profile: str) -> dict[Variant, Resolved]:
         ConfigError: as `resolve_all`, or the case launches a command.
     """
     if case.command:
-        raise ConfigError(f"case '{case.id}' launches a command and has no configuration of our trainer")
+        raise ConfigError(
+            f"case '{case.id}' launches a command and has no configuration of our trainer; trace it with playbook ab --trace, "
+            "or read a trace that it left: playbook bench trace --file FILE"
+        )
     return {v: run for v, run in resolve_all(case, profile).items() if isinstance(run, Resolved)}
 
 

@@ -126,7 +126,7 @@ def judged(tmp_path, monkeypatch):
 def test_a_clear_answer_takes_four_pairs(judged, factor, status, code, words):
     found, launched = judged(candidate={"factor": factor})
     assert (found.status, found.exit_code, found.limit) == (status, code, 0.03), found.sentence
-    assert found.sentence.startswith(f"{SPEED}: slower by {100 * (factor - 1):+.1f} % [")
+    assert found.sentence.startswith(f"{SPEED}: {'faster' if factor < 1 else 'slower'} by {100 * abs(factor - 1):.1f} % [")
     assert found.sentence.endswith(f"a slowdown above 3 % {words}")
     assert (len(launched), launched.count("baseline")) == (18, 13)
     assert (found.case, found.reference, found.profile, found.pairs_needed, found.anchor) == ("planted", "old", "cpu", None, None)
@@ -437,4 +437,4 @@ def test_a_limit_of_the_users_is_the_one_that_counts(judged):
 def test_a_metric_that_is_compared_by_difference_is_told_in_points(judged):
     waiting = CASE.model_copy(update={"metric": "data_time_share"})
     found, _ = judged(case=waiting, candidate={"waiting": 0.1})
-    assert (found.status, found.sentence.startswith("data_time_share: slower by +10.0 points [")) == ("regression", True), found.sentence
+    assert (found.status, found.sentence.startswith("data_time_share: slower by 10.0 points [")) == ("regression", True), found.sentence

@@ -22,6 +22,16 @@ from playbook_bench.run.variants import resolve_all
 from playbook_bench.trace import collect
 
 CASE = "moe-dispatcher-allgather-vs-alltoall"
+COMMAND_CASE = """
+id: their-step
+kind: command
+summary: Their script.
+command: [python, train.py]
+candidate: {arguments: [--fast]}
+steps: {count: 20}
+metric: step_seconds
+profiles: {cpu: {}}
+"""
 # A rank: rank 0 leaves a summary and, where the configuration asks for it, a trace.
 TRAINER = """
 import json, os, pathlib, shutil, sys
@@ -174,6 +184,10 @@ def test_what_cannot_be_traced_is_said_at_once(tmp_path: Path) -> None:
         collect.run("cp-dp-floor", results=tmp_path)
     with pytest.raises(ConfigError, match="no profile"):
         collect.run(CASE, profile="h200x64", results=tmp_path)
+    command = tmp_path / "their-step.yaml"
+    command.write_text(COMMAND_CASE)
+    with pytest.raises(ConfigError, match="trace it with playbook ab --trace"):
+        collect.run(str(command), results=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["t.nsys-rep", "none.sqlite", "none.json"])
