@@ -79,14 +79,14 @@ def bench_check(
     as_json: AsJson = False,
 ) -> None:
     """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    from playbook_bench.judge.receipt import in_words
     from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
         ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
         (complain if as_json else say)(f"{proof.case}  {proof.variant}  {ended}")
         for check in proof.checks:
-            seen = "not reported" if check.observed is None else f"{check.observed:g}"
-            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {check.rule}: {seen}, expected {check.expected}")
+            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {in_words(check)}")
 
     proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
     if as_json:
