@@ -18,7 +18,7 @@ from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
 from playbook.cli.output import complain, print_json, print_table, print_trace, print_walls, say
 from playbook.errors import LaunchError, PlaybookError
-from playbook.paths import DEFAULT_RESULTS
+from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook.records.commands import Steps
 from playbook_bench.run.targets import tasks_of_card
@@ -53,7 +53,7 @@ def bench_run(
     from playbook_bench.run.options import Options
 
     runs_by = ForkLauncher() if fork else LocalLauncher()
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
+    options = Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
     show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
 
 
@@ -118,7 +118,7 @@ def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     from playbook_bench.run import replay
 
-    made = replay.rejudge(file, results or DEFAULT_RESULTS)
+    made = replay.rejudge(file, results or default_results())
     say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 
@@ -137,7 +137,7 @@ def bench_aa(
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     try:
-        noise = aa.run(case, Options(profile, results or DEFAULT_RESULTS, pairs), progress)
+        noise = aa.run(case, Options(profile, results or default_results(), pairs), progress)
     finally:
         progress.close()
     report.print_noise(noise, out)
@@ -262,7 +262,7 @@ def ab(
     progress = report.LaunchLines(out)
     options = Options(
         machine.name,
-        results or DEFAULT_RESULTS,
+        results or default_results(),
         pairs,
         to_seconds(budget),
         seed,

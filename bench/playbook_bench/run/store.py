@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from playbook import files
 from playbook.errors import StoreError
-from playbook.paths import DEFAULT_RESULTS as DEFAULT_RESULTS
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal
 from playbook.records.read import parse
