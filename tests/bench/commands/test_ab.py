@@ -12,7 +12,7 @@ from playbook.cli.app import main
 from playbook.errors import ConfigError
 from playbook_bench.commands import ab, variant
 from playbook_bench.launch.outcome import Result
-from playbook_bench.run import replay
+from playbook_bench.run import checkout, replay
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")
 COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
@@ -94,6 +94,15 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
     invented(noise=0.2)
     code, found, _ = run("--pairs", "4", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.02")
     assert (code, found["verdict"]) == (3, "undecided")
+
+
+def test_what_a_second_command_goes_on_from_is_told_as_it_is(run, invented, monkeypatch):
+    """Launches are said to take 2 s each: half a pair is never kept, and without git nothing is."""
+    invented()
+    words = ("--budget", "3s", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")
+    assert "a second command starts again, for without git" in run(*words)[2]
+    monkeypatch.setattr(checkout, "source_of", lambda folder: "a commit")
+    assert "goes on where this one stops, with a budget that holds a pair of launches (about 4 s)" in run(*words)[2]
 
 
 def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
