@@ -275,7 +275,7 @@ def ab(
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
-            print_json(two_commands.as_json(asked, two_commands.Answer("error"), ""))
+            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
@@ -284,7 +284,7 @@ def ab(
     report.print_summary([outcome], out)
     walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
     if as_json:
-        answered = two_commands.as_json(asked, found, str(outcome.path))
+        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
         print_json(answered | ({"walls": walls} if walls else {}))
     for variant, each in [] if as_json else walls.items():
         say(f"\n{variant}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim
+from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim, near_metric
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
 from playbook.paths import data_root, folders
@@ -181,7 +181,7 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
         return list(_function(loaded))
     for where, name in ((("metric",), str(case.metric)), *((("also", i), name) for i, name in enumerate(case.also))):
         if name not in METRICS:
-            findings.append(loaded.finding(where, f"metric '{name}' is not known{did_you_mean(name, METRICS)}"))
+            findings.append(loaded.finding(where, f"metric '{name}' is not known{near_metric(name, METRICS)}"))
     if case.command:
         return findings + [loaded.finding(("profiles", p), text) for p in case.profiles for text in _unresolved(case, p)]
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from playbook.cards.model import SHORT_METRICS
 from playbook.cli.app import main
 from playbook.errors import ConfigError
 from playbook_bench.commands import ab, variant
@@ -62,7 +63,8 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
     code, found, err = run("--", *COMMAND, "--slower", "0.2", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (0, "faster"), err
     assert found["effect_percent"]["low"] < 20 < found["effect_percent"]["high"]
-    assert list(found) == ["schema", "verdict", "metric", "effect_percent", "pairs", "aa_percent", "record"]
+    assert list(found) == ["schema", "verdict", "sentence", "metric", "effect_percent", "margin_percent", "pairs", "aa_percent", "record"]
+    assert (found["margin_percent"], "not vouched for: data" in found["sentence"]) == (2, True)
     assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
     assert 0 < found["aa_percent"] < 2
     assert replay.replay(Path(found["record"])) == (True, [])
@@ -132,6 +134,7 @@ def test_a_launch_that_fails_is_an_error(run, fault):
     code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
     assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
     assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in err, err
+    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,7 @@ def test_a_command_that_does_not_exist_is_an_error(run):
     code, found, err = run("--", "no-such-program", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (5, "error")
     assert "could not be started" in err
+    assert "could not be started" in found["sentence"]
 
 
 @pytest.mark.full
@@ -217,3 +221,12 @@ def test_an_unknown_metric_is_a_mistake(run):
     code, found, err = run("--metric", "step_tine", "--", *COMMAND, "--vs", *COMMAND)
     assert (code, found) == (2, None)
     assert "step_tine" in err
+    assert "did you mean 'step_time'?" in err
+    assert "expected one of: memory, step_time, tokens_per_s" in run("--metric", "throughput", "--", *COMMAND, "--vs", *COMMAND)[2]
+
+
+@pytest.mark.parametrize(("metric", "fault", "field"), [("memory", "", "memory_bytes"), ("tokens_per_s", "no tokens", "tokens")])
+def test_a_metric_whose_figure_the_log_lacks_is_told_with_the_field_to_log(run, metric, fault, field):
+    code, found, _ = run("--metric", metric, "--", *COMMAND, "--fault", fault, "--vs", *COMMAND, "--fault", fault, "--fast")
+    assert (code, found["verdict"]) == (5, "error")
+    assert f"the log of the baseline holds no such figure for {SHORT_METRICS[metric]}; log '{field}' in each step" in found["sentence"]
