@@ -25,7 +25,7 @@ from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.judge.metrics import METRICS
-from playbook_bench.machine.requirements import shares_a_gpu
+from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.run import replay
 from playbook_bench.run.variants import configurations, resolve_all, trainer_path
 from playbook_bench.statements import table as logic
@@ -193,8 +193,9 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
 
 
 def _unresolved(case: Case, profile: str) -> Iterator[str]:
-    """Why the variants of a command are no comparison, or nothing."""
+    """Why the variants of a command are no comparison, or why no machine runs them on the profile, or nothing."""
     try:
+        check_name(profile)
         resolve_all(case, profile)
     except ConfigError as e:
         yield str(e)

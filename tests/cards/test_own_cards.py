@@ -108,6 +108,24 @@ def test_records_lie_beside_the_file_from_wherever_below_it_a_command_is_called(
     assert Options().results == tmp_path / DEFAULT_RESULTS
 
 
+def test_a_profile_that_no_machine_has_is_found_by_the_check(run, tmp_path):
+    run("cards", "init", "ours")
+    path = tmp_path / "cases" / "ours.yaml"
+    text = path.read_text()
+    assert "cpu: {}" in text
+    path.write_text(text.replace("cpu: {}", "gpu: {}"))
+    code, told = run("cards", "check", "cards")
+    assert (code, "profile 'gpu' is neither cpu nor of the form h200x4" in told) == (2, True)
+
+
+@pytest.mark.parametrize(("metric", "full"), [("step_time", "step_seconds"), ("memory", "peak_memory_bytes")])
+def test_a_short_name_of_a_metric_is_answered_with_the_full_one(run, tmp_path, metric, full):
+    run("cards", "init", "ours")
+    path = tmp_path / "cards" / "ours.yaml"
+    path.write_text(path.read_text().replace("metric: step_seconds", f"metric: {metric}"))
+    assert f"metric '{metric}' is not known; did you mean '{full}'?" in run("cards", "check", "cards")[1]
+
+
 def test_without_any_there_are_those_that_ship(run):
     assert folders("cards") == [data_root("cards")]
 

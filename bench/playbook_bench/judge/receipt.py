@@ -17,7 +17,7 @@ from playbook.records.evidence import Check, Observed, Run, Variant
 
 _MAX_FORMULA = 200
 _COUNT_TOLERANCE = 1e-9
-_ALIKE = "both variants show what proves the candidate, so nothing shows that its path ran"
+_ALIKE = "both variants print what proves the candidate, so nothing shows that its path ran"
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -177,11 +177,12 @@ def judge_case(case: Case, runs: Sequence[Run], roles: Collection[str] = ("measu
 def alike(case: Case, runs: Sequence[Launched], found: Sequence[Check]) -> list[Check]:
     """One failed check where the two commands of a pair meet each other's rules as well as their own, which `found` says: such rules tell no path from the other.
 
-    Rules that both share say nothing of the difference, and are left alone.
+    Rules that both share say nothing of the difference, and are left alone. So are rules of a trace alone: it shows what ran, a line what a script says.
     """
     proof = case.activation
-    asked = case.command and proof.baseline != proof.candidate and {r.variant for r in runs} >= {"baseline", "candidate"}
-    if not asked or not all(c.ok for c in found):
+    lines = any(r.log for of in (proof.baseline, proof.candidate) for r in (*of.require, *of.forbid))
+    asked = case.command and lines and proof.baseline != proof.candidate
+    if not asked or not {r.variant for r in runs} >= {"baseline", "candidate"} or not all(c.ok for c in found):
         return []
     exchanged = proof.model_copy(update={"baseline": proof.candidate, "candidate": proof.baseline})
     told = all(c.ok for c in judge_runs(exchanged, runs))

@@ -347,8 +347,8 @@ def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "check", path])
     assert ended.value.code == 5
-    assert "both variants show what proves the candidate, so nothing shows that its path ran: expected" in capsys.readouterr().out
+    assert "both variants print what proves the candidate, so nothing shows that its path ran: expected" in capsys.readouterr().out
     found = bench(path, tmp_path)
     assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
-    assert found.evidence.derived.verdict.sentence.startswith("both variants show what proves the candidate")
+    assert found.evidence.derived.verdict.sentence.startswith("both variants print what proves the candidate")
     assert replay.replay(found.path) == (True, [])
