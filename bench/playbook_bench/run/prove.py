@@ -62,7 +62,7 @@ def prove(
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
         chosen = requirements.require_profile(case, here, profile)
         todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
-    proofs = []
+    proofs: list[Proof] = []
     with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder:
         for i, (case, chosen, resolved) in enumerate(todo):
             machine = requirements.restrict(here, chosen)
