@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 LOCK = ".lock"
+_OWN_FOLDER = ".playbook"
 _HELD: dict[tuple[int, int, int], FileLock] = {}  # by process, device and inode; a lock is let go of when its object is
 _OF_JOB = re.compile(r" on (\S+) of job (\S+?)(?:, restart (\d+))?\Z")
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
@@ -35,6 +36,19 @@ def read_bytes(path: Path, limit: int) -> bytes:
         raise OSError(errno.EINVAL, "a named pipe; expected a file")
     with path.open("rb") as f:
         return f.read(limit + 1)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that lack. A `.playbook` that is first made here is kept out of git: what lies in it belongs to one machine.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    own = next((f for f in (path, *path.parents) if f.name == _OWN_FOLDER), None)
+    first = own is not None and not own.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    if own is not None and first:
+        (own / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def replace(path: Path, content: str | bytes, durable: bool = True) -> None:

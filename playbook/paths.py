@@ -24,7 +24,7 @@ KINDS = {
 OWN_FILE = "playbook.toml"
 """In the working folder or above it: where a team keeps cards and cases of its own."""
 DEFAULT_RESULTS = Path(".playbook/results")
-"""Where runs leave their records, unless told otherwise: in the working folder."""
+"""Where runs leave their records, unless told otherwise: beside the nearest `playbook.toml`, else in the working folder."""
 
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -63,6 +63,12 @@ def own_file() -> Path | None:
     """The nearest `playbook.toml`, from the working folder upwards."""
     here = Path.cwd()
     return next((f / OWN_FILE for f in (here, *here.parents) if (f / OWN_FILE).is_file()), None)
+
+
+def default_results() -> Path:
+    """Where records are written and looked for, unless told otherwise. Cards are found from below `playbook.toml`, so their evidence is too."""
+    own = own_file()
+    return DEFAULT_RESULTS if own is None or own.parent == Path.cwd() else own.parent / DEFAULT_RESULTS
 
 
 def _named_in_file(kind: str) -> Path | None:

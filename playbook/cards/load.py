@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from playbook.cards import scope
-from playbook.cards.model import OPS, Card, Claim, Expect
+from playbook.cards.model import OPS, Card, Claim, Expect, near_metric
 from playbook.errors import FileError, Finding
 from playbook.paths import data_root, folders
 from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
@@ -235,7 +235,7 @@ def _tested(
             (*here, "metric"), f"metric '{metric}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"
         )
     elif metrics is not None and not logic and metric not in metrics:
-        yield entry.finding((*here, "metric"), f"metric '{metric}' is not known{did_you_mean(metric, metrics)}")
+        yield entry.finding((*here, "metric"), f"metric '{metric}' is not known{near_metric(metric, metrics)}")
     if logic != (expect.op == "holds"):
         yield entry.finding(
             (*here, "expect"), f"op '{expect.op}' does not fit kind '{kind}'; arithmetic and invariant claims, and only they, use 'holds'"

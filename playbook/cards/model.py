@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from playbook.yaml_files import Strict
+from playbook.yaml_files import Strict, did_you_mean
+
+SHORT_METRICS = {"step_time": "step_seconds", "tokens_per_s": "useful_tokens_per_s_per_gpu", "memory": "peak_memory_bytes"}
+"""Short names of metrics, which `playbook ab` takes; cards and cases have the full ones."""
 
 Slug = Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$", max_length=64)
 ClaimId = Field(pattern=r"^[A-Z][0-9]{1,3}(\.[a-z])?$")
@@ -128,6 +131,11 @@ class Claim(Strict):
     contradicts: list[str] = Field(default_factory=list)
     supersedes: list[str] = Field(default_factory=list)
     depends_on: list[str] = Field(default_factory=list)
+
+
+def near_metric(name: str, metrics: Collection[str]) -> str:
+    """The advice for a name that is no metric: the full name of a short one, else what is near."""
+    return f"; did you mean '{SHORT_METRICS[name]}'?" if name in SHORT_METRICS else did_you_mean(name, metrics)
 
 
 def guidance(cards: Mapping[str, Card]) -> dict[str, Card]:

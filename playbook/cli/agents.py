@@ -20,7 +20,7 @@ from playbook.cli.options import AsJson, commands
 from playbook.cli.output import complain, print_findings, print_json, print_table, say
 from playbook.errors import PlaybookError
 from playbook.mcp.answers import Plan, PlannedCase, PlannedProfile
-from playbook.paths import DEFAULT_RESULTS, data_root
+from playbook.paths import data_root, default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, list_cases, load_case
 from playbook.records.evidence import Baseline
 from playbook.records.machine import CPU
@@ -232,6 +232,6 @@ def _baselines(case: str, profile: str) -> list[Baseline]:
     """The stored A/A runs of a case on a profile, in any software environment."""
     from playbook_bench.run.store import load_baseline
 
-    folders: list[Path] = [DEFAULT_RESULTS / "baselines", data_root("baselines")]
+    folders: list[Path] = [default_results() / "baselines", data_root("baselines")]
     found = [load_baseline(p) for folder in folders for p in sorted(folder.glob(f"*/{case}.*.json"))]
     return [b for b in found if b.case == case and b.profile == profile]

@@ -18,7 +18,7 @@ from playbook.cli.options import seconds as to_seconds
 from playbook.cli.options import share as to_share
 from playbook.cli.output import complain, print_json, print_table, print_trace, print_walls, say
 from playbook.errors import LaunchError, PlaybookError
-from playbook.paths import DEFAULT_RESULTS
+from playbook.paths import default_results
 from playbook.records.case import list_cases, load_case
 from playbook.records.commands import Steps
 from playbook_bench.run.targets import tasks_of_card
@@ -53,7 +53,7 @@ def bench_run(
     from playbook_bench.run.options import Options
 
     runs_by = ForkLauncher() if fork else LocalLauncher()
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
+    options = Options(profile, results or default_results(), pairs, to_seconds(budget), seed, runs_by, slurm.journal(journal, None, fork))
     show_outcomes(lambda progress: harness.bench_run(case, options, progress), as_json)
 
 
@@ -79,14 +79,14 @@ def bench_check(
     as_json: AsJson = False,
 ) -> None:
     """Check activation proofs by one short launch of each variant, before a series is spent on them; exit code 5 where one does not hold."""
+    from playbook_bench.judge.receipt import in_words
     from playbook_bench.run import prove
 
     def show(proof: prove.Proof) -> None:
         ended = "proven" if proof.ok else ("not proven" if proof.outcome == "ok" else f"{proof.outcome}: {proof.message}")
         (complain if as_json else say)(f"{proof.case}  {proof.variant}  {ended}")
         for check in proof.checks:
-            seen = "not reported" if check.observed is None else f"{check.observed:g}"
-            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {check.rule}: {seen}, expected {check.expected}")
+            (complain if as_json else say)(f"  {'ok     ' if check.ok else 'missing'}  {in_words(check)}")
 
     proofs = prove.prove(cases, profile=profile, full_length=full_length, say=show)
     if as_json:
@@ -118,7 +118,7 @@ def bench_rejudge(file: Annotated[Path, typer.Argument(metavar="FILE", help="An 
     """Judge a record's runs again by this version's rules; a changed verdict becomes a new record that names the old one."""
     from playbook_bench.run import replay
 
-    made = replay.rejudge(file, results or DEFAULT_RESULTS)
+    made = replay.rejudge(file, results or default_results())
     say(f"new record {made}" if made else f"{file}: today's rules give the same verdict; nothing was written")
 
 
@@ -137,7 +137,7 @@ def bench_aa(
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
     try:
-        noise = aa.run(case, Options(profile, results or DEFAULT_RESULTS, pairs), progress)
+        noise = aa.run(case, Options(profile, results or default_results(), pairs), progress)
     finally:
         progress.close()
     report.print_noise(noise, out)
@@ -262,7 +262,7 @@ def ab(
     progress = report.LaunchLines(out)
     options = Options(
         machine.name,
-        results or DEFAULT_RESULTS,
+        results or default_results(),
         pairs,
         to_seconds(budget),
         seed,
@@ -275,7 +275,7 @@ def ab(
     except LaunchError as e:
         complain(f"error: {e}")
         if as_json:
-            print_json(two_commands.as_json(asked, two_commands.Answer("error"), ""))
+            print_json(two_commands.as_json(asked, two_commands.Answer("error"), "", str(e)))
         raise typer.Exit(two_commands.EXIT_CODES["error"]) from e
     finally:
         progress.close()
@@ -284,7 +284,7 @@ def ab(
     report.print_summary([outcome], out)
     walls = _walls(asked, machine.name, traced.Asked(trace, trace_with or [])) if trace is not None else {}
     if as_json:
-        answered = two_commands.as_json(asked, found, str(outcome.path))
+        answered = two_commands.as_json(asked, found, str(outcome.path), outcome.evidence.derived.verdict.sentence)
         print_json(answered | ({"walls": walls} if walls else {}))
     for variant, each in [] if as_json else walls.items():
         say(f"\n{variant}")

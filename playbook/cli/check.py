@@ -14,7 +14,7 @@ from typing import Any
 
 from playbook.cards import scope
 from playbook.cards.load import LOGIC_KINDS, Cards, LoadedCard, check_cards, read_cards
-from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim
+from playbook.cards.model import Claim, Comparison, ConfigFamily, Expect, by_claim, near_metric
 from playbook.errors import ConfigError, FileError, Finding
 from playbook.lint import table as lint
 from playbook.paths import data_root, folders
@@ -25,7 +25,7 @@ from playbook.yaml_files import Marks, Path_, did_you_mean, load, locate
 from playbook_bench.judge import curve_rules, receipt
 from playbook_bench.judge.effects import threshold
 from playbook_bench.judge.metrics import METRICS
-from playbook_bench.machine.requirements import shares_a_gpu
+from playbook_bench.machine.requirements import check_name, shares_a_gpu
 from playbook_bench.run import replay
 from playbook_bench.run.variants import configurations, resolve_all, trainer_path
 from playbook_bench.statements import table as logic
@@ -181,7 +181,7 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
         return list(_function(loaded))
     for where, name in ((("metric",), str(case.metric)), *((("also", i), name) for i, name in enumerate(case.also))):
         if name not in METRICS:
-            findings.append(loaded.finding(where, f"metric '{name}' is not known{did_you_mean(name, METRICS)}"))
+            findings.append(loaded.finding(where, f"metric '{name}' is not known{near_metric(name, METRICS)}"))
     if case.command:
         return findings + [loaded.finding(("profiles", p), text) for p in case.profiles for text in _unresolved(case, p)]
     try:
@@ -193,8 +193,9 @@ def check_case(loaded: LoadedCase) -> list[Finding]:
 
 
 def _unresolved(case: Case, profile: str) -> Iterator[str]:
-    """Why the variants of a command are no comparison, or nothing."""
+    """Why the variants of a command are no comparison, or why no machine runs them on the profile, or nothing."""
     try:
+        check_name(profile)
         resolve_all(case, profile)
     except ConfigError as e:
         yield str(e)

@@ -35,6 +35,7 @@ from playbook.cli.options import (
 from playbook.cli.options import seconds as to_seconds
 from playbook.cli.output import complain, print_json, say
 from playbook.errors import PlaybookError
+from playbook.paths import default_results
 from playbook.records.evidence import Evidence
 from playbook.records.untested import untested_claims, untraced_verdicts
 from playbook.text import count
@@ -44,7 +45,7 @@ from playbook_bench.machine import detect
 from playbook_bench.run import confirm as harness
 from playbook_bench.run import report
 from playbook_bench.run.options import Options
-from playbook_bench.run.store import DEFAULT_RESULTS, Outcome
+from playbook_bench.run.store import Outcome
 from playbook_bench.run.targets import tasks_of
 
 app = commands()
@@ -101,10 +102,10 @@ def confirm(
         words = slurm.confirm_words(chosen, profile, pairs, budget, seed)
         raise typer.Exit(slurm.confirm(words, results, request, journal))
     runs_by = allocation or (ForkLauncher() if fork else LocalLauncher())
-    kept = slurm.journal(journal or ((results or DEFAULT_RESULTS) / "journal" / "campaign" if untested else None), allocation, fork)
+    kept = slurm.journal(journal or ((results or default_results()) / "journal" / "campaign" if untested else None), allocation, fork)
     left = untraced if trace else {}
     options = Options(
-        profile, results or DEFAULT_RESULTS, pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace, untraced=left
+        profile, results or default_results(), pairs, seconds, seed, runs_by, kept, campaign=untested, trace=trace, untraced=left
     )
     show_outcomes(lambda progress: harness.run(chosen, options, progress), as_json, counts=every and not verbose)
 
@@ -176,7 +177,7 @@ def demo(
     say("Bytes are counted once, in seconds. Speed is noisy: a claim about it takes 18 launches or more, a minute or two in all.")
     say(f"To come: {', '.join(chosen)}")
     progress = DemoProgress(out)
-    options = Options(detect.CPU, results or DEFAULT_RESULTS, budget_s=_DEMO_S, launcher=ForkLauncher())
+    options = Options(detect.CPU, results or default_results(), budget_s=_DEMO_S, launcher=ForkLauncher())
     try:
         outcomes = harness.run(chosen, options, progress)
     finally:

@@ -14,7 +14,7 @@ import typer
 from playbook.cli.options import AsJson, commands
 from playbook.cli.output import complain, print_json, print_table, say
 from playbook.errors import PlaybookError
-from playbook.paths import DEFAULT_RESULTS, data_root
+from playbook.paths import data_root, default_results
 
 if TYPE_CHECKING:
     from datetime import date
@@ -169,7 +169,7 @@ def evidence_import(
     """Take in a record from someone else's cluster, once it replays; it never speaks for a machine of yours."""
     from playbook_bench.run import replay
 
-    say(str(replay.take_in(file, origin, results or DEFAULT_RESULTS)))
+    say(str(replay.take_in(file, origin, results or default_results())))
 
 
 @_evidence_app.command("table")
@@ -186,7 +186,7 @@ def evidence_table(
 
     if form == "parquet" and output is None:
         raise PlaybookError("parquet is no text for a terminal; name a file with --output")
-    records = read([results or DEFAULT_RESULTS, data_root("results")])
+    records = read([results or default_results(), data_root("results")])
     found = (r.content for r in reversed(records) if isinstance(r.content, Evidence) and not r.altered)
     frame = to_frame(found, per="step" if steps else "launch")
     try:
@@ -207,7 +207,7 @@ def records_here(cards: Mapping[str, Card], mine: Here | None, results: Path | N
     """
     from playbook.records.read import Reader
 
-    return (reader or Reader()).read([results or DEFAULT_RESULTS, data_root("results")], cards, present(mine))
+    return (reader or Reader()).read([results or default_results(), data_root("results")], cards, present(mine))
 
 
 def present(mine: Here | None) -> Present:

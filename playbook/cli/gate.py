@@ -15,15 +15,16 @@ from playbook.cli.options import share as to_share
 from playbook.cli.output import print_json, say
 from playbook.errors import PlaybookError
 from playbook.files import replace
+from playbook.paths import default_results
 from playbook.records.case import load_case
 from playbook_bench.judge.slowdown import ALLOWABLE
 from playbook_bench.run import bisect as bisection
 from playbook_bench.run import checkout, report
 from playbook_bench.run import gate as harness
 from playbook_bench.run.options import Options
-from playbook_bench.run.store import DEFAULT_RESULTS
 
 app = commands()
+_Limit = Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")]
 
 
 @app.command()
@@ -37,7 +38,7 @@ def gate(
     results: Results = None,
     pairs: MorePairs = None,
     budget: Budget = None,
-    limit: Annotated[str, typer.Option(metavar="PERCENT", help="A slowdown above it is a regression; noise never raises it.")] = "3%",
+    limit: _Limit = "3%",
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +68,7 @@ def gate(
         report.history(history)  # what is no history is refused before anything runs
     out = report.console(sys.stderr if as_json else None)
     progress = report.TerminalProgress(out)
-    options = Options(profile, results or DEFAULT_RESULTS, pairs, to_seconds(budget))
+    options = Options(profile, results or default_results(), pairs, to_seconds(budget))
     limits = harness.Limits(to_share(limit, "--limit"), dict(_allowance(text) for text in allow or []))
     try:
         result = harness.run(case or named or "", baseline, options, limits, progress, anchor=anchor)
@@ -98,6 +99,7 @@ def bisect(
         int | None, typer.Option(help="At most this many pairs of launches for each commit; more than the case names add looks.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="At most this long for each commit.")] = None,
+    limit: _Limit = "3%",
     as_json: AsJson = False,
 ) -> None:
     """Find the commit that made a case slower, or made it fail, by a binary search with the gate as the judge."""
@@ -113,7 +115,10 @@ def bisect(
         if minutes is not None and not 0 < minutes < math.inf:
             raise PlaybookError(f"--minutes is {minutes:g}; expected more than 0, and an end")
         budget = None if minutes is None else 60 * minutes
-        found = bisection.run(loaded, good, bad, Options(profile, results or DEFAULT_RESULTS, pairs, budget), progress, told)
+        limits = harness.Limits(to_share(limit, "--limit"))
+        found = bisection.run(
+            loaded, good, bad, Options(profile, results or default_results(), pairs, budget), progress, told, limits=limits
+        )
     finally:
         progress.close()
     if as_json:

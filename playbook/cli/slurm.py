@@ -20,6 +20,7 @@ from playbook.cli import app as root
 from playbook.cli import exit_codes
 from playbook.cli.output import complain, print_json, say
 from playbook.errors import ConfigError, LaunchError, PlaybookError, UnmetRequirement
+from playbook.paths import default_results
 
 if TYPE_CHECKING:
     from playbook_bench.launch.batch_job import Cluster
@@ -127,7 +128,6 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
     Without a journal of the caller's the job keeps one in its own folder, which no other job finds.
     """
     from playbook_bench.launch.batch_job import environment
-    from playbook_bench.run import store
 
     cluster = _load_cluster(request.cluster)
     if cluster.container is not None:
@@ -135,7 +135,7 @@ def confirm(words: Sequence[str], results: Path | None, request: Request, journa
             "a container holds ranks of `playbook train` alone: a verdict's record lists the versions of the environment that the harness "
             "itself runs in; name a venv that all nodes see instead"
         )
-    folder = (results or store.DEFAULT_RESULTS).resolve()
+    folder = (results or default_results()).resolve()
     if request.job is not None:
         return _follow(request.job, _folder_of(request.job, folder, "name that folder with --results"), request)
     whole = ["confirm", *words, "--results", str(folder), "--launcher", "srun", "--json"]
@@ -154,7 +154,7 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     if request.job is not None:
         return _follow(
             request.job,
-            _folder_of(request.job, Path(".playbook/results").resolve(), "wait for it in the folder that it was submitted from"),
+            _folder_of(request.job, default_results().resolve(), "wait for it in the folder that it was submitted from"),
             request,
         )
     resolved = load(config, parse_overrides(overrides))
@@ -167,10 +167,9 @@ def train(config: Path, overrides: Sequence[str], name: str, ranks_per_node: int
     if resolved.checkpoint.dir is None:
         complain("note: checkpoint.dir is not set, so a job that is preempted or reaches its time limit starts over")
     from playbook_bench.launch.batch_job import environment
-    from playbook_bench.run import store
 
     frozen = json.dumps(dump(resolved), indent=1) + "\n"
-    folder = store.DEFAULT_RESULTS.resolve()
+    folder = default_results().resolve()
     return _submit(
         "train", ["train", "--launcher", "srun"], folder, cluster, environment(cluster, resolved), request, ["config.yaml"], frozen
     )

@@ -10,8 +10,9 @@ from playbook import schemas
 from playbook.cards.load import load_all, read_cards
 from playbook.cli.app import main
 from playbook.errors import ConfigError, FileError
-from playbook.paths import data_root, folders
+from playbook.paths import DEFAULT_RESULTS, data_root, default_results, folders
 from playbook.records.case import _shipped, list_cases, load_case
+from playbook_bench.run.options import Options
 
 
 @pytest.fixture
@@ -99,12 +100,38 @@ def test_a_file_that_names_no_folders_is_one_message(run, tmp_path, text, messag
         folders("cards")
 
 
+def test_records_lie_beside_the_file_from_wherever_below_it_a_command_is_called(run, tmp_path, monkeypatch):
+    run("cards", "init", "ours")
+    assert default_results() == DEFAULT_RESULTS
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert Options().results == tmp_path / DEFAULT_RESULTS
+
+
+def test_a_profile_that_no_machine_has_is_found_by_the_check(run, tmp_path):
+    run("cards", "init", "ours")
+    path = tmp_path / "cases" / "ours.yaml"
+    text = path.read_text()
+    assert "cpu: {}" in text
+    path.write_text(text.replace("cpu: {}", "gpu: {}"))
+    code, told = run("cards", "check", "cards")
+    assert (code, "profile 'gpu' is neither cpu nor of the form h200x4" in told) == (2, True)
+
+
+@pytest.mark.parametrize(("metric", "full"), [("step_time", "step_seconds"), ("memory", "peak_memory_bytes")])
+def test_a_short_name_of_a_metric_is_answered_with_the_full_one(run, tmp_path, metric, full):
+    run("cards", "init", "ours")
+    path = tmp_path / "cards" / "ours.yaml"
+    path.write_text(path.read_text().replace("metric: step_seconds", f"metric: {metric}"))
+    assert f"metric '{metric}' is not known; did you mean '{full}'?" in run("cards", "check", "cards")[1]
+
+
 def test_without_any_there_are_those_that_ship(run):
     assert folders("cards") == [data_root("cards")]
 
 
 @pytest.mark.full
-def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path):
+def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path, monkeypatch):
     run("cards", "init", "ours")
     case = tmp_path / "cases" / "ours.yaml"
     case.write_text(case.read_text().replace("[python,", f"[{sys.executable},"))
@@ -118,3 +145,6 @@ def test_its_claim_is_confirmed_by_matched_runs_of_the_command(run, tmp_path):
     assert "U1    workers 2 -> 8" in told
     assert "confirmed  +" in told
     assert "activation not proven" in told
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert "U1  confirmed" in " ".join(run("cards", "show", "ours")[1].split(" "))

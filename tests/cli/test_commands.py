@@ -18,7 +18,7 @@ from playbook.cards.model import Quantity
 from playbook.cli import app, options
 from playbook.cli.evidence import drawn
 from playbook.cli.site import walk
-from playbook.paths import data_root, repo_root
+from playbook.paths import DEFAULT_RESULTS, data_root, repo_root
 from playbook.records.evidence import Evidence
 from playbook.records.read import read, verdicts
 
@@ -137,6 +137,7 @@ def test_wrong_usage_exits_with_2(capsys, words):
         (["gate", "--baseline", "no-such-commit", "moe-dispatch-bytes"], "is no commit"),
         (["gate", "--baseline", "HEAD", "moe-dispatch-bytes", "--budget", f"{'9' * 400}s"], "expected more than 0, and an end"),
         (["bisect", "HEAD~1", "HEAD", "--case", "moe-dispatch-bytes", "--minutes", "inf"], "expected more than 0, and an end"),
+        (["bisect", "HEAD~1", "HEAD", "--case", "moe-dispatch-bytes", "--limit", "0%"], "expected more than 0 and less than"),
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(capsys, elsewhere, words, says):
@@ -402,7 +403,7 @@ def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsy
     refuted = known.derived.model_copy(update={"verdict": known.derived.verdict.model_copy(update={"status": "refuted"})})
     plan = known.measured.plan and known.measured.plan.model_copy(update={"rules": 2})  # a new record may not claim the first rules
     measured = known.measured.model_copy(update={"plan": plan})
-    store.write(store.evidence_of(measured, refuted, known.command, known.seconds, known), store.DEFAULT_RESULTS)
+    store.write(store.evidence_of(measured, refuted, known.command, known.seconds, known), DEFAULT_RESULTS)
     monkeypatch.setattr(revision, "PERFORMANCE_REVISION", {"torch": 99})
     _, out, _ = run(capsys, "cards", "show", "vlm-tuning-knobs", "--json")
     found = {v["machine"]: v for v in json.loads(out)["status"]["V8.m"]["verdicts"]}

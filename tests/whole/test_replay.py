@@ -13,7 +13,7 @@ from playbook.cards.model import by_claim
 from playbook.cli.agents import library_here, stock_here
 from playbook.errors import ConfigError, FileError, StoreError
 from playbook.mcp.server import claim_answer, evidence_list
-from playbook.paths import data_root
+from playbook.paths import DEFAULT_RESULTS, data_root
 from playbook.records.case import Activation, Case, list_cases, load_case
 from playbook.records.evidence import ClaimRef, Evidence, Measured, noise_key, seal, stored_sha
 from playbook.records.read import EVIDENCE, read, standings, verdicts
@@ -330,7 +330,7 @@ def planted(tmp_path, monkeypatch, capsys):
     def plant(**changes):
         ref = ClaimRef.model_validate({**source.measured.claim.model_dump(mode="json"), **own, "card": "a-card-of-mine", **changes})
         foreign = source.model_copy(update={"evidence_id": store.new_id(), "expires": "2999-01-01"})
-        store.write(seal(foreign.model_copy(update={"measured": source.measured.model_copy(update={"claim": ref})})), store.DEFAULT_RESULTS)
+        store.write(seal(foreign.model_copy(update={"measured": source.measured.model_copy(update={"claim": ref})})), DEFAULT_RESULTS)
         rows = json.loads(in_process.run(capsys, "cards", "list", "--claims", "--json")[1])
         library = library_here()
         return {

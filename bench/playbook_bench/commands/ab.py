@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from playbook.cards.model import SHORT_METRICS
 from playbook.errors import ConfigError
 from playbook.records.case import Budget, Case, Guardrails, Loss
 from playbook.records.commands import Steps, is_secret
 from playbook.records.evidence import Derived
+from playbook.yaml_files import did_you_mean
 from playbook_bench.judge import metrics
 
 Verdict = Literal["faster", "slower", "equivalent", "undecided", "error"]
 EXIT_CODES: Mapping[Verdict, int] = {"faster": 0, "equivalent": 0, "slower": 1, "undecided": 3, "error": 5}
-NAMES = {"step_time": "step_seconds", "tokens_per_s": "useful_tokens_per_s_per_gpu", "memory": "peak_memory_bytes"}
-"""Short names of metrics."""
 ID = "ab"
 _ALL_DAY_MINUTES = 1440.0
 
@@ -87,7 +87,9 @@ def case_of(asked: Question, profile: str) -> Case:
     Raises:
         ConfigError: the metric is not known.
     """
-    metric = metrics.get(NAMES.get(asked.metric, asked.metric)).name
+    if asked.metric not in (*SHORT_METRICS, *metrics.METRICS):
+        raise ConfigError(f"metric '{asked.metric}' is not known{did_you_mean(asked.metric, SHORT_METRICS)}, or a metric of the playbook")
+    metric = SHORT_METRICS.get(asked.metric, asked.metric)
     a, b = list(asked.baseline), list(asked.candidate)
     common = [x for x, y in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
     variants: list[dict[str, Any]] = [{"arguments": words[max(1, len(common)) :]} for words in (a, b)]
@@ -129,8 +131,8 @@ def _verdict(low: float, high: float, margin: float) -> Verdict:
     return "faster" if low > 0 else "slower" if high < -margin else "undecided"
 
 
-def as_json(asked: Question, found: Answer, record: str) -> dict[str, Any]:
-    """The answer as plain data. The reason of an error is in the record, and what the verdict does not vouch for."""
+def as_json(asked: Question, found: Answer, record: str, sentence: str) -> dict[str, Any]:
+    """The answer as plain data. The sentence has the reason of an error, and what the verdict does not vouch for."""
 
     def percent(share: float | None) -> float | None:
         return None if share is None else round(100 * share, 4)
@@ -138,8 +140,10 @@ def as_json(asked: Question, found: Answer, record: str) -> dict[str, Any]:
     return {
         "schema": "ab/1",
         "verdict": found.verdict,
+        "sentence": sentence,
         "metric": asked.metric,
         "effect_percent": {"value": percent(found.effect), "low": percent(found.low), "high": percent(found.high)},
+        "margin_percent": percent(asked.margin),
         "pairs": found.pairs,
         "aa_percent": percent(found.noise),
         "record": record,

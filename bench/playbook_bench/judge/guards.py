@@ -20,6 +20,12 @@ SOURCE_KEYS = ("trainer.source_sha", "trainer.performance_revision")
 """What two commits may differ in; the regression gate allows these."""
 _INTERPRETER = ("python", "packages")
 """What a Python brings along."""
+_LOGGED = {
+    "peak_memory_bytes": "memory_bytes",
+    "useful_tokens_per_s_per_gpu": "tokens",
+    "raw_tokens_per_s_per_gpu": "tokens",
+}
+"""By metric, the field of a command's log that it is made of. A log without it leaves zeros."""
 
 Pair = tuple[Run, Run]
 Block = Mapping[Variant, Run]
@@ -221,6 +227,8 @@ def complete(run: Run, metric: Metric) -> str | None:
     value = metric.value(run)
     if value is None or not math.isfinite(value):
         return f"{run.variant} reported no {metric.name}"
+    if value == 0 and run.num_parameters is None and (field := _LOGGED.get(metric.name)):  # our own trainer reports its parameters
+        return f"the log of the {run.variant} holds no such figure for {metric.name}; log '{field}' in each step"
     if metric.scale == "log_ratio" and not metric.deterministic and value <= 0:
         return f"{run.variant} reported {metric.name} of {value:g}; it does not apply on this device"
     return None

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from playbook.cards.model import near_metric
 from playbook.errors import ConfigError
 from playbook.records.evidence import Run, Sample
-from playbook.yaml_files import did_you_mean
 
 EXACT = 1e-9
 """Launches repeat what is counted to this share: rounding alone."""
@@ -197,5 +197,5 @@ def get(name: str) -> Metric:
         ConfigError: there is none.
     """
     if name not in METRICS:
-        raise ConfigError(f"metric '{name}' is not known{did_you_mean(name, METRICS)}")
+        raise ConfigError(f"metric '{name}' is not known{near_metric(name, METRICS)}")
     return METRICS[name]

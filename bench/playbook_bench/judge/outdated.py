@@ -10,7 +10,7 @@ from playbook.errors import PlaybookError
 from playbook.records.case import Case, is_shipped, load_case
 from playbook.records.evidence import Check, Measured
 from playbook.renamed_keys import modern
-from playbook_bench.judge.receipt import judge_case
+from playbook_bench.judge.receipt import in_words, judge_case
 from playbook_bench.run.variants import resolve
 
 _SHOWN, _LONG = 4, 60
@@ -70,8 +70,7 @@ def _differences(then: Measured, content: Case, today: Case) -> Iterator[str]:
 
 
 def _unmet(check: Check) -> str:
-    seen = "not reported" if check.observed is None else f"{check.observed:g}"
-    return f"{check.variant}: its proof wants {check.rule} {check.expected}, found {seen}"
+    return in_words(check, f"{check.variant}: its proof wants ", " ")
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -17,6 +17,7 @@ from playbook.records.evidence import Check, Observed, Run, Variant
 
 _MAX_FORMULA = 200
 _COUNT_TOLERANCE = 1e-9
+_ALIKE = "both variants print what proves the candidate, so nothing shows that its path ran"
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -170,7 +171,32 @@ def judge_case(case: Case, runs: Sequence[Run], roles: Collection[str] = ("measu
     found = judge_runs(_rules(case.activation, traced=False) if case.trace else case.activation, [r for r in ended if r.role in roles])
     if case.trace:
         found += judge_runs(_rules(case.activation, traced=True), [r for r in ended if r.role == "burn_in"])
-    return found
+    return found + alike(case, [r for r in ended if r.role in (("burn_in",) if case.trace else roles)], found)
+
+
+def alike(case: Case, runs: Sequence[Launched], found: Sequence[Check]) -> list[Check]:
+    """One failed check where the two commands of a pair meet each other's rules as well as their own, which `found` says: such rules tell no path from the other.
+
+    Rules that both share say nothing of the difference, and are left alone. So are rules of a trace alone: it shows what ran, a line what a script says.
+    """
+    proof = case.activation
+    lines = any(r.log for of in (proof.baseline, proof.candidate) for r in (*of.require, *of.forbid))
+    asked = case.command and lines and proof.baseline != proof.candidate
+    if not asked or not {r.variant for r in runs} >= {"baseline", "candidate"} or not all(c.ok for c in found):
+        return []
+    exchanged = proof.model_copy(update={"baseline": proof.candidate, "candidate": proof.baseline})
+    told = all(c.ok for c in judge_runs(exchanged, runs))
+    return (
+        [Check(variant="candidate", rule=_ALIKE, observed=None, expected="a pattern that only its lines match", ok=False)] if told else []
+    )
+
+
+def in_words(check: Check, before: str = "", by: str = ", expected ") -> str:
+    """A check in one line; rules that tell no path from the other have words of their own, without what comes `before`."""
+    if check.rule == _ALIKE:
+        return f"{check.rule}: expected {check.expected}"
+    seen = "not reported" if check.observed is None else f"{check.observed:g}"
+    return f"{before}{check.rule}{by}{check.expected}, found {seen}"
 
 
 def _rules(activation: Activation, traced: bool) -> Activation:

@@ -122,6 +122,7 @@ class _Series:
             return None
         first = {v: ran[v] for v in self.case.variants}
         self.checks = receipt.judge_runs(self.case.activation, list(first.values()))
+        self.checks += receipt.alike(self.case, list(first.values()), self.checks)
         # A command's first launches are timed like the others, and may show already that its log lacks what is compared.
         told = [r.model_copy(update={"role": "measure"}) for r in first.values()] if self.case.command else []
         if unusable := _faulty(told, self.metric, self.checks):
@@ -316,10 +317,7 @@ def _faulty(runs: Sequence[Run], metric: Metric, checks: Sequence[Check]) -> Ver
             return _verdict("run_error", f"a run cannot be used: {problem}")
     dead = next((c for c in checks if not c.ok), None)
     if dead is not None:
-        seen = "not reported" if dead.observed is None else f"{dead.observed:g}"
-        return _verdict(
-            "not_activated", f"the {dead.variant} did not run as configured: {dead.rule}, expected {dead.expected}, found {seen}"
-        )
+        return _verdict("not_activated", receipt.in_words(dead, f"the {dead.variant} did not run as configured: "))
     return None
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
+from playbook import files
 from playbook.errors import LaunchError
 from playbook.paths import repo_root
 from playbook.processes import die_with_parent, listed
@@ -309,7 +310,8 @@ def new_folder(parent: Path, name: str) -> Path:
     """
     folder = parent / f"{name}-{secrets.token_hex(4)}"
     try:
-        folder.mkdir(parents=True)
+        files.make_folder(parent)
+        folder.mkdir()
     except OSError as e:
         raise LaunchError(f"the run folder {folder} cannot be made: {e.strerror or e}; choose another with --results") from e
     return folder

@@ -54,9 +54,8 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
         return machine
     if profile == detect.CPU:
         return detect.over_nodes(detect.machine_of([], "", machine.cpu, machine.cores, memory_gib=machine.memory_gib), machine.nodes)
+    check_name(profile)
     gpu, gpus = _profile_gpus(profile)
-    if not gpus:
-        raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
     if not _has(machine, gpu, gpus):
         raise ConfigError(f"profile '{profile}' needs {gpus} x {gpu.upper()}; this machine has {machine.description}")
     if gpus == machine.gpus:
@@ -74,6 +73,16 @@ def restrict(machine: Machine, profile: str | None) -> Machine:
 def shares_a_gpu(profile: str, ranks: int) -> bool:
     """Whether that many ranks of a profile take turns on its one GPU: what they count holds, and their times say nothing."""
     return _profile_gpus(profile)[1] == 1 < ranks
+
+
+def check_name(profile: str) -> None:
+    """Refuse a name that no machine has.
+
+    Raises:
+        ConfigError: it is neither `cpu` nor of the form `h200x4`.
+    """
+    if profile != detect.CPU and not _profile_gpus(profile)[1]:
+        raise ConfigError(f"profile '{profile}' is neither cpu nor of the form h200x4")
 
 
 def _profile_gpus(profile: str) -> tuple[str, int]:

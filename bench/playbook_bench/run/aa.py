@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -65,8 +66,9 @@ def run(case_id: str, options: Options | None = None, progress: Progress | None 
     chosen = requirements.require_profile(case, machine, options.profile)
     row = metrics.get(case.metric or "")
     work = local.new_folder(options.results / "work", f"{case.id}-aa")
-    words = ["bench aa", case.id, str(pairs), *checkout.code_of(options.launcher, bool(case.command))]
-    kept = journal.of_command(options.results, words, detect.place(), detect.exported())
+    code = checkout.code_of(options.launcher, bool(case.command))
+    words = ["bench aa", case.id, str(pairs), *(code or [])]
+    kept = None if code is None else journal.of_command(options.results, words, detect.place(), detect.exported())
     with local.interruptible(resumes=kept is not None), Telemetry(machine, chosen, work) as telemetry:
         running = Series(
             case=case,
@@ -253,12 +255,21 @@ def _say_if_short(running: Series, pairs: int, variant: Variant, first: int = 0)
                 f"{running.case.id}: the {running.case.budget.minutes:g} minutes of the case do not hold {launches}; its budget.minutes says how many it has"
             )
             return
-        later = (
-            "the same command goes on where this one stops"
-            if running.journal
-            else "with `playbook confirm --journal FOLDER` a second one goes on"
-        )
-        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {later}")
+        running.progress.note(f"{running.case.id}: the budget does not hold {launches}; {_later(running, specs[:2])}")
+
+
+def _later(running: Series, pair: Sequence[schedule.RunSpec]) -> str:
+    """What a second command would go on from. Half a pair is never kept, so one whose budget holds no pair would come no further."""
+    if running.journal is None and running.case.command:
+        return "a second command starts again, for without git nothing tells whether the files are as they were; give more time, or begin in a git repository"
+    if running.journal is None:
+        return "with `playbook confirm --journal FOLDER` a second one goes on"
+    least = (
+        ""
+        if running.has_time_for(pair)
+        else f", with a budget that holds a pair of launches (about {math.ceil(running.seconds_for(pair))} s)"
+    )
+    return f"the same command goes on where this one stops{least}"
 
 
 def _contradicts(fresh: Sequence[Run], running: Series) -> bool:

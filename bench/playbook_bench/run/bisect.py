@@ -63,10 +63,11 @@ def run(
     progress: Progress | None = None,
     told: Callable[[Judged, int], None] | None = None,
     root: Path | None = None,
+    limits: gate.Limits | None = None,
 ) -> Found:
     """The first commit after `good`, up to `bad`, at which the case's baseline configuration is slower or fails.
 
-    The budget is for each commit. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
+    The budget is for each commit, and so are the gate's `limits`. `told` hears of each judgement and of how many commits are left. Merges are one step, with all they bring.
 
     Raises:
         ConfigError: a reference is no commit, or `bad` does not follow `good`.
@@ -81,7 +82,7 @@ def run(
 
     def judge(commit: str) -> Judged:
         fresh = replace(options, began=time.monotonic())
-        found = gate.run(found_case, reference, fresh, progress=progress, root=repository, judged=commit)
+        found = gate.run(found_case, reference, fresh, limits, progress, root=repository, judged=commit)
         try:
             trouble = trouble_of(found)
         except LaunchError:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -130,11 +129,12 @@ def source_of(folder: Path) -> str | None:
     return head.stdout.strip() + (f"+{detect.digest_of([changed])}" if changed else "")
 
 
-def code_of(launcher: object, commands: bool) -> list[str]:
-    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here."""
+def code_of(launcher: object, commands: bool) -> list[str] | None:
+    """What tells one state of the launched code from another: what starts the ranks, our trainer's digest, and for commands the source around here; None without git, where nobody can tell whether their files are as they were."""
     words = [str(w) for w in (*getattr(launcher, "command", ()), detect.trainer_digest())]
     if commands:
-        words.append(source_of(Path.cwd()) or secrets.token_hex(8))  # without git, nobody can tell whether the files are as they were
+        source = source_of(Path.cwd())
+        return [*words, source] if source else None
     return words
 
 

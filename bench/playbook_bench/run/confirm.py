@@ -133,7 +133,7 @@ def _run_all(
         options = replace(options, journal=_default_journal(tasks, options, command, list(loaded.values())))
     outcomes: dict[int, Outcome] = {}
     goes_on, lost = False, ""
-    with local.interruptible(resumes=True), _closing(options.launcher):
+    with local.interruptible(resumes=options.journal is not None), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
         for name, evidence in options.untraced.items():
@@ -203,7 +203,10 @@ def _default_journal(tasks: Sequence[Task], options: Options, command: str, case
     """The journal of an earlier, stopped command that asked for the same, with the same code on the same machine."""
     asked = [command, *sorted(_key(t) for t in tasks), options.profile, options.pairs, options.seed, options.forks]
     hosts = options.launcher.allocation.hosts if isinstance(options.launcher, SrunLauncher) else detect.place()
-    words = [*map(str, asked), *checkout.code_of(options.launcher, any(case.command for case in cases))]
+    code = checkout.code_of(options.launcher, any(case.command for case in cases))
+    if code is None:
+        return None
+    words = [*map(str, asked), *code]
     return journal.of_command(options.results, words, [*hosts, *["fork"] * options.forks], detect.exported())
 
 

@@ -102,7 +102,7 @@ class Journal:
         self.place = list(place)
         self.exported = dict(exported or {})
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(folder)
             if who := files.take(folder):
                 # Their runs would be mixed with these, and disturb them.
                 raise StoreError(f"the journal {folder} is in use by {who}; wait until that has ended, or name another folder")

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from playbook.paths import default_results
 from playbook.records.evidence import Derived, Evidence
 from playbook_bench.launch.forked import ForkLauncher
 from playbook_bench.launch.local import Launcher, LocalLauncher
 from playbook_bench.launch.slurm import SrunLauncher
-from playbook_bench.run import schedule, store
+from playbook_bench.run import schedule
 from playbook_bench.run.journal import Journal
 
 
@@ -25,7 +26,7 @@ class Options:
 
     profile: str | None = None
     """Machine class, such as `h200x4`; None takes the largest that fits."""
-    results: Path = store.DEFAULT_RESULTS
+    results: Path = field(default_factory=default_results)
     """Folder of evidence, noise estimates, run folders and compile caches."""
     pairs: int | None = None
     """At most this many pairs of launches."""

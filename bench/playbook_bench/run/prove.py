@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from playbook.errors import ConfigError
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Check, Observed, Variant
-from playbook_bench.judge.receipt import judge_run
+from playbook_bench.judge.receipt import alike, judge_run
 from playbook_bench.launch.local import TRAINER, LocalLauncher, interruptible
 from playbook_bench.machine import detect, requirements
 from playbook_bench.run.series import read_run, threads_per_rank
@@ -62,13 +62,14 @@ def prove(
             raise ConfigError(f"case '{case.id}' is of kind '{case.kind}' and launches nothing; it has no proofs to check")
         chosen = requirements.require_profile(case, here, profile)
         todo += [(case, chosen, r) for r in resolve_all(case, chosen).values()]
-    proofs = []
+    proofs: list[Proof] = []
     with interruptible(), TemporaryDirectory(prefix="playbook-prove-") as folder:
         for i, (case, chosen, resolved) in enumerate(todo):
             machine = requirements.restrict(here, chosen)
             environment = {**detect.visible_devices(machine, chosen), **resolved.environment}
             threads = threads_per_rank(machine, [resolved])
-            proofs.append(_launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length))
+            proof = _launch(case, resolved, environment, threads, Path(folder) / str(i), command or TRAINER, full_length)
+            proofs.append(_compared(case, proof, proofs))
             say(proofs[-1])
     return proofs
 
@@ -90,6 +91,13 @@ def _launch(
         return Proof(case.id, run.variant, "crash", f"the run's files cannot be read: {e}", [], None)
     checks = judge_run(case.activation, _Seen(run.variant, observed))
     return Proof(case.id, run.variant, "ok", "", checks, observed)
+
+
+def _compared(case: Case, proof: Proof, before: Sequence[Proof]) -> Proof:
+    """The proof, with a failed check if the case's launches so far meet each other's rules too."""
+    ended = [p for p in (*before, proof) if p.case == case.id and p.outcome == "ok"]
+    more = alike(case, [_Seen(p.variant, p.observed) for p in ended], [c for p in ended for c in p.checks])
+    return replace(proof, checks=[*proof.checks, *more])
 
 
 def _shortened(resolved: Resolved) -> Resolved:

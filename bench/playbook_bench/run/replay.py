@@ -12,7 +12,7 @@ from typing import Any
 from playbook.cards.load import load_all
 from playbook.cards.model import by_claim
 from playbook.errors import ConfigError, Finding, PlaybookError, StoreError
-from playbook.paths import data_root, in_package
+from playbook.paths import data_root, default_results, in_package
 from playbook.records.case import LAUNCHED_KINDS
 from playbook.records.consistency import AS_OF_VERSION_1
 from playbook.records.evidence import Derived, Evidence, Measured
@@ -101,7 +101,7 @@ def _differences(a: Any, b: Any, where: str, tolerance: float = _FIGURE_TOLERANC
     return [] if a == b else [f"{where}: recorded {a!r}, derived {b!r}"]
 
 
-def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
+def rejudge(path: Path, results: Path | None = None) -> Path | None:
     """Judge a record's runs again by this version's rules, as a new record that names the old one; None where verdict and figures are the same.
 
     A record that was made with an older playbook, and counts for nothing because it claims the rules of that one, is always judged anew.
@@ -117,7 +117,7 @@ def rejudge(path: Path, results: Path = store.DEFAULT_RESULTS) -> Path | None:
     again = _derive(path, measured)
     if not problems and not _differences(evidence.derived.model_dump(mode="json"), again.model_dump(mode="json"), "derived"):
         return None
-    return store.write(store.evidence_of(measured, again, evidence.command, evidence.seconds, evidence), results)
+    return store.write(store.evidence_of(measured, again, evidence.command, evidence.seconds, evidence), results or default_results())
 
 
 def accept(path: Path) -> Path:
@@ -139,7 +139,7 @@ def accept(path: Path) -> Path:
     return target
 
 
-def take_in(path: Path, origin: str, results: Path = store.DEFAULT_RESULTS) -> Path:
+def take_in(path: Path, origin: str, results: Path | None = None) -> Path:
     """Copy a record from elsewhere that replays into `<results>/<machine>@<origin>/`; every reader then shows whose it is.
 
     It speaks for machines of its own kind under that name, and never instead of a record that was measured here.
@@ -151,7 +151,7 @@ def take_in(path: Path, origin: str, results: Path = store.DEFAULT_RESULTS) -> P
     if not _ORIGIN.fullmatch(origin):
         raise ConfigError(f"--from is '{origin[:40]}'; expected small letters, digits and -, at most 32, such as acme-b200")
     evidence = _admissible(path, words=False)  # records of others may be older than a card's words; readers show those that were tested
-    target = results / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
+    target = (results or default_results()) / _folder(evidence, origin) / f"{evidence.evidence_id}.json"
     store.write_once(target, path.read_text(encoding="utf-8"))
     return target
 

@@ -166,11 +166,14 @@ class Series:
         return self.journal.lacking([(s, self.variants[s.variant].sha) for s in specs]) if self.journal else list(specs)
 
     def has_time_for(self, specs: Sequence[RunSpec]) -> bool:
-        """Whether these launches fit into the budget. A launch is expected to take as long as its variant's last one; a variant's first, as long as the longest of the others."""
-        longest = max(self._took.values(), default=0.0)
+        """Whether these launches fit into the budget."""
         due = self.to_come(specs)
-        needed = sum(self._took.get(s.variant, longest) for s in due)
-        return self.deadline is None or not due or time.monotonic() + needed <= self.deadline
+        return self.deadline is None or not due or time.monotonic() + self.seconds_for(due) <= self.deadline
+
+    def seconds_for(self, specs: Sequence[RunSpec]) -> float:
+        """How long these launches will take: each as long as its variant's last one; a variant's first, as long as the longest of the others."""
+        longest = max(self._took.values(), default=0.0)
+        return sum(self._took.get(s.variant, longest) for s in specs)
 
     def extend(self) -> None:
         """Start over with a longer warm-up, which takes in the former timed steps. The measured runs are discarded, whatever they show."""

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from playbook import files
 from playbook.errors import StoreError
-from playbook.paths import DEFAULT_RESULTS as DEFAULT_RESULTS
 from playbook.records.consistency import contradictions
 from playbook.records.evidence import Baseline, Derived, Evidence, Machine, Measured, Seconds, seal
 from playbook.records.read import parse
@@ -110,7 +109,7 @@ def write_once(path: Path, text: str, instead: str = "choose another folder with
         StoreError: the disk is full, the folder cannot be written, or the file exists.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         files.create(path, text)
     except FileExistsError as e:
         raise StoreError(f"{path} exists; a record is written once and never replaced") from e
@@ -125,7 +124,7 @@ def replace(path: Path, text: str) -> None:
         StoreError: it cannot be written; the older one stays as it was.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         files.replace(path, text)
     except OSError as e:
         raise StoreError(f"{path} cannot be written: {e.strerror or e}; free some space or choose another folder") from e

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from playbook.errors import ConfigError, PlaybookError, StoreError
+from playbook.paths import default_results
 from playbook.records.case import LAUNCHED_KINDS, Case, load_case
 from playbook.records.evidence import Variant, digest
 from playbook.records.read import parse
@@ -70,7 +71,7 @@ def run(
     launcher = launcher or LocalLauncher()
     forks = isinstance(launcher, ForkLauncher)
     collector: Collector = "nsys" if machine.gpus and not forks and shutil.which("nsys") else "kineto"
-    results = results or store.DEFAULT_RESULTS
+    results = results or default_results()
     folder = new_folder(results / FOLDER, f"{case.id}-{chosen}")
     say = progress or (lambda line: None)
     launches: dict[Variant, VariantTrace] = {}

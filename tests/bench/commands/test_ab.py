@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from playbook.cards.model import SHORT_METRICS
 from playbook.cli.app import main
 from playbook.errors import ConfigError
 from playbook_bench.commands import ab, variant
 from playbook_bench.launch.outcome import Result
-from playbook_bench.run import replay
+from playbook_bench.run import checkout, replay
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ranks" / "foreign_script.py")
 COMMAND = [sys.executable, SCRIPT, "--launch", "{run}"]
@@ -62,7 +63,8 @@ def test_two_commands_with_nothing_installed_but_playbook(run):
     code, found, err = run("--", *COMMAND, "--slower", "0.2", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (0, "faster"), err
     assert found["effect_percent"]["low"] < 20 < found["effect_percent"]["high"]
-    assert list(found) == ["schema", "verdict", "metric", "effect_percent", "pairs", "aa_percent", "record"]
+    assert list(found) == ["schema", "verdict", "sentence", "metric", "effect_percent", "margin_percent", "pairs", "aa_percent", "record"]
+    assert (found["margin_percent"], "not vouched for: data" in found["sentence"]) == (2, True)
     assert (found["schema"], found["metric"], found["pairs"]) == ("ab/1", "step_time", 4)
     assert 0 < found["aa_percent"] < 2
     assert replay.replay(Path(found["record"])) == (True, [])
@@ -96,6 +98,15 @@ def test_noise_that_hides_the_answer_is_undecided(run, invented):
     assert (code, found["verdict"]) == (3, "undecided")
 
 
+def test_what_a_second_command_goes_on_from_is_told_as_it_is(run, invented, monkeypatch):
+    """Launches are said to take 2 s each: half a pair is never kept, and without git nothing is."""
+    invented()
+    words = ("--budget", "3s", "--", *COMMAND, "--vs", *COMMAND, "--slower=0.1")
+    assert "a second command starts again, for without git" in run(*words)[2]
+    monkeypatch.setattr(checkout, "source_of", lambda folder: "a commit")
+    assert "goes on where this one stops, with a budget that holds a pair of launches (about 4 s)" in run(*words)[2]
+
+
 def test_lines_of_several_steps_vouch_for_no_single_one(run, tmp_path):
     script = (
         "import json\nfor i in range(1, 21): print(json.dumps({'step': 10 * i, 'seconds': 1 + i % 3 / 1000, 'loss': 1.0, 'tokens': 4}))"
@@ -123,6 +134,7 @@ def test_a_launch_that_fails_is_an_error(run, fault):
     code, found, err = run("--pairs", "2", "--", *COMMAND, "--vs", *candidate)
     assert (code, found["verdict"], found["effect_percent"]["value"]) == (5, "error", None)
     assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in err, err
+    assert {"crash": "broken", "nan loss": "loss", "ends early": "7 of 16"}[fault] in found["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +173,7 @@ def test_a_command_that_does_not_exist_is_an_error(run):
     code, found, err = run("--", "no-such-program", "--vs", *COMMAND)
     assert (code, found["verdict"]) == (5, "error")
     assert "could not be started" in err
+    assert "could not be started" in found["sentence"]
 
 
 @pytest.mark.full
@@ -208,3 +221,12 @@ def test_an_unknown_metric_is_a_mistake(run):
     code, found, err = run("--metric", "step_tine", "--", *COMMAND, "--vs", *COMMAND)
     assert (code, found) == (2, None)
     assert "step_tine" in err
+    assert "did you mean 'step_time'?" in err
+    assert "expected one of: memory, step_time, tokens_per_s" in run("--metric", "throughput", "--", *COMMAND, "--vs", *COMMAND)[2]
+
+
+@pytest.mark.parametrize(("metric", "fault", "field"), [("memory", "", "memory_bytes"), ("tokens_per_s", "no tokens", "tokens")])
+def test_a_metric_whose_figure_the_log_lacks_is_told_with_the_field_to_log(run, metric, fault, field):
+    code, found, _ = run("--metric", metric, "--", *COMMAND, "--fault", fault, "--vs", *COMMAND, "--fault", fault, "--fast")
+    assert (code, found["verdict"]) == (5, "error")
+    assert f"the log of the baseline holds no such figure for {SHORT_METRICS[metric]}; log '{field}' in each step" in found["sentence"]

@@ -339,3 +339,16 @@ def test_it_runs_in_the_users_own_environment(case, tmp_path, monkeypatch):
     path.write_text(text.replace("PYTHON", sys.executable))
     assert all(proof.ok for proof in prove.prove([str(path)]))
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_a_rule_that_both_variants_meet_proves_nothing(case, tmp_path, capsys):
+    """A flag that the script ignores, and a pattern that is found in a longer number of the other variant's line as well."""
+    path = case(("  baseline: {forbid: [{log: the fast path is on}]}\n", ""), ("slower: 0.25}", "slower: 0.25, arguments: [--fast]}"))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "check", path])
+    assert ended.value.code == 5
+    assert "both variants print what proves the candidate, so nothing shows that its path ran: expected" in capsys.readouterr().out
+    found = bench(path, tmp_path)
+    assert (found.status, found.evidence.derived.verdict.reason) == ("error", "not_activated")
+    assert found.evidence.derived.verdict.sentence.startswith("both variants print what proves the candidate")
+    assert replay.replay(found.path) == (True, [])

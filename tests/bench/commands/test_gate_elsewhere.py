@@ -159,6 +159,15 @@ def test_bisect_names_the_commit(repo):
     assert bisect.subject(bad, repo.root).endswith("slow")
 
 
+@pytest.mark.full
+def test_bisect_has_the_limit_of_the_gate(repo, capsys):
+    repo("slow", slower=0.2)
+    with pytest.raises(SystemExit) as ended:
+        main(["bisect", "HEAD~1", "HEAD", "--case", "bench/step-time.yaml", "--limit", "50%", "--json"])
+    assert ended.value.code == 3
+    assert json.loads(capsys.readouterr().out)["trouble"] == "none"
+
+
 def test_the_command_line_writes_junit_and_markdown(repo, capsys):
     repo(fault="ends early")
     with pytest.raises(SystemExit) as ended:

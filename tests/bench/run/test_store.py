@@ -32,6 +32,14 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_git_ignores_the_folder_of_records_unless_somebody_else_made_it(tmp_path):
+    store.write(record(), tmp_path / "new" / ".playbook" / "results")
+    assert (tmp_path / "new" / ".playbook" / ".gitignore").read_text() == "*\n"
+    (tmp_path / "old" / ".playbook").mkdir(parents=True)
+    store.write(record(), tmp_path / "old" / ".playbook" / "results")
+    assert not (tmp_path / "old" / ".playbook" / ".gitignore").exists()
+
+
 def test_a_record_is_never_replaced(tmp_path):
     evidence = record()
     path = store.write(evidence, tmp_path)
