@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ def install() -> None:
 
 def correct() -> None:
     """The places in megatron-core that no answer of torch reaches."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
@@ -136,3 +137,17 @@ def correct() -> None:
     # gloo sends from the tensor itself, and later: its memory must stay until then.
     schedules.deallocate_output_tensor = lambda *_, **__: None
     schedules.custom_backward = lambda output, grad: torch.autograd.backward(output, grad_tensors=grad)
+    gather_at_once(param_and_grad_buffer)
+
+
+def gather_at_once(module: Any) -> None:
+    """Gathers of Megatron-FSDP end where they begin: it frees and reuses their memory in the order of streams, and here a stream orders nothing."""
+    gathering = module._coalescing_manager
+
+    @contextlib.contextmanager
+    def waited(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with gathering(*args, **kwargs) as works:
+            yield works
+        works.wait()
+
+    module._coalescing_manager = waited
