@@ -126,7 +126,7 @@ def _obstacle(found: explain.Answer) -> dict[str, Any] | None:
 
 
 def _published(runs: published.Published) -> dict[str, Any]:
-    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset", "run")} for r in runs.rows]
+    rows = [{k: v for k, v in asdict(r).items() if k not in ("shape", "preset", "run")} | {"predicted": r.predicted} for r in runs.rows]
     return {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "count": runs.count, "rows": rows}
 
 

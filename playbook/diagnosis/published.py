@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from math import log
 
 from playbook.diagnosis.setting import Measured, Setting
@@ -34,7 +34,7 @@ _LIKE = 2.0
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. Units: tokens per second and GPU; `mfu` is of the precision's peak; `predicted` is what the planner says of it, where it can."""
+    """One published run. Units: tokens per second and GPU; `mfu` is of the precision's peak."""
 
     id: str
     model: str
@@ -50,7 +50,12 @@ class Row:
     source: str
     shape: Shape
     run: Run
-    predicted: float | None = None
+
+    @cached_property
+    def predicted(self) -> float | None:
+        """What the planner says of a run that states its batch, where it can: where the batch is a guess, so is the prediction."""
+        found = predict(self.run) if self.run.word("mbs") and self.run.word("gbs") else ""
+        return found.tokens_per_s_per_gpu if isinstance(found, Prediction) else None
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,8 @@ def nearest(where: Setting) -> Published | None:
             near = sorted(found, key=lambda r: (_far(r, where), -r.mfu))
             counted = near[:_SHOWN] if found is like else near
             values = [r.tokens_per_s_per_gpu if by == "tokens" else r.mfu for r in counted]
-            return Published(tuple(_with_prediction(r) for r in near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
+            return Published(tuple(near[:_SHOWN]), shared, by, min(values), max(values), len(counted))
     return None
-
-
-def _with_prediction(row: Row) -> Row:
-    """Of a run that states its batch: where that is a guess, so is the prediction."""
-    found = predict(row.run) if row.run.word("mbs") and row.run.word("gbs") else ""
-    return replace(row, predicted=found.tokens_per_s_per_gpu if isinstance(found, Prediction) else None)
 
 
 def _far(row: Row, where: Setting) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import time
 from datetime import date
@@ -178,6 +179,15 @@ def test_the_list_of_cards_says_which_verdicts_no_longer_count(library):
     claims = [v for c in answer(later, "list_cards")["cards"] for each in c["claims"].values() for v in each]
     assert claims
     assert all(", stale, " in v for v in claims)
+
+
+def test_the_text_of_a_diagnosis_says_which_way_to_turn_a_switch_and_what_a_claim_rests_on(library):
+    lines = ask(library, "diagnose", model="qwen3_30b_a3b", gpus=64, hardware="h100", mfu=25).content[0].text.splitlines()
+    (less,) = (line for line in lines if line.startswith("recompute less: "))
+    assert "unset --recompute-granularity full" in less
+    assert "V10.c confirmed, one H200, megatron" in less
+    assert any("env NVTE_USE_CUTLASS_GROUPED_GEMM=1" in line for line in lines)
+    assert re.fullmatch(r"fastest: \d+ tokens/s/GPU \[\d+, \d+\], .*", lines[-1])
 
 
 def test_evidence_is_listed_newest_first_and_grows_stale(library):
