@@ -83,7 +83,7 @@ EXAMPLES = Path(__file__).parents[1] / "support" / "examples"
 @pytest.mark.parametrize("script", ["train_hugging_face.py", "train_lightning.py"])
 def test_a_real_trainer_is_launched_and_its_log_is_read(tmp_path, script):
     file = {"train_hugging_face.py": "{run}/out/trainer_state.json", "train_lightning.py": "{run}/out/metrics.csv"}[script]
-    change = {"train_hugging_face.py": "[--collate-ms, '40']", "train_lightning.py": "[--work, '50']"}[script]
+    change = {"train_hugging_face.py": "[--collate-ms, '40']", "train_lightning.py": "[--pause-ms, '5']"}[script]
     path = tmp_path / "theirs.yaml"
     path.write_text(
         f"id: theirs\nkind: command\nsummary: A planted slow setting.\nbaseline: {{}}\ncandidate: {{arguments: {change}}}\n"

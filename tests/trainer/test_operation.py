@@ -368,7 +368,7 @@ from playbook_trainer.torch.model import decoder
 real = decoder.Experts._loop
 def planted(self, *args):
     if os.environ["RANK"] == "1":
-        time.sleep(0.2)
+        time.sleep(0.5)
     return real(self, *args)
 decoder.Experts._loop = planted
 """

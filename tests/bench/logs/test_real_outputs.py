@@ -61,13 +61,13 @@ def run(script: str, *arguments: str, folder: Path) -> tuple[str, list[float]]:
 
 @pytest.mark.full
 def test_the_installed_trainer_writes_what_is_read(tmp_path: Path) -> None:
-    text, arrivals = run("train_hugging_face.py", "--collate-ms", "30", folder=tmp_path)
+    text, arrivals = run("train_hugging_face.py", "--collate-ms", "200", folder=tmp_path)
     printed, saved = read(text, "hf", steps=STEPS, arrivals=arrivals), read(tmp_path / "hf-run", steps=STEPS)
     assert [(s.step, s.tokens) for s in printed.steps] == [(s.step, s.tokens) for s in saved.steps]
     assert [s.loss for s in printed.steps] == pytest.approx([s.loss for s in saved.steps], rel=1e-3)
-    # Two clocks of the same steps, each of which holds a sleep of 30 ms.
-    assert sum(s.seconds for s in printed.steps) == pytest.approx(sum(s.seconds for s in saved.steps), rel=0.3)
-    assert min(s.seconds for s in saved.steps) > 0.025
+    # Two clocks of the same steps, each of which holds a sleep of 200 ms.
+    assert sum(s.seconds for s in printed.steps) == pytest.approx(sum(s.seconds for s in saved.steps), rel=0.5)
+    assert min(s.seconds for s in saved.steps) > 0.19
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger. `--work` repeats the model's products."""
+"""A run of Lightning on a tiny model, as a user's own script would be, with CSVLogger. `--pause-ms` makes a step longer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ WIDTH = 64
 class Model(lightning.LightningModule):
     """Learns to copy its input, and logs loss, step time and tokens."""
 
-    def __init__(self, work: int, log_time: bool) -> None:
+    def __init__(self, pause_ms: float, log_time: bool) -> None:
         super().__init__()
-        self.work, self.log_time = work, log_time
+        self.pause_ms, self.log_time = pause_ms, log_time
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.before = time.perf_counter()
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        for _ in range(self.work):
-            out = self.inner(batch[0])
-        loss = nn.functional.mse_loss(out, batch[0])
+        time.sleep(self.pause_ms / 1000)
+        loss = nn.functional.mse_loss(self.inner(batch[0]), batch[0])
         self.log("train_loss", loss, on_step=True)
         if self.log_time:
             now = time.perf_counter()
@@ -43,7 +42,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--output", default="lightning-run")
     arguments.add_argument("--steps", type=int, default=20)
-    arguments.add_argument("--work", type=int, default=1)
+    arguments.add_argument("--pause-ms", type=float, default=0.0)
     arguments.add_argument("--monitor", action="store_true", help="Lightning's own clock instead of a step time")
     told = arguments.parse_args()
     lightning.seed_everything(7)
@@ -61,7 +60,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(told.work, not told.monitor), data)
+    trainer.fit(Model(told.pause_ms, not told.monitor), data)
 
 
 if __name__ == "__main__":

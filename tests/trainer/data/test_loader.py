@@ -218,7 +218,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
     before = set(children(os.getpid()))
     loader = build_loader(config(VL, data__num_workers=1), dp_rank=0, dp_size=1)
@@ -232,7 +232,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_an_error() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_workers_die_with_a_killed_rank() -> None:
     program = (
         "import sys; from pathlib import Path; from playbook_trainer.config.tree import load\n"
