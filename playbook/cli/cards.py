@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,12 @@ from playbook.paths import folders
 from playbook.records.read import Record
 from playbook.text import count
 from playbook.yaml_files import did_you_mean
+
+if TYPE_CHECKING:
+    from playbook.cards.search import Hit
+
+_NEAREST = 3
+"""How many claims of a card a search shows with where they stand."""
 
 app = commands()
 _cards_app = commands()
@@ -55,8 +61,10 @@ def search(
     cards = load.load_all()
     only = None if status is None else _with_status(cards, status)
     found = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
+    stands = _standings(found.hits, cards)
     if as_json:
-        print_json(found.as_row())
+        row = found.as_row()
+        print_json({**row, "hits": [{**hit, "standing": {i: stands[i] for i in hit["claims"]}} for hit in row["hits"]]})
         return
     speed = diagnosis_of(query, run)
     if speed:
@@ -68,13 +76,23 @@ def search(
     for hit in found.hits:
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
-        say(f"  claims {', '.join(hit.claims)}")
+        more = f"; and {len(hit.claims) - _NEAREST} more" if len(hit.claims) > _NEAREST else ""
+        say(f"  claims {'; '.join(f'{i} {stands[i]}' for i in hit.claims[:_NEAREST])}{more}")
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
     for page in found.pages:
         say(f"see also {page.source}, {page.title}")
     if found.hits:
-        say(f"settings and the status of each claim: playbook cards show {found.hits[0].id}")
+        say(f"settings and all claims: playbook cards show {found.hits[0].id}")
+
+
+def _standings(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, str]:
+    """Where each claim of what was found stands, in words."""
+    from playbook.records.standing import standing
+
+    found = [c for hit in hits for claim in cards[hit.id].claims for c in (claim, claim.mechanism_check) if c]
+    records, today = records_here(cards, here()) if found else [], datetime.now(UTC).date()
+    return {c.id: standing(records, c, today) for c in found}
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:

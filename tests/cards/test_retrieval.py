@@ -459,8 +459,8 @@ def test_the_command_is_quick_when_cold_and_prints_a_list() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert all({"id", "title", "claims", "why", "applies"} <= set(h) for h in json.loads(done.stdout)["hits"])
-    # 0.7 s on idle cores. Processor time, since the clock tells how busy the machine is; shared cores still get some slack.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.4
+    # 1.6 s on idle cores, of which all records take 0.9. Processor time, since the clock tells how busy the machine is; shared cores still get some slack.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.2
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -470,9 +470,18 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     return int(stop.value.code or 0), captured.out, captured.err
 
 
-def test_the_command_says_how_to_learn_where_claims_stand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_where_the_nearest_claims_stand_and_how_to_learn_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its lines may quote claims that nothing has shown."""
-    assert "playbook cards show" in said(["search", "oom at 128k on h100"], capsys)[1]
+    monkeypatch.chdir(tmp_path)
+    (hit,) = json.loads(said(["search", "cuda graphs", "--limit", "1", "--json"], capsys)[1])["hits"]
+    assert list(hit["standing"]) == hit["claims"]
+    assert (hit["standing"]["V6.t"], hit["standing"]["V15.r"]) == ("untested", "confirmed, arithmetic")
+    out = said(["search", "cuda graphs", "--limit", "1"], capsys)[1]
+    nearest = "; ".join(f"{i} {hit['standing'][i]}" for i in hit["claims"][:3])
+    assert f"  claims {nearest}; and {len(hit['claims']) - 3} more\n" in out
+    assert "playbook cards show cuda-graphs" in out
 
 
 def test_the_command_says_what_is_nearest_where_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:

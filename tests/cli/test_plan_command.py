@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -121,6 +122,15 @@ def test_the_winner_is_exported(run, target: str) -> None:
     shown = run("qwen3_30b_a3b", "--gpus", "8", "--gbs", "64", "--fix", "tp=1,cp=1,vpp=1,mbs=1", "--export", target)
     assert shown.exit_code == 0
     assert "not expressible: parallel" not in shown.stdout
+    assert re.search(r"global.batch.size.*64", shown.stdout)
+    # Pasted into a run of one's own it must not change what the model learns.
+    assert not re.search(
+        r"\blr\b|learning_rate|steps|iters|aux.loss|load.balancing|seed|data.path|checkpoint\.", without_comments(shown.stdout)
+    )
+
+
+def without_comments(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def _run(words: list[str], rank: int, world: int) -> int:
     checks.check(config, world)
     environment.apply(config)
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("package torch is not installed; install perf-playbook with the extra 'train'")
+        raise ConfigError("package torch is not installed; run pip install '.[train]' in a clone of Playbook")
 
     with _uncollected():
         import playbook_trainer.loop  # noqa: F401  everything that the functions below import

@@ -42,7 +42,7 @@ def _events(path: Path) -> Iterator[Any]:
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as e:
         raise LogError(
-            f"{path}: is an event file, which TensorBoard reads, and that is not installed: pip install 'perf-playbook[trackers]'"
+            f"{path}: is an event file for TensorBoard, which is not installed; run pip install '.[trackers]' in a clone of Playbook"
         ) from e
     try:
         size = path.stat().st_size

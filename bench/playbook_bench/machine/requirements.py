@@ -143,7 +143,7 @@ def unmet_requirements(requires: Sequence[str], trains: bool = True) -> list[Mis
     """The packages and backends of a case that are not here; every case that runs our trainer needs the trainer's own."""
     out = []
     if trains and not installed("torch"):
-        out.append(Missing(reason="package", detail="package torch is not installed; install perf-playbook with the extra 'train'"))
+        out.append(Missing(reason="package", detail="package torch is not installed; run pip install '.[train]' in a clone of Playbook"))
     for name in requires:
         kind, _, rest = name.partition(":")
         if kind == "backend" and rest:

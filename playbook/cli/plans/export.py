@@ -16,27 +16,40 @@ TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _NAMES = {2: "bf16", 4: "fp32"}
 _DATA_PARALLEL = {"none": "ddp", "optimizer": "distributed_optimizer", "fsdp": "megatron_fsdp", "fsdp2": "fsdp2"}
 _PLATFORMS = {"gb": "nvl72", "b": "blackwell"}
+_PLANNED = ("backend", "model", "parallel", "moe", "megatron", "precision", "offload")
+"""Sections of the configuration that a plan is about, whether or not it names their keys."""
+_UNPLANNED = "moe.aux_loss_coeff"
 
 
 def exported(plan: Plan, target: str, hardware: str) -> str:
     """The plan for another trainer, or as a file of this one.
 
-    A model that this trainer does not train has its layout alone; flags of the model itself are left to the reader.
+    Learning rate, steps, balancing, data and checkpoints are the reader's own: another trainer is told the model and what was planned. A model that
+    this trainer does not train has its layout alone; flags of the model itself are left to the reader.
 
     Raises:
         ConfigError: the target is not known, or has no words for this model.
     """
     from playbook_trainer.config.tree import from_data, model_names
     from playbook_trainer.export.render import export
+    from playbook_trainer.export.sheet import Remark, Setting
 
     if target not in TARGETS:
         raise ConfigError(f"--export is '{target[:40]}'; expected one of {', '.join(TARGETS)}")
     if plan.model not in model_names():
         return layout_alone(plan, target)
-    config = from_data(configuration(plan), {}, "plan", {})
+    told = configuration(plan)
+    config = from_data(told, {}, "plan", {})
     if target == "playbook":
-        return str(yaml.safe_dump(configuration(plan), sort_keys=False, default_flow_style=None, width=120))
-    return export(config, target, platform_of(hardware)).text()  # type: ignore[arg-type]
+        return str(yaml.safe_dump(told, sort_keys=False, default_flow_style=None, width=120))
+    named = {f"{section}.{key}" for section, keys in told.items() if isinstance(keys, Mapping) for key in keys}
+
+    def planned(said: Setting | Remark) -> bool:
+        keys = (said.keys or (said.section,)) if isinstance(said, Setting) else (said.key,)
+        return any(k in named or (k.partition(".")[0] in _PLANNED and k != _UNPLANNED) for k in keys)
+
+    head = "# the model, and what is planned; learning rate, steps, balancing, data and checkpoints are your own\n"
+    return head + export(config, target, platform_of(hardware), planned).text()  # type: ignore[arg-type]
 
 
 def platform_of(hardware: str) -> str:

@@ -275,6 +275,14 @@ def test_the_command_prints_overrides_applied_and_comments_last(capsys):
     assert all(line.startswith("# not expressible") for line in lines[first:])
 
 
+def test_what_the_release_of_bridge_would_refuse_is_a_comment(capsys):
+    words = [str(LARGE), "eval.every=5", "--to", "megatron-bridge"]
+    lines = run(capsys, *words)[1].splitlines()
+    assert "# not in megatron-bridge 0.3.1, for a later one: validation.eval_interval=5" in lines
+    assert not [line for line in lines if line.startswith(("validation.", "model.cuda_graph_modules"))]
+    assert "validation.eval_interval" in json.loads(run(capsys, *words, "--json")[1])["unchecked"]
+
+
 def test_json_names_the_keys_behind_each_setting(capsys):
     code, out, _ = run(capsys, str(LARGE), "--to", "megatron-bridge", "--json")
     found = json.loads(out)

@@ -16,7 +16,7 @@ from playbook.errors import PlaybookError
 from playbook.paths import data_root
 from playbook_trainer.config import recipes
 from playbook_trainer.config.tree import load
-from playbook_trainer.export.releases import RELEASES
+from playbook_trainer.export.releases import LACKS, RELEASES
 from playbook_trainer.export.render import Exported, export
 from playbook_trainer.export.sheet import Setting, Target
 
@@ -56,12 +56,11 @@ def check(target: Target, has: Any) -> None:
     """Every setting is a field there or is said to be unchecked, and what is said to be unchecked is none."""
     seen: set[str] = set()
     for each in exported(target):
-        unchecked = set(each.unchecked)
         for setting in each.settings:
             name = f"{setting.section}.{setting.field}"
-            if setting.value is not None:
-                assert has(setting) != (name in unchecked), (target, setting)
-                seen.add(name)
+            assert has(setting) != (name in LACKS[target]), (target, setting)
+            assert (name in each.unchecked) == (name in LACKS[target] and setting.value is not None)
+            seen.add(name)
         assert f"# fields as in {RELEASES[target]}" in each.text()
     assert len(seen) > 40
 

@@ -14,7 +14,7 @@ RELEASES: Mapping[Target, str] = {
 """By target, a package and its version; a test compares the fields with those of its dataclasses."""
 
 _LATER = "ddp.megatron_fsdp_main_grads_dtype model.cuda_graph_modules validation.eval_interval validation.eval_iters"
-_LACKS: Mapping[Target, str] = {
+_LACKING: Mapping[Target, str] = {
     # The package has no training loop: what is no field of the model, of data parallelism or of the optimizer is an argument of Megatron-LM's own.
     "megatron-lm": f"{_LATER} ddp.fp8_param model.max_position_embeddings model.position_embedding_type model.seq_length "
     "model.share_embeddings_and_output_weights model.vocab_size tokenizer.padded_vocab_size tokenizer.tokenizer_type tokenizer.tokenizer_model "
@@ -27,10 +27,10 @@ _LACKS: Mapping[Target, str] = {
     "megatron-bridge": f"{_LATER} checkpoint.also_save_hf_checkpoint",
     "torchtitan": "",
 }
+LACKS: Mapping[Target, frozenset[str]] = {target: frozenset(names.split()) for target, names in _LACKING.items()}
 """By target, fields (`section.field`) of its documentation or of a later version, which that release does not have."""
 
 
 def unchecked(target: Target, settings: Iterable[Setting]) -> list[str]:
     """Those of the settings that the release cannot vouch for."""
-    lacks = set(_LACKS[target].split())
-    return list(dict.fromkeys(name for s in settings if s.value is not None and (name := f"{s.section}.{s.field}") in lacks))
+    return list(dict.fromkeys(name for s in settings if s.value is not None and (name := f"{s.section}.{s.field}") in LACKS[target]))

@@ -10,7 +10,7 @@ from typing import Any
 from playbook_trainer.config.environment import Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
-from playbook_trainer.export.releases import RELEASES, unchecked
+from playbook_trainer.export.releases import LACKS, RELEASES, unchecked
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
@@ -72,13 +72,15 @@ class Exported:
         return unchecked(self.target, self.settings)
 
     def text(self) -> str:
-        """The document: settings, then what cannot be said, as comments."""
+        """The document: settings, then, as comments, those that the release would refuse, and what cannot be said."""
+        later = [line for line in self.lines if line.partition("=")[0] in LACKS[self.target]]
+        named = {line.partition("=")[0] for line in later}
+        unchecked = [name for name in self.unchecked if name not in named]
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(
-            f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(self.unchecked)}" if self.unchecked else "")
-        )
-        tail = [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
-        return "\n".join([*head, *self.lines, *tail]) + "\n"
+        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(unchecked)}" if unchecked else ""))
+        tail = [f"# not in {self.release}, for a later one: {line}" for line in later if not line.endswith("=null")]
+        tail += [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
+        return "\n".join([*head, *(line for line in self.lines if line not in later), *tail]) + "\n"
 
     def document(self) -> dict[str, Any]:
         """The same as plain data, with the keys behind each setting."""
@@ -96,9 +98,13 @@ class Exported:
         }
 
 
-def export(config: TrainerConfig, target: Target, platform: Platform = "hopper") -> Exported:
-    """The configuration for another trainer; a key that nothing there says is listed, unless it is neutral."""
+def export(
+    config: TrainerConfig, target: Target, platform: Platform = "hopper", only: Callable[[Setting | Remark], bool] | None = None
+) -> Exported:
+    """The configuration for another trainer; a key that nothing there says is listed, unless it is neutral. `only` chooses what is said."""
     sheet = torchtitan.sheet_of(config) if target == "torchtitan" else megatron.sheet_of(config, target)
+    if only:
+        sheet.settings, sheet.missing = list(filter(only, sheet.settings)), list(filter(only, sheet.missing))
     render: Mapping[Target, Callable[[Sheet], list[str]]] = {
         "megatron-lm": flags,
         "megatron-bridge": overrides,

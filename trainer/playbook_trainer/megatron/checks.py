@@ -410,13 +410,15 @@ def package_problems(config: TrainerConfig) -> list[str]:
     """Packages that this configuration needs and that are not installed, in one line each."""
     mg, problems = config.megatron, []
     if not installed("megatron.core"):
-        problems.append("backend megatron needs megatron-core, which is not installed; install perf-playbook with the extra 'megatron'")
+        problems.append(
+            "backend megatron needs megatron-core, which is not installed; run pip install '.[megatron]' in a clone of Playbook"
+        )
     if needs := _needs_transformer_engine(config):
         if mg.kernels == "local":
             problems.append(f"{', '.join(needs)}: of Transformer Engine, and megatron.kernels is local; set it to auto")
         elif not installed("transformer_engine"):
             problems.append(
-                f"{', '.join(needs)}: of Transformer Engine, which is not installed; install perf-playbook with the extra 'gpu'"
+                f"{', '.join(needs)}: of Transformer Engine, which is not installed; run pip install '.[gpu]' in a clone of Playbook"
             )
     dispatcher = config.moe.dispatcher
     if dispatcher in ("deepep", "hybridep") and config.model.num_experts and not installed("deep_ep"):

@@ -36,7 +36,7 @@ def check(config: TrainerConfig) -> None:
     for name, wanted in (("tensorboard", config.tracker.tensorboard), ("wandb", config.tracker.wandb)):
         if wanted and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"tracker.{name} needs the package {name}, which is not installed; install perf-playbook with the extra 'trackers', "
+                f"tracker.{name} needs the package {name}, which is not installed; run pip install '.[trackers]' in a clone of Playbook, "
                 f"or set tracker.{name}: false"
             )
 

@@ -140,7 +140,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     elif train.attention == "cudnn" and not has_packed_cudnn() and (config.data.pack or config.data.pad or config.model.vision):
         problems.append(
             "train.attention 'cudnn': documents of unequal length go through Transformer Engine, which is not installed; "
-            "install perf-playbook with the extra 'gpu', or set train.attention: auto"
+            "run pip install '.[gpu]' in a clone of Playbook, or set train.attention: auto"
         )
     if config.precision.fp8 != "none" and device.type == "cuda":
         if train.dtype != "bf16":

@@ -57,7 +57,7 @@ def _class() -> Any:
             return importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
     except ImportError as e:
         raise ConfigError(
-            "megatron-core is not installed, and the statement is about it; install perf-playbook with the extra 'megatron'"
+            "megatron-core is not installed, and the statement is about it; run pip install '.[megatron]' in a clone of Playbook"
         ) from e
 
 
