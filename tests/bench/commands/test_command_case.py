@@ -31,7 +31,7 @@ profiles: {cpu: {steps: 20}}
 activation:
   baseline: {forbid: [{log: the fast path is on}]}
   candidate: {require: [{log: the fast path is on}]}
-budget: {pairs: [2], launch_timeout_s: 20}
+budget: {pairs: [2], launch_timeout_s: 100}
 """
 
 
@@ -122,7 +122,7 @@ def test_proofs_are_checked_by_one_launch_of_each(case):
 
 
 def test_a_hang_ends_at_the_limit_and_leaves_no_process(case, tmp_path):
-    found = bench(case(("[--fast]", "[--fast, --fault, hang]"), ("launch_timeout_s: 20", "launch_timeout_s: 1")), tmp_path)
+    found = bench(case(("[--fast]", "[--fast, --fault, hang]"), ("launch_timeout_s: 100", "launch_timeout_s: 1")), tmp_path)
     assert found.status == "error"
     assert "did not end within 1 s" in found.evidence.derived.verdict.sentence
 

@@ -24,7 +24,7 @@ candidate: {arguments: [--fast]}
 steps: {count: 50}
 metric: step_seconds
 profiles: {cpu: {}}
-budget: {pairs: [4, 8], launch_timeout_s: 20}
+budget: {pairs: [4, 8], launch_timeout_s: 100}
 """
 
 
