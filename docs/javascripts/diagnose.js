@@ -4,7 +4,7 @@
   const form = document.getElementById("pb-diagnose"), answer = document.getElementById("pb-diagnosis");
   if (!form) return;
   const rows = JSON.parse(document.getElementById("pb-settings").textContent);
-  const NEAR = 0.05;
+  const NEAR = 0.05, EVEN = 0.05;
   const whole = (value) => Math.round(value).toLocaleString("en-US"), percent = (value) => `${Math.round(100 * value)}%`;
   const read = (name) => form.elements[name].value;
 
@@ -25,10 +25,15 @@
       const value = runs.by === "tokens" ? tokens : tokens / row.tokens_per_mfu;
       const same = runs.by === "tokens" ? "published runs" : "published runs, by MFU alone";
       const words = value < runs.low * (1 - NEAR) ? `you are below ${same}` : value > runs.high * (1 + NEAR) ? `you are above ${same}` : `you are where ${same.replace("runs", "runs are")}`;
-      said.push(`${words} (${runs.shared}, ${range(runs)})`);
+      const more = runs.by === "tokens" ? runs.high / tokens - 1 : 0;
+      said.push(`${words} (${runs.shared}, ${range(runs)}${more > EVEN ? `; the fastest is ${percent(more)} faster` : ""})`);
     }
     const inside = tokens < row.low ? "below" : tokens > row.high ? "above" : "within";
     said.push(`${percent(tokens / row.speed)} of the prediction for the fastest layout, ${inside} its 80 % interval`);
+    if (runs && runs.predicted) {
+      const [low, high] = runs.predicted.map(percent);
+      said.push(`of what is published here the planner predicts ${low === high ? low : `${low} to ${high}`}`);
+    }
     return said.join("; ");
   }
 
@@ -40,7 +45,7 @@
     const option = {"% MFU": `--mfu ${given}`, "tokens/s per GPU": `--tokens-per-s ${given}`, "seconds a step": `--step-time ${given}s`}[unit];
     const lines = [["fastest", `${whole(row.speed)} tokens/s/GPU [${whole(row.low)}, ${whole(row.high)}], ${percent(row.mfu)} MFU, ${whole(row.gib)} GiB: ${row.settings}`]];
     for (const run of row.published ? row.published.rows : []) {
-      lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id})`]);
+      lines.push(["published", `${whole(run.tokens_per_s_per_gpu)} tokens/s/GPU, ${percent(run.mfu)} MFU: ${run.model} on ${run.gpus || "?"} ${run.hardware} ${run.layout} (${run.id}${run.predicted ? `; the planner says ${whole(run.predicted)}` : ""})`]);
     }
     const share = tokens / row.tokens_per_mfu;
     if (share > 1) {

@@ -66,7 +66,7 @@ def held(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[str, An
 
 
 def diagnosis(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str] | None:
-    """The page of the diagnosis says where the run stands among published ones, and has the fastest layout."""
+    """The page of the diagnosis says in the same words where the run stands among published ones and to the prediction, and has the fastest layout."""
     if asked.get("layout"):
         return None
     page.goto(f"{root}/guide/diagnose.html")
@@ -83,7 +83,7 @@ def diagnosis(page: Any, root: str, asked: Mapping[str, Any], answer: Mapping[st
             if w not in said or w not in answer["error"]
         ]
     fastest = answer["predicted"]["best"]
-    expected = [answer["position"].partition(";")[0].replace("you", "You", 1), f": {' '.join(fastest['settings'])}"]
+    expected = [f"{answer['position'].replace('you', 'You', 1)}.", f": {' '.join(fastest['settings'])}"]
     return [e for e in expected if e not in said and not any(line.endswith(e) for line in lines)]
 
 

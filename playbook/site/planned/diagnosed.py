@@ -45,7 +45,8 @@ def _select(name: str, label: str, values: list[str], chosen: str) -> str:
 def _row(a: Answered) -> dict[str, Any]:
     where = setting(MODELS[a.asked.model], a.asked.model, a.asked.hardware, a.asked.gpus, seq_len=a.asked.seq_len, gbs=None)
     runs = nearest(where)
-    rows = [{k: v for k, v in asdict(r).items() if k in ("id", "model", "hardware", "gpus", "layout", "tokens_per_s_per_gpu", "mfu")} for r in runs.rows[:_SHOWN]] if runs else []  # fmt: skip
+    told = ("id", "model", "hardware", "gpus", "layout", "tokens_per_s_per_gpu", "mfu", "predicted")
+    rows = [{k: getattr(r, k) for k in told} for r in runs.rows[:_SHOWN]] if runs else []
     return {
         **asdict(a.asked),
         "speed": a.speed,
@@ -56,5 +57,7 @@ def _row(a: Answered) -> dict[str, Any]:
         "settings": " ".join(a.settings),
         "tokens_per_mfu": where.peak / where.flops_per_token,
         "step_tokens": where.question.global_batch * a.asked.seq_len / a.asked.gpus,
-        "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "rows": rows} if runs else None,
+        "published": {"shared": runs.shared, "by": runs.by, "low": runs.low, "high": runs.high, "predicted": runs.predicted, "rows": rows}
+        if runs
+        else None,
     }
