@@ -75,9 +75,9 @@ class Exported:
         """The document: settings, then, as comments, those that the release would refuse, and what cannot be said."""
         later = [line for line in self.lines if line.partition("=")[0] in LACKS[self.target]]
         named = {line.partition("=")[0] for line in later}
-        unchecked = [name for name in self.unchecked if name not in named]
+        others = [name for name in self.unchecked if name not in named]
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(unchecked)}" if unchecked else ""))
+        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(others)}" if others else ""))
         tail = [f"# not in {self.release}, for a later one: {line}" for line in later if not line.endswith("=null")]
         tail += [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
         return "\n".join([*head, *(line for line in self.lines if line not in later), *tail]) + "\n"
