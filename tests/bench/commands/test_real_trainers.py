@@ -62,7 +62,8 @@ def case(folder, trainer, baseline, candidate, where, more="", steps=10):
 
 def measured(path, folder):
     (found,) = confirm.bench_run(path, Options(profile="cpu", results=folder / "results", seed=1))
-    assert found.status == "measured", found.evidence.derived.verdict.sentence
+    # An effect, whether or not the machine is quiet enough for a verdict: what noise does to verdicts is tested with planted times.
+    assert found.evidence.derived.comparison is not None, found.evidence.derived.verdict.sentence
     assert replay.replay(found.path) == (True, [])
     return found.evidence
 
