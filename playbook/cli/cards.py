@@ -17,7 +17,7 @@ from playbook.cli.options import AsJson, commands
 from playbook.cli.output import card_lines, claim_lines, complain, print_findings, print_json, print_table, say
 from playbook.errors import PlaybookError
 from playbook.paths import folders
-from playbook.records.read import Record
+from playbook.records.read import UNTESTED, Record
 from playbook.text import count
 from playbook.yaml_files import did_you_mean
 
@@ -61,10 +61,10 @@ def search(
     cards = load.load_all()
     only = None if status is None else _with_status(cards, status)
     found = engine.search(engine.index(cards, load_sections()), query, run, only=only, limit=limit)
-    stands = _standings(found.hits, cards)
+    standing = _standing(found.hits, cards)
     if as_json:
         row = found.as_row()
-        print_json({**row, "hits": [{**hit, "standing": {i: stands[i] for i in hit["claims"]}} for hit in row["hits"]]})
+        print_json({**row, "hits": [{**hit, "standing": {i: standing[i] for i in hit["claims"]}} for hit in row["hits"]]})
         return
     speed = diagnosis_of(query, run)
     if speed:
@@ -76,8 +76,9 @@ def search(
     for hit in found.hits:
         say(f"{hit.id}  {hit.title}{'' if hit.applies else '  [does not apply here]'}")
         say(f"  {hit.why if len(hit.why) <= 160 else hit.why[:157] + '...'}")
-        more = f"; and {len(hit.claims) - _NEAREST} more" if len(hit.claims) > _NEAREST else ""
-        say(f"  claims {'; '.join(f'{i} {stands[i]}' for i in hit.claims[:_NEAREST])}{more}")
+        shown = [f"{i} {', '.join(standing[i]) or UNTESTED}" for i in hit.claims[:_NEAREST]]
+        more = [f"and {len(hit.claims) - _NEAREST} more"] if len(hit.claims) > _NEAREST else []
+        say(f"  claims {'; '.join(shown + more)}")
         for limit_ in hit.limits:
             say(f"  does not apply: {limit_}")
     for page in found.pages:
@@ -86,13 +87,13 @@ def search(
         say(f"settings and all claims: playbook cards show {found.hits[0].id}")
 
 
-def _standings(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, str]:
-    """Where each claim of what was found stands, in words."""
-    from playbook.records.standing import standing
+def _standing(hits: Sequence[Hit], cards: Mapping[str, Card]) -> dict[str, list[str]]:
+    """Where each claim of what was found stands, in words; empty where nobody has tested it."""
+    from playbook.records.standing import stands
 
-    found = [c for hit in hits for claim in cards[hit.id].claims for c in (claim, claim.mechanism_check) if c]
+    claims, found = by_claim(cards), [i for hit in hits for i in hit.claims]
     records, today = records_here(cards, here()) if found else [], datetime.now(UTC).date()
-    return {c.id: standing(records, c, today) for c in found}
+    return {i: stands(records, claims[i][1], today) for i in found}
 
 
 def _with_status(cards: Mapping[str, Card], status: str) -> frozenset[str]:

@@ -22,7 +22,7 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent, Tool, To
 from pydantic import BaseModel, Field, ValidationError
 
 from playbook.cards import search as engine
-from playbook.cards.model import Card, guidance
+from playbook.cards.model import Card, by_claim, guidance
 from playbook.cards.sections import load_sections
 from playbook.cards.terms import stated
 from playbook.diagnosis.answer import Exporter
@@ -50,7 +50,7 @@ from playbook.mcp.answers import (
 )
 from playbook.mcp.brief import SUMMARIES, shallow, shortened
 from playbook.records.read import Record, earlier, with_status
-from playbook.records.standing import in_words
+from playbook.records.standing import in_words, stands
 from playbook.skills.check import claim_ids
 from playbook.skills.export import CARD_FILE, Stock, attachments, card_file, rests_on, skill_text, standing
 from playbook.skills.model import FILE, Skill
@@ -450,7 +450,7 @@ def bounded(answer: A, instead: str) -> A:
 
 
 def _stands(card: Card, claim_id: str, stock: Stock) -> list[str]:
-    return [str(s["stands"]) for s in standing(card, claim_id, stock)]
+    return stands(stock.records, by_claim({card.id: card})[claim_id][1], stock.today)
 
 
 def _verdicts(card: Card, ids: Sequence[str], stock: Stock) -> dict[str, list[Standing]]:

@@ -22,9 +22,14 @@ def in_words(record: Record, stale: Sequence[str] | str | None = None, *, places
     return ", ".join([record.status.replace("_", " "), *(["stale"] if stale else []), *_rests_on(record, places)])
 
 
+def stands(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> list[str]:
+    """The verdict of each kind of machine with its backend, each once; empty where nobody has tested the claim."""
+    return list(dict.fromkeys(in_words(r, r.stale(today, claim)) for r in verdicts(records, claim.id)))
+
+
 def standing(records: Iterable[Record], claim: Claim | MechanismCheck, today: date) -> str:
-    """Where a claim stands: the verdict of each kind of machine with its backend, or `untested`."""
-    return "; ".join(dict.fromkeys(in_words(r, r.stale(today, claim)) for r in verdicts(records, claim.id))) or UNTESTED
+    """Where a claim stands, in one line; `untested` where nobody has tested it."""
+    return "; ".join(stands(records, claim, today)) or UNTESTED
 
 
 def basis(rule: Decision, records: Sequence[Record], claims: Claims, today: date) -> _Basis:

@@ -16,9 +16,8 @@ TARGETS = ("megatron-lm", "megatron-bridge", "torchtitan", "playbook")
 _NAMES = {2: "bf16", 4: "fp32"}
 _DATA_PARALLEL = {"none": "ddp", "optimizer": "distributed_optimizer", "fsdp": "megatron_fsdp", "fsdp2": "fsdp2"}
 _PLATFORMS = {"gb": "nvl72", "b": "blackwell"}
-_PLANNED = ("backend", "model", "parallel", "moe", "megatron", "precision", "offload")
-"""Sections of the configuration that a plan is about, whether or not it names their keys."""
-_UNPLANNED = "moe.aux_loss_coeff"
+_PLANNED = ("backend", "model", "parallel", "moe.experts", "megatron", "precision", "offload")
+"""Sections and keys of the configuration that a plan is about, whether or not it names them."""
 
 
 def exported(plan: Plan, target: str, hardware: str) -> str:
@@ -46,7 +45,7 @@ def exported(plan: Plan, target: str, hardware: str) -> str:
 
     def planned(said: Setting | Remark) -> bool:
         keys = (said.keys or (said.section,)) if isinstance(said, Setting) else (said.key,)
-        return any(k in named or (k.partition(".")[0] in _PLANNED and k != _UNPLANNED) for k in keys)
+        return any(k in named or k in _PLANNED or k.partition(".")[0] in _PLANNED for k in keys)
 
     head = "# the model, and what is planned; learning rate, steps, balancing, data and checkpoints are your own\n"
     return head + export(config, target, platform_of(hardware), planned).text()  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from typing import Any
 from playbook_trainer.config.environment import Platform, variables
 from playbook_trainer.config.tree import TrainerConfig
 from playbook_trainer.export import megatron, torchtitan
-from playbook_trainer.export.releases import LACKS, RELEASES, unchecked
+from playbook_trainer.export.releases import LACKS, RELEASES
+from playbook_trainer.export.releases import unchecked as unchecked_of
 from playbook_trainer.export.sheet import Remark, Setting, Sheet, Target
 
 TARGETS: tuple[Target, ...] = ("megatron-lm", "megatron-bridge", "torchtitan")
@@ -69,15 +70,14 @@ class Exported:
     @property
     def unchecked(self) -> list[str]:
         """Fields that this release does not have."""
-        return unchecked(self.target, self.settings)
+        return unchecked_of(self.target, self.settings)
 
     def text(self) -> str:
         """The document: settings, then, as comments, those that the release would refuse, and what cannot be said."""
         later = [line for line in self.lines if line.partition("=")[0] in LACKS[self.target]]
-        named = {line.partition("=")[0] for line in later}
-        others = [name for name in self.unchecked if name not in named]
+        unchecked = [] if later else self.unchecked  # an override bears the name of its field; a flag has a name of its own
         head = [f"# {name}={value} in the environment" for name, value in self.environment.items()]
-        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(others)}" if others else ""))
+        head.append(f"# fields as in {self.release}" + (f"; unchecked, as it lacks them: {' '.join(unchecked)}" if unchecked else ""))
         tail = [f"# not in {self.release}, for a later one: {line}" for line in later if not line.endswith("=null")]
         tail += [f"# not expressible: {r.key}: {r.why}" for r in self.missing]
         return "\n".join([*head, *(line for line in self.lines if line not in later), *tail]) + "\n"
