@@ -13,6 +13,7 @@ from playbook_bench.judge.curve_rules import named
 from playbook_bench.run.variants import resolve_all
 from playbook_trainer.config import automatic, checks
 from playbook_trainer.config.dry_run import dry_run
+from playbook_trainer.data.tokenizer import load_tokenizer
 from playbook_trainer.megatron import checks as megatron
 
 CASES = [case for case in map(load_case, list_cases()) if case.kind in LAUNCHED_KINDS]
@@ -27,6 +28,8 @@ def test_no_variant_is_refused_before_it_starts(case, monkeypatch):
         for name, variant in resolve_all(case, profile).items():
             with contextlib.suppress(*([ConfigError] if name in may_fail else [])):
                 checks.check(variant.config, variant.ranks)
+            if variant.config.data.kind != "mock":
+                load_tokenizer(variant.config.data.tokenizer, variant.config.model)
 
 
 ONE_GPU = [case for case in CASES if "h200x1" in case.profiles and case.trainer and case.metric != "fits"]

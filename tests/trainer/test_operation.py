@@ -182,6 +182,14 @@ def test_a_save_that_takes_longer_than_a_step_may_is_no_hang(in_background: bool
 
 
 @pytest.mark.full
+def test_a_save_that_waits_for_the_one_before_is_counted(forks: Forks, tmp_path: Path) -> None:
+    words = [TEXT, *QUICK, f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=2", "train.steps=4", f"output={tmp_path / 'out'}"]
+    assert forks.run(words, 1, free_port(), SLOW_FILES) == [0], forks.told()
+    counters = summary(tmp_path / "out")["receipt"]["counters"]
+    assert (counters["checkpoints"], counters["checkpoints_behind_another"]) == (2, 1)
+
+
+@pytest.mark.full
 def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANT", json.dumps({"baseline": {"fault": "terminate", "rank": 1, "at": 2}}))
     changes = {k: v for k, _, v in (w.partition("=") for w in QUICK)} | {"train.steps": 400, "checkpoint.dir": str(tmp_path / "saved")}
@@ -194,7 +202,8 @@ def test_a_signal_under_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("policy", "code", "saved"), [("skip", 0, [1, 2, 3, 4, 5, 6]), ("stop", 3, [1, 2]), ("continue", 3, [1, 2])])
 @pytest.mark.sample("skip-0-saved0", "stop-3-saved1")
-def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int], forks: Forks, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite(policy: str, code: int, saved: list[int], tmp_path: Path) -> None:
+    forks = Forks(tmp_path / "log")  # other runs say the same words
     saving = [f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=1", "checkpoint.keep=9"]
     words = [TEXT, *QUICK, f"train.on_nan={policy}", *saving, f"output={tmp_path / 'out'}"]
     assert forks.run(words, 2, free_port(), NAN_GRADIENT) == [code, code], forks.text(0)

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from playbook.cli.app import main
 from playbook.paths import data_root
 from playbook.records.read import read
 from playbook.records.untested import untested_claims, untraced_verdicts
+from playbook_bench.launch import local
 from playbook_bench.run import confirm
 from playbook_bench.run.journal import Journal
+from playbook_bench.run.options import Options
 
 CARDS = load_all()
 DAY = date(2026, 11, 24)
@@ -66,6 +69,19 @@ def test_a_spent_budget_leaves_the_next_cases_to_the_next_call(tmp_path):
     assert confirm.run(QUICK, spent) == []
     assert not (tmp_path / "results" / "cpu").exists()
     assert [o.status for o in confirm.run(QUICK, options(tmp_path, profile="cpu", campaign=True, budget_s=60.0))] == ["confirmed"] * 2
+
+
+@pytest.mark.full
+def test_no_case_is_begun_whose_first_launch_the_budget_may_not_hold(tmp_path):
+    class Slow(local.LocalLauncher):
+        """Launches that say of themselves that they took 500 s."""
+
+        def run(self, spec, on_step=None):
+            return replace(super().run(spec, on_step), wall_s=500.0)
+
+    told = Options(results=tmp_path, profile="cpu", campaign=True, budget_s=400.0, launcher=Slow())
+    found = confirm.run(["moe-dispatcher-choice/W9.m", "long-context-cp-sizing/L1.m"], told)
+    assert [o.evidence.measured.claim.id for o in found] == ["W9.m"]
 
 
 @pytest.mark.parametrize("campaign", [True, False])

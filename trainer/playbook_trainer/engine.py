@@ -23,6 +23,10 @@ class Saver(Protocol):
     def writing(self) -> bool:
         """Whether the checkpoint that was saved last is left to the background, beside the steps that follow."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether the background still writes a checkpoint, so that the next one has to wait for it."""
+
     def restore(self) -> Any | None:
         """Load the newest complete checkpoint. Returns its header, which has `step`, `data` and `best`, or None where there is no checkpoint."""
 

@@ -355,10 +355,11 @@ def save(trainer: Trainer, recorder: Recorder) -> None:
     # However long files take to write, that is no hang; ranks that wait for one that is gone have the limits of their process groups.
     trainer.watchdog.rest()
     saver, began = trainer.engine.saver, time.perf_counter()
+    behind = saver.behind
     if bad := saver.save(trainer.step, _data_state(trainer), trainer.best):
         recorder.say(f"step {trainer.step}  {bad} is not finite: no checkpoint")
     else:
-        recorder.note_save(time.perf_counter() - began, in_background=saver.writing)
+        recorder.note_save(time.perf_counter() - began, in_background=saver.writing, behind_another=behind)
     recorder.pause()
 
 

@@ -96,7 +96,7 @@ class Recorder:
     """How often each expert of each layer was chosen, by step; of those that are not written yet."""
     waits: list[float] = field(default_factory=list)
     """Seconds that each save after the warm-up has kept training waiting, on this rank."""
-    saves: Counter[str] = field(default_factory=lambda: Counter(checkpoints=0, checkpoints_in_background=0))
+    saves: Counter[str] = field(default_factory=lambda: Counter(checkpoints=0, checkpoints_in_background=0, checkpoints_behind_another=0))
     """Checkpoints of the whole run."""
     trackers: list[Tracker] = field(default_factory=list)
     _own_s: float = 0.0
@@ -152,9 +152,9 @@ class Recorder:
         """Record how often each expert of each layer was chosen in a step; read with the step's other figures."""
         self.loads[step] = load
 
-    def note_save(self, seconds: float, *, in_background: bool) -> None:
-        """Record a checkpoint that training has waited `seconds` for; it may still be being written in the background."""
-        self.saves.update(checkpoints=1, checkpoints_in_background=int(in_background))
+    def note_save(self, seconds: float, *, in_background: bool, behind_another: bool) -> None:
+        """Record a checkpoint that training has waited `seconds` for; it may be written in the background, and may have waited for the one before."""
+        self.saves.update(checkpoints=1, checkpoints_in_background=int(in_background), checkpoints_behind_another=int(behind_another))
         if self._timed:
             self.waits.append(seconds)
 

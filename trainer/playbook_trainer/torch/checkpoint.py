@@ -74,6 +74,11 @@ class Checkpointer:
         """Whether the checkpoint that was saved last is left to the background."""
         return self._pending is not None
 
+    @property
+    def behind(self) -> bool:
+        """Whether the background still writes a checkpoint, so that the next one has to wait for it."""
+        return self._pending is not None and not self._pending.done()
+
     def restore(self) -> Index | None:
         """Load the newest complete checkpoint into this rank's parts; None where there is none.
 

@@ -68,7 +68,7 @@ class MegatronHeader(Header):
 class MegatronSaver:
     """Saves and restores one run's model and optimizer."""
 
-    writing = False
+    writing = behind = False
 
     def __init__(self, config: TrainerConfig, axes: Axes, chunks: list[Any], optim: Any) -> None:
         self._config, self._axes, self._chunks, self._optim = config, axes, chunks, optim
