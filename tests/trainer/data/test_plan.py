@@ -21,6 +21,7 @@ from playbook_trainer.data.loader import build_loader, check, data_sha, merge_st
 from playbook_trainer.data.order import order_key, permute
 from playbook_trainer.data.packing import Lane, Packing
 from playbook_trainer.data.rows import make_rows
+from playbook_trainer.data.sources.generated import GeneratedText
 from playbook_trainer.data.sources.text import read_documents
 from playbook_trainer.data.tokenizer import ByteTokenizer
 
@@ -201,6 +202,19 @@ def test_data_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
     path = str(samples(tmp_path / "set", [{"images": [], "question": "q" * 100, "answer": "a"}] * 20, {}))
     with pytest.raises(DataError, match=r"20 samples in a row of which none can be used, first .*jsonl:1: at least 102 tokens"):
         check(config(VL, data__path=path, data__seq_len=64))
+
+
+def test_of_long_documents_few_are_read_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, whole = [], GeneratedText.__getitem__
+
+    def counting(self: GeneratedText, i: int) -> Any:
+        read.append(i)
+        return whole(self, i)
+
+    monkeypatch.setattr(GeneratedText, "__getitem__", counting)
+    long = {"data__generated__mean_tokens": 131071, "data__generated__sigma": 0}
+    check(config(TEXT, data__source="generated", data__path=None, **long))
+    assert len(read) == 8, "a million tokens"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

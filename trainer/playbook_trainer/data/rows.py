@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 _MOCK_LENGTHS = 1000
 """Real samples whose lengths mock rows draw from."""
-_CHECKED = 256
-"""Samples that are read before a run starts, to find out whether the data fits."""
+_CHECKED, _CHECKED_TOKENS = 256, 1_000_000
+"""Samples that are read before a run starts, to find out whether the data fits, and tokens after which no more are read: long ones take seconds."""
 _MOST_LOST = 10_000
 """Samples in a row that may be left out; where as many are, data and configuration do not fit each other."""
 
@@ -123,10 +123,11 @@ def _check_first(data: DataConfig, model: ModelConfig) -> None:
 
 
 def _read_first(data: Flat[T] | Sharded[T], documents: Callable[[T], list[Document]], config: DataConfig) -> None:
-    items, reader = data.head(), _Reader(documents, config)
-    for i in range(min(_CHECKED, len(items))):
-        reader.read(items, i)
-    if len(reader.lost) == min(_CHECKED, len(items)) > 0:
+    items, reader, read, tokens = data.head(), _Reader(documents, config), 0, 0
+    while read < min(_CHECKED, len(items)) and tokens < _CHECKED_TOKENS:
+        tokens += sum(len(document.tokens) for document in reader.read(items, read))
+        read += 1
+    if len(reader.lost) == read > 0:
         raise DataError(_none_left(reader.lost))
 
 
@@ -266,7 +267,7 @@ def text_documents(model: ModelConfig, data: DataConfig) -> Callable[[Text], lis
     tokenizer = load_tokenizer(data.tokenizer, model, prepared=True)
 
     def documents(text: Text) -> list[Document]:
-        tokens = np.asarray([*(tokenizer.encode(text) if isinstance(text, str) else text), model.eos_token_id], dtype=np.int64)
+        tokens = np.append(np.asarray(tokenizer.encode(text) if isinstance(text, str) else text, dtype=np.int64), model.eos_token_id)
         if model.image_token_id is not None and bool((tokens == model.image_token_id).any()):
             raise DataError(
                 f"data.path {data.path}: the tokenizer turns text into model.image_token_id {model.image_token_id}; "
