@@ -79,7 +79,7 @@ def test_a_rule_without_a_fresh_verdict_for_it_is_a_hypothesis(records, when, be
 
 
 def test_terminal_site_and_plain_text_mark_the_same_rules(records):
-    card = CARDS["cuda-graphs"]
+    card = CARDS["communication-overlap"]
     found = bases(card, records, CLAIMS, DAY)
     assert {"measured", "hypothesis"} == set(found)
     shelf = Shelf(CARDS, records, DAY, {i: home for i, (home, _) in CLAIMS.items()})
