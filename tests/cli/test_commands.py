@@ -267,6 +267,7 @@ def test_a_card_is_shown_whole(capsys, elsewhere):
 
 
 @pytest.mark.parametrize("named", ["moe-dispatcher-choice/W9", "W9", "W9.m"])
+@pytest.mark.sample("W9")
 def test_a_claim_is_shown_as_its_card_shows_it(capsys, elsewhere, named):
     _, whole, _ = run(capsys, "cards", "show", "moe-dispatcher-choice")
     code, out, _ = run(capsys, "cards", "show", named)
@@ -363,6 +364,7 @@ def test_every_command_is_in_the_readme():
         assert command.name.split()[-1] in readme, command.name
 
 
+@pytest.mark.full
 def test_a_verdict_on_another_margin_of_its_claim_is_stale(capsys, elsewhere, monkeypatch):
     """As the site and the MCP server say it: a verdict on "at most 5 %" says nothing of "at most 1 %"."""
     from playbook.cards import load
@@ -394,6 +396,7 @@ def test_an_installed_copy_writes_no_pages_among_the_packages(tmp_path, monkeypa
     assert [p.name for p in packages.iterdir()] == ["playbook"]
 
 
+@pytest.mark.full
 def test_what_another_machine_found_is_not_hidden_by_the_last_measured_one(capsys, elsewhere, monkeypatch):
     """As on the site and over MCP: a claim that is refuted on a GPU does not read as confirmed because a CPU ran it too."""
     from playbook_bench.run import store

@@ -154,6 +154,7 @@ def test_expired_evidence_is_a_warning():
     assert all(f.warning for f in found)
 
 
+@pytest.mark.full
 def test_a_run_elsewhere_that_settled_nothing_does_not_hide_an_expired_verdict(tmp_path, monkeypatch):
     records = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(check.data_root("results").glob("*/*.json"))]
     record = next(r for r in records if ((r.get("measured") or {}).get("claim") or {}).get("id") == "T1")

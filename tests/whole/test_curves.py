@@ -72,6 +72,7 @@ def test_a_planted_curve_gets_its_verdict_in_blocks_that_replay(curve_card, tmp_
     assert report.as_json([found])["claims"][0]["curve"]["points"][0]["outcome"] == "ok"
 
 
+@pytest.mark.full
 def test_a_planted_curve_refutes_the_wrong_guess(curve_card, tmp_path, plant):
     plant(seed1={"slower": 0.3}, seed3={"slower": 0.2})
     found = confirmed(curve_card("sweep", "{op: best, at: [3], margin: {value: 5, unit: percent}}"), tmp_path)

@@ -350,6 +350,7 @@ def test_a_verdict_is_printed_before_it_is_stored_and_kept_where_storing_fails(c
     assert replay.replay(kept) == (True, [])
 
 
+@pytest.mark.full
 def test_a_stopped_series_goes_on_without_having_asked_for_a_journal(case, tmp_path, plant):
     plant()
     launched = []

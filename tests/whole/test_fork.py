@@ -133,6 +133,7 @@ def test_a_hang_is_ended_with_all_ranks(launcher, tmp_path):
     gone(launcher, 1)
 
 
+@pytest.mark.full
 def test_evidence_says_that_ranks_were_forked(tmp_path):
     (found,) = confirm.bench_run("moe-dispatch-bytes", Options(results=tmp_path, profile="cpu", launcher=ForkLauncher()))
     assert found.status in ("confirmed", "refuted")

@@ -197,6 +197,7 @@ def test_an_exact_metric_passes_only_where_it_is_no_worse_than_allowed(repo, tmp
     assert found.status == status, found.sentence
 
 
+@pytest.mark.full
 def test_noise_does_not_lift_the_limit(repo, tmp_path):
     """A machine whose launches differ by a tenth hid a slowdown of a twentieth behind a limit of its own making."""
     repo({"noise": 0.1})

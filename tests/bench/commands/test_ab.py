@@ -156,6 +156,7 @@ def test_an_option_that_nothing_can_meet_is_said_before_anything_runs(run, optio
     assert "launch 1" not in err
 
 
+@pytest.mark.full
 def test_two_pythons_are_what_is_compared_where_the_commands_name_them(run, tmp_path):
     """Versions of packages are in the record; where one Python runs both, other versions are a fault of the comparison."""
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)

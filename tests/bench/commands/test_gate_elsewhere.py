@@ -67,6 +67,7 @@ def test_a_slower_commit_fails_and_an_equal_one_passes(repo, slower, status):
     assert found.status == status, found.sentence
 
 
+@pytest.mark.full
 def test_a_file_of_steps_is_looked_for_where_the_commit_runs(repo):
     """Not in the user's own folder, whose file would make any commit equal to any other."""
     case = repo.root / "bench" / "step-time.yaml"
@@ -127,6 +128,7 @@ def test_uncommitted_changes_are_judged_and_new_files_are_not(repo):
     assert repo.git("status", "--porcelain") == "M plant.json"
 
 
+@pytest.mark.full
 def test_files_are_prepared_once_for_each_state(repo):
     case = repo.root / "bench" / "step-time.yaml"
     case.write_text(

@@ -80,6 +80,7 @@ def test_slurm_gives_a_gpu_to_one_rank(tmp_path):
         SrunLauncher(Allocation("1", ("a",), "a")).run(Spec(run.config, 2, tmp_path / "run", shared=True))
 
 
+@pytest.mark.full
 def test_shared_ranks_launch_count_and_are_told_of(tmp_path, monkeypatch):
     """On a CPU, whose ranks share it anyhow: all but the GPU's own part of the path."""
     machine = detect.machine_of([("NVIDIA H200", "143771", "1")], "", "a CPU", 2)

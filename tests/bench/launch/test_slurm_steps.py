@@ -316,6 +316,7 @@ def test_of_two_steps_of_a_job_that_was_queued_again_one_takes_the_folder(tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
+@pytest.mark.full
 def test_of_steps_that_come_at_once_one_takes_the_folder_and_the_others_name_it(tmp_path):
     """Each round queues the job again: the round before holds the lock on nodes that are gone."""
     script = tmp_path / "steps.py"
