@@ -61,6 +61,7 @@ def run(**more):
 
 
 @pytest.mark.parametrize(("slower", "status"), [(0.2, "regression"), (0.0, "pass")])
+@pytest.mark.sample("0.2-regression")
 def test_a_slower_commit_fails_and_an_equal_one_passes(repo, slower, status):
     repo(slower=slower)
     found = run()
