@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -133,7 +134,7 @@ def _run_all(
     if by_default:
         options = replace(options, journal=_default_journal(tasks, options, command, list(loaded.values())))
     outcomes: dict[int, Outcome] = {}
-    goes_on, lost = False, ""
+    goes_on, lost, began = False, "", datetime.now(UTC).isoformat()
     with local.interruptible(resumes=options.journal is not None), _closing(options.launcher):
         if options.nodes == 1 and (warning := occupied.claim(requirements.restrict(machine, options.profile))):
             progress.note(warning)
@@ -142,8 +143,8 @@ def _run_all(
         for wanted in sorted(
             dict.fromkeys(t.case for t in tasks), key=lambda name: not options.campaign and _is_timed(tasks, name, loaded, machine)
         ):
-            # A case's first launch may take as long as launches usually do here, and would be cut by whoever gave the budget.
-            usual = statistics.median([r.wall_s for o in outcomes.values() for r in o.evidence.measured.runs] or [0.0])
+            # A case's first launch may take as long as this command's launches usually did, and would be cut by whoever gave the budget.
+            usual = statistics.median([r.wall_s for o in outcomes.values() for r in o.evidence.measured.runs if r.started > began] or [0.0])
             if options.campaign and options.deadline is not None and time.monotonic() + usual >= options.deadline:
                 break
             group = {i: t for i, t in enumerate(tasks) if t.case == wanted}

@@ -38,7 +38,7 @@ class Options:
     journal: Journal | None = None
     """What an earlier, stopped command with these options has left."""
     campaign: bool = False
-    """Run cases in the order of the targets and start none whose first launch the budget may not hold, so that the next call continues there. Mechanism checks run only if named."""
+    """Run cases in the order of the targets and start none once the budget holds no usual launch any more, so that the next call continues there. Mechanism checks run only if named."""
     trace: bool = False
     """Whether variants are traced once a timed verdict from GPUs is reached."""
     untraced: Mapping[str, Evidence] = field(default_factory=dict)
